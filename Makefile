@@ -1,0 +1,37 @@
+# Everything starts from plain python3: each target makes .venv when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help install train test lint bench clean
+help:          ## what there is
+	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+.venv/.installed: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing echelon into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	@echo "installing the tools for development into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+install: .venv/.installed   ## the library and the command into .venv
+
+train: .venv/.installed     ## the main job: a small GPT on 2 ranks, about 2 minutes
+	@$(BIN)/echelon train
+
+test: .venv/.installed-dev  ## the whole suite, under 10 minutes on 2 cores
+	@$(BIN)/python -m pytest
+
+lint: .venv/.installed-dev  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: .venv/.installed-dev ## measure, and write benchmarks/results
+	@$(BIN)/python -m benchmarks
+
+clean:         ## remove .venv and the caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

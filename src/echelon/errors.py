@@ -1,0 +1,38 @@
+"""Errors that speak to the user: the rule, the values, the mend; all faults of an input at once.
+
+`UserError` is the only error that commands print without a traceback (exit code 2). What cannot
+happen is an `assert`; what a peer or the machine does to us has its own class beside the code that
+sees it.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave. `faults` holds one full sentence for each."""
+
+    def __init__(self, title: str, faults: Iterable[str] = ()) -> None:
+        self.title = title
+        self.faults = tuple(faults)
+        super().__init__("\n".join([title, *(f"  - {fault}" for fault in self.faults)]))
+
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.title, self.faults)
+
+
+def raise_faults(what: str, faults: list[str]) -> None:
+    """Raise one UserError that lists every fault of `what`, if there is any.
+
+    raise_faults("plan 'data=0'", ["data=0: must be a whole number, at least 1"])
+    """
+    if faults:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise UserError(f"{count} in {what}:", faults)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' (did you mean 'data'?)' when a known word is near, else the known words."""
+    options = list(known)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    return f" (did you mean '{near[0]}'?)" if near else f"; known: {', '.join(options)}"
