@@ -1,0 +1,5 @@
+"""Plans as plain data. Imports nothing but the standard library."""
+
+from echelon.plan.plan import Plan
+
+__all__ = ["Plan"]

@@ -1,0 +1,139 @@
+"""What each field of a plan accepts: how its text is read, printed and explained.
+
+One entry a field. A reader returns the value or raises ValueError; the entry's `allowed` sentence then
+tells the user what would have been right. Rules between fields live in rules.py.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SCHEDULES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "pipedream",
+    "pipedream-vertical",
+    "pipedream-2bw",
+    "zero-bubble",
+)
+SYNCS = ("all-reduce", "parameter-server", "async")
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+RECOMPUTES = ("none", "full", "selective", "sqrt")
+OFFLOADS = ("optimizer", "parameters", "activations")
+COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Field:
+    """How one field is read from text or a Python value, and printed again."""
+
+    allowed: str
+    read: Callable[[Any], Any]
+    show: Callable[[Any], str] = str
+
+
+def _whole(value: Any, least: int) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError
+    number = int(value)
+    if number < least:
+        raise ValueError
+    return number
+
+
+def _stages(value: Any) -> int | tuple[int, ...]:
+    """'2' → 2 stages; '3-1' → stages of 3 and 1 replicas; '1-1' is just 2 stages."""
+    if isinstance(value, str) and "-" in value:
+        value = value.split("-")
+    if not isinstance(value, (list, tuple)):
+        return _whole(value, 1)
+    replicas = tuple(_whole(part, 1) for part in value)
+    if len(replicas) < 2:  # replicas of one stage alone are what `data` says
+        raise ValueError
+    return len(replicas) if set(replicas) == {1} else replicas
+
+
+def _staleness(value: Any) -> float:
+    return math.inf if value in ("inf", math.inf) else _whole(value, 0)
+
+
+def _switch(value: Any) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def _recompute(value: Any) -> str:
+    text = str(value)
+    if text in RECOMPUTES:
+        return text
+    found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([a-zA-Z]*)", text)
+    if not found or float(found[1]) <= 0:
+        raise ValueError
+    return f"budget:{round(float(found[1]) * _UNITS[found[2].lower()])}"
+
+
+def _offload(value: Any) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else list(value)
+    if words in (["none"], [""]):
+        return ()
+    if not set(words) <= set(OFFLOADS):
+        raise ValueError
+    return tuple(word for word in OFFLOADS if word in words)
+
+
+def _schedule(value: Any) -> str:
+    text = str(value)
+    # A file is recognised by its form alone: a plan is checked where the file may not exist.
+    if text in SCHEDULES or "/" in text or text.endswith(".txt"):
+        return text
+    raise ValueError
+
+
+def _words(options: tuple[str, ...]) -> Field:
+    def read(value: Any) -> str:
+        return options[options.index(str(value))]
+
+    return Field(f"must be one of {', '.join(options)}", read)
+
+
+def _count() -> Field:
+    return Field("must be a whole number, at least 1", lambda value: _whole(value, 1))
+
+
+def _zero_level(value: Any) -> int:
+    return (0, 1, 2, 3)[_whole(value, 0)]
+
+
+def _show_stages(value: int | tuple[int, ...]) -> str:
+    return str(value) if isinstance(value, int) else "-".join(map(str, value))
+
+
+FIELDS: dict[str, Field] = {
+    "data": _count(),
+    "tensor": _count(),
+    "pipeline": Field(
+        "must be a whole number of stages, at least 1, or the replicas of each stage, like 3-1",
+        _stages,
+        _show_stages,
+    ),
+    "expert": _count(),
+    "context": _count(),
+    "sync": _words(SYNCS),
+    "staleness": Field("must be a whole number, at least 0, or inf", _staleness),
+    "zero": Field("must be one of 0, 1, 2, 3", _zero_level),
+    "schedule": Field(f"must be one of {', '.join(SCHEDULES)}, or a file ending in .txt", _schedule),
+    "microbatches": _count(),
+    "chunks": _count(),
+    "sequence": Field("must be true or false", _switch, lambda value: str(value).lower()),
+    "precision": _words(PRECISIONS),
+    "recompute": Field(
+        f"must be one of {', '.join(RECOMPUTES)}, or budget:BYTES, like budget:2GiB", _recompute
+    ),
+    "offload": Field(f"must be any of {', '.join(OFFLOADS)}, joined by commas", _offload, ",".join),
+    "compress": _words(COMPRESSIONS),
+}

@@ -1,0 +1,105 @@
+"""Rules between the fields of a plan: which combinations have no meaning, and why.
+
+Each rule sees a plan whose fields are valid one by one and returns the fault as a sentence, or None. What
+has a meaning but is not built yet is not refused here: the engine says so.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from echelon.plan.plan import Plan
+
+ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
+
+
+def _expert_divides_data(plan: "Plan") -> str | None:
+    if plan.data % plan.expert == 0:
+        return None
+    return (
+        f"expert={plan.expert} data={plan.data}: experts are spread over the data ranks, so expert must "
+        f"divide data; set data to a multiple of {plan.expert}"
+    )
+
+
+def _staleness_needs_async(plan: "Plan") -> str | None:
+    if plan.sync == "async" or plan.staleness == float("inf"):
+        return None
+    return (
+        f"staleness={plan.staleness} sync={plan.sync}: staleness bounds how far asynchronous workers run "
+        "apart; add sync=async or drop staleness"
+    )
+
+
+def _server_holds_all(plan: "Plan") -> str | None:
+    if plan.sync == "all-reduce" or plan.zero == 0:
+        return None
+    return (
+        f"zero={plan.zero} sync={plan.sync}: the server holds the whole optimizer, so there is nothing to "
+        "shard over data; use zero=0, or sync=all-reduce"
+    )
+
+
+def _chunks_are_interleaved(plan: "Plan") -> str | None:
+    if (plan.chunks > 1) == (plan.schedule == "interleaved") or plan.schedule_is_file:
+        return None
+    return (
+        f"schedule={plan.schedule} chunks={plan.chunks}: several chunks a rank and the interleaved schedule "
+        "go together; use schedule=interleaved with chunks=2 or more, or chunks=1 with another schedule"
+    )
+
+
+def _interleaved_rounds(plan: "Plan") -> str | None:
+    if plan.schedule != "interleaved" or plan.microbatches % plan.stages == 0:
+        return None
+    return (
+        f"microbatches={plan.microbatches} pipeline={plan.stages}: the interleaved schedule sends "
+        f"microbatches in rounds of one a stage; set microbatches to a multiple of {plan.stages}"
+    )
+
+
+def _interleaved_is_even(plan: "Plan") -> str | None:
+    if plan.schedule != "interleaved" or isinstance(plan.pipeline, int):
+        return None
+    return (
+        f"schedule=interleaved pipeline={'-'.join(map(str, plan.pipeline))}: a rank holds chunks of the "
+        f"whole model, so every stage has the same ranks; use pipeline={plan.stages} with data, or schedule=1f1b"
+    )
+
+
+def _two_buffers_suffice(plan: "Plan") -> str | None:
+    if plan.schedule != "pipedream-2bw" or plan.microbatches >= plan.stages:
+        return None
+    return (
+        f"microbatches={plan.microbatches} pipeline={plan.stages}: two weight versions suffice only when at "
+        f"least as many microbatches as stages share an update; set microbatches={plan.stages} or more"
+    )
+
+
+def _stashed_versions_are_whole(plan: "Plan") -> str | None:
+    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or plan.zero < 3:
+        return None
+    return (
+        f"zero=3 schedule={plan.schedule}: a stashed weight version must stay whole until its backward pass, "
+        "and zero=3 frees weights after each use; use zero=1, or schedule=1f1b"
+    )
+
+
+_RULES: tuple[Callable[["Plan"], str | None], ...] = (
+    _expert_divides_data,
+    _staleness_needs_async,
+    _server_holds_all,
+    _chunks_are_interleaved,
+    _interleaved_rounds,
+    _interleaved_is_even,
+    _two_buffers_suffice,
+    _stashed_versions_are_whole,
+)
+
+
+def broken_rules(plan: "Plan") -> Iterator[str]:
+    """The fault of every rule that `plan` breaks."""
+    for rule in _RULES:
+        fault = rule(plan)
+        if fault is not None:
+            yield fault

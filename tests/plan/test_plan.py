@@ -1,0 +1,159 @@
+"""The plan prints and parses, and refuses with every fault at once."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.errors import UserError
+from echelon.plan import Plan
+from echelon.plan.fields import COMPRESSIONS, FIELDS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SYNCS
+
+
+def faults_of(text: str) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        Plan.parse(text)
+    return caught.value.faults
+
+
+def test_the_designs_example_parses_and_prints() -> None:
+    text = "data=2 tensor=2 pipeline=2 zero=1 microbatches=8 precision=bf16"
+    plan = Plan.parse(text)
+    assert (plan.data, plan.tensor, plan.pipeline, plan.zero, plan.microbatches) == (2, 2, 2, 1, 8)
+    assert str(plan) == text
+    assert Plan.parse(f"{text} schedule=1f1b") == plan
+    assert plan.ranks == 8
+
+
+def test_the_empty_plan_is_one_device() -> None:
+    assert Plan.parse("") == Plan() == Plan.parse(str(Plan()))
+    assert Plan().ranks == 1
+
+
+def test_all_four_faults_are_listed_each_with_its_allowed_values() -> None:
+    faults = faults_of("data=0 tensor=x zero=7 schedule=zigzag")
+    assert faults == (
+        "data=0: must be a whole number, at least 1",
+        "tensor=x: must be a whole number, at least 1",
+        "zero=7: must be one of 0, 1, 2, 3",
+        f"schedule=zigzag: must be one of {', '.join(SCHEDULES)}, or a file ending in .txt",
+    )
+
+
+def test_faults_of_words_and_of_values_come_together() -> None:
+    faults = faults_of("dta=2 zero=9 fast data=2 data=4")
+    assert len(faults) == 4
+    assert "did you mean 'data'?" in faults[0]
+    assert faults[1] == "fast: must be written field=value, like data=2"
+    assert "stands twice" in faults[2]
+    assert faults[3].startswith("zero=9")
+
+
+def test_an_open_quote_is_a_fault_not_a_traceback() -> None:
+    assert "close the quote" in faults_of("schedule='a b.txt")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("expert=2", "expert must divide data"),
+        ("data=3 expert=2", "multiple of 2"),
+        ("staleness=2", "add sync=async"),
+        ("data=2 sync=async zero=1", "use zero=0"),
+        ("data=2 sync=parameter-server zero=2", "use zero=0"),
+        ("pipeline=2 chunks=2", "use schedule=interleaved"),
+        ("pipeline=2 schedule=interleaved microbatches=2", "chunks=2 or more"),
+        ("pipeline=2 schedule=interleaved chunks=2 microbatches=3", "multiple of 2"),
+        ("pipeline=2-1 schedule=interleaved chunks=2 microbatches=2", "every stage has the same ranks"),
+        ("pipeline=4 schedule=pipedream-2bw microbatches=2", "microbatches=4 or more"),
+        ("pipeline=2 data=2 zero=3 schedule=pipedream", "stay whole"),
+    ],
+)
+def test_meaningless_combinations_are_refused_with_the_mend(text: str, says: str) -> None:
+    (fault,) = faults_of(text)
+    assert says in fault
+
+
+def test_every_broken_rule_is_listed() -> None:
+    assert len(faults_of("expert=2 staleness=1 chunks=2")) == 3
+
+
+def test_replicated_stages() -> None:
+    plan = Plan.parse("pipeline=3-1 data=2")
+    assert plan.pipeline == (3, 1)
+    assert (plan.stages, plan.replicas, plan.ranks) == (2, (3, 1), 8)
+    assert Plan.parse("pipeline=1-1") == Plan(pipeline=2)
+    assert Plan(pipeline=(2, 1, 1)).ranks == 4
+
+
+def test_values_are_normalised() -> None:
+    assert Plan.parse("recompute=budget:2GiB").recompute == "budget:2147483648"
+    assert Plan.parse("offload=activations,optimizer").offload == ("optimizer", "activations")
+    assert Plan(offload=("none",)).offload == ()
+    assert Plan.parse("sync=async data=2").staleness == math.inf
+    assert str(Plan.parse("data=2 sync=async staleness=2")) == "data=2 sync=async staleness=2"
+    assert Plan.parse("schedule='my plans/a.txt'").schedule == "my plans/a.txt"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"data": True}, {"data": 1.5}, {"zero": -1}, {"pipeline": ()}, {"sequence": 2}]
+)
+def test_python_values_are_checked_like_text(bad: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(bad))}="):
+        Plan(**bad)  # type: ignore[arg-type]
+
+
+def test_every_field_has_a_reader() -> None:
+    assert [field.name for field in dataclasses.fields(Plan)] == list(FIELDS)
+
+
+degree = st.integers(1, 8)
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "data": degree,
+        "tensor": degree,
+        "pipeline": degree | st.lists(degree, min_size=1, max_size=4).map(tuple),
+        "expert": degree,
+        "context": degree,
+        "sync": st.sampled_from(SYNCS),
+        "staleness": st.integers(0, 9) | st.just(math.inf),
+        "zero": st.integers(0, 3),
+        "schedule": st.sampled_from([*SCHEDULES, "plans/mine.txt", "a b.txt"]),
+        "microbatches": degree,
+        "chunks": degree,
+        "sequence": st.booleans(),
+        "precision": st.sampled_from(PRECISIONS),
+        "recompute": st.sampled_from([*RECOMPUTES, "budget:1024"]),
+        "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
+        "compress": st.sampled_from(COMPRESSIONS),
+    },
+)
+
+
+@given(values)
+def test_any_accepted_plan_survives_its_text(fields: dict[str, object]) -> None:
+    try:
+        plan = Plan(**fields)  # type: ignore[arg-type]
+    except UserError as error:
+        assert error.faults
+        return
+    assert Plan.parse(str(plan)) == plan
+    assert plan.ranks >= plan.data
+
+
+@given(st.text(max_size=40))
+def test_no_text_gets_past_as_anything_but_a_plan_or_a_user_error(text: str) -> None:
+    try:
+        assert isinstance(Plan.parse(text), Plan)
+    except UserError as error:
+        assert error.faults
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = "import sys, echelon.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
