@@ -63,7 +63,7 @@ def _interleaved_is_even(plan: "Plan") -> str | None:
         return None
     return (
         f"schedule=interleaved pipeline={'-'.join(map(str, plan.pipeline))}: a rank holds chunks of the "
-        f"whole model, so every stage has the same ranks; use pipeline={plan.stages} with data, or schedule=1f1b"
+        f"whole model, so every stage has the same ranks; use pipeline={plan.stages}, or schedule=1f1b"
     )
 
 
