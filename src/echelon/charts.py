@@ -1,0 +1,293 @@
+"""Line charts as SVG text, and sparklines for terminals; nothing but the standard library.
+
+A chart brings its own background, so it reads the same on a white and on a dark page. What to draw
+(loss, step time, memory) and where to put it is the report's business.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from echelon.errors import raise_faults
+
+# The colours of Okabe and Ito, chosen to differ for colour-blind readers too; without their yellow, which is
+# faint on white. The eighth line starts again, dashed.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+_BACKGROUND, _BORDER, _GRID = "#ffffff", "#d4d9e1", "#e9ecf1"
+_INK, _QUIET_INK = "#1c2433", "#5b6472"
+_FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+
+_MARGIN, _BOTTOM = 24, 54
+_LEGEND_ROW = 20
+_CHARACTER = 6.8  # mean width of a character of 12 pixels: SVG cannot measure text
+_MAX_NAME = 40
+_MAX_POINTS = 1000
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart. Where x or y is NaN or infinite, the line has a gap."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            fault = f"{len(self.x)} x values and {len(self.y)} y values: give one y for each x"
+            raise_faults(f"series '{self.name}'", [fault])
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+class Axis(NamedTuple):
+    """From the values low … high to the pixels start … end, with a tick at every multiple of `step`."""
+
+    low: float
+    high: float
+    step: float
+    start: float
+    end: float
+
+    def pixel(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        # The small part of a step lets the last tick in where rounding puts it just outside.
+        first, last = self.low / self.step - 1e-6, self.high / self.step + 1e-6
+        return [index * self.step for index in range(math.ceil(first), math.floor(last) + 1)]
+
+    def label(self, value: float) -> str:
+        """With as many digits as neighbouring ticks need to differ: 0.25, 1,500, 2.5e9."""
+        step_power = math.floor(math.log10(self.step))
+        size = max(abs(self.low), abs(self.high))
+        if step_power >= -4 and size < 1e7:
+            return f"{value:,.{max(0, -step_power)}f}"
+        digits = math.floor(math.log10(size)) - step_power
+        mantissa, power = f"{value:.{max(0, digits)}e}".split("e")
+        return f"{mantissa}e{int(power)}" if value else "0"
+
+
+def line_chart(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, width: int = 720, height: int = 400
+) -> str:
+    """One self-contained SVG element.
+
+    line_chart([Series("train", steps, losses)], "Loss", "step", "nats per token")
+
+    Width and height are pixels; a legend of more than one row adds to the height.
+    """
+    if width < 240 or height < 160:
+        raise_faults("chart", [f"{width} × {height} pixels leave no room to draw: give at least 240 × 160"])
+    runs = [_runs(_thin(_points(one))) for one in series]
+    shown = [point for lines in runs for line in lines for point in line]
+    legend, rows = _legend([one.name for one in series], width)
+    top = 50 + rows * _LEGEND_ROW
+    height += max(0, rows - 1) * _LEGEND_ROW
+    y_axis = _round_out(_axis([point.y for point in shown], height - _BOTTOM, top, height // 60))
+    left = _MARGIN + 24 + _CHARACTER * max(len(y_axis.label(value)) for value in y_axis.ticks())
+    x_axis = _axis([point.x for point in shown], left, width - _MARGIN, width // 90)
+    parts = [
+        _frame(width, height, title),
+        *legend,
+        *_grid(x_axis, y_axis),
+        *_axis_names(x_axis, y_axis, x_label, y_label, height),
+        *(_line(lines, x_axis, y_axis, index) for index, lines in enumerate(runs)),
+    ]
+    if not shown:
+        middle_x, middle_y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
+        parts.append(_text(middle_x, middle_y, "no data", 14, _QUIET_INK, "middle"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def sparkline(values: Iterable[float], width: int = 40) -> str:
+    """The course of the values in at most `width` block characters; a space where there is none.
+
+    sparkline([1, 2, 3, 5, 8])  ->  '▁▂▃▅█'
+    """
+    every = list(values)
+    columns = [_mean(bucket) for bucket in _buckets(every, min(width, len(every)))]
+    there = [value for value in columns if value is not None]
+    low, high = min(there, default=0.0), max(there, default=0.0)
+    return "".join(" " if value is None else _block(value, low, high) for value in columns)
+
+
+def _block(value: float, low: float, high: float) -> str:
+    if low == high:
+        return _BLOCKS[len(_BLOCKS) // 2 - 1]
+    return _BLOCKS[round((value - low) / (high - low) * (len(_BLOCKS) - 1))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    usable = [value for value in values if _is_usable(value)]
+    return sum(usable) / len(usable) if usable else None
+
+
+# --- points -------------------------------------------------------------------------------------------
+
+
+def _is_usable(value: float) -> bool:
+    # False for NaN and infinity, and for sizes whose differences would be infinite.
+    return abs(value) < 1e300
+
+
+def _points(series: Series) -> list[Point | None]:
+    """The points in their order; None stands for one that cannot be drawn."""
+    pairs = zip(series.x, series.y, strict=True)
+    return [Point(x, y) if _is_usable(x) and _is_usable(y) else None for x, y in pairs]
+
+
+def _thin(points: list[Point | None]) -> list[Point | None]:
+    """At most _MAX_POINTS of them: the lowest and the highest of each bucket, so that no spike is lost."""
+    if len(points) <= _MAX_POINTS:
+        return points
+    return [kept for bucket in _buckets(points, _MAX_POINTS // 2) for kept in _extremes(bucket)]
+
+
+def _extremes(bucket: Sequence[Point | None]) -> list[Point | None]:
+    there = [(point.y, index, point) for index, point in enumerate(bucket) if point is not None]
+    if not there:
+        return [None]
+    ends = sorted({min(there), max(there)}, key=lambda end: end[1])
+    return [point for _, _, point in ends]
+
+
+def _buckets(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """`count` consecutive parts of nearly the same length."""
+    bounds = [len(items) * index // max(1, count) for index in range(count + 1)]
+    return [items[start:end] for start, end in pairwise(bounds)]
+
+
+def _runs(points: list[Point | None]) -> list[list[Point]]:
+    """The stretches of points between the gaps."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if point is not None:
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+# --- axes ---------------------------------------------------------------------------------------------
+
+
+def _axis(values: list[float], start: float, end: float, ticks: int) -> Axis:
+    """An axis over just the values, with about `ticks` ticks."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-9 * size or size < 1e-290:  # one value: make room on both sides of it
+        room = size / 2 if size >= 1e-290 else 1.0
+        low, high = low - room, high + room
+    return Axis(low, high, _nice_step((high - low) / max(1, ticks)), start, end)
+
+
+def _nice_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, … (and 0.5, 0.2, …) that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def _round_out(axis: Axis) -> Axis:
+    """The same axis, from a tick to a tick."""
+    first, last = math.floor(axis.low / axis.step + 1e-6), math.ceil(axis.high / axis.step - 1e-6)
+    return axis._replace(low=first * axis.step, high=last * axis.step)
+
+
+# --- SVG ----------------------------------------------------------------------------------------------
+
+
+def _frame(width: int, height: int, title: str) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" role="img" font-family="{_FONT}">',
+            f"<title>{_clean(title)}</title>",
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
+            f'fill="{_BACKGROUND}" stroke="{_BORDER}"/>',
+            _text(_MARGIN, 32, title, 16, _INK, "start", bold=True),
+        ]
+    )
+
+
+def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
+    parts = []
+    for value in y_axis.ticks():
+        y = y_axis.pixel(value)
+        parts.append(_rule(x_axis.start, y, x_axis.end, y, _GRID))
+        parts.append(_text(x_axis.start - 10, y + 4, y_axis.label(value), 12, _QUIET_INK, "end"))
+    for value in x_axis.ticks():
+        x = x_axis.pixel(value)
+        parts.append(_rule(x, y_axis.start, x, y_axis.start + 5, _QUIET_INK))
+        parts.append(_text(x, y_axis.start + 20, x_axis.label(value), 12, _QUIET_INK, "middle"))
+    return [*parts, _rule(x_axis.start, y_axis.start, x_axis.end, y_axis.start, _QUIET_INK)]
+
+
+def _axis_names(x_axis: Axis, y_axis: Axis, x_label: str, y_label: str, height: int) -> list[str]:
+    x, y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
+    upright = f'<g transform="translate(22 {y:.1f}) rotate(-90)">'
+    return [
+        _text(x, height - 12, x_label, 12, _QUIET_INK, "middle"),
+        f"{upright}{_text(0, 0, y_label, 12, _QUIET_INK, 'middle')}</g>",
+    ]
+
+
+def _legend(names: Sequence[str], width: int) -> tuple[list[str], int]:
+    """A sample of each line beside its name, in rows below the title; and how many rows."""
+    parts: list[str] = []
+    x, row = float(_MARGIN), 0
+    for index, name in enumerate(names):
+        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        room = 46 + _CHARACTER * len(short)
+        if x > _MARGIN and x + room > width - _MARGIN + 20:
+            x, row = float(_MARGIN), row + 1
+        y = 54 + row * _LEGEND_ROW
+        parts.append(f'<path d="M{x:.1f} {y - 4}h20" {_stroke(index)}/>')
+        parts.append(_text(x + 26, y, short, 12, _INK, "start"))
+        x += room
+    return parts, row + 1 if names else 0
+
+
+def _line(runs: list[list[Point]], x_axis: Axis, y_axis: Axis, index: int) -> str:
+    """The line as one path; a run of a single point is a dot."""
+    path: list[str] = []
+    dots: list[str] = []
+    for run in runs:
+        places = [f"{x_axis.pixel(point.x):.1f} {y_axis.pixel(point.y):.1f}" for point in run]
+        path.append("M" + "L".join(places))
+        if len(run) == 1:
+            cx, cy = places[0].split()
+            dots.append(f'<circle cx="{cx}" cy="{cy}" r="3" fill="{_COLOURS[index % len(_COLOURS)]}"/>')
+    return f'<path d="{"".join(path)}" {_stroke(index)}/>{"".join(dots)}' if path else ""
+
+
+def _stroke(index: int) -> str:
+    dash = ' stroke-dasharray="6 4"' if index // len(_COLOURS) % 2 else ""
+    colour = _COLOURS[index % len(_COLOURS)]
+    ends = 'stroke-linejoin="round" stroke-linecap="round"'
+    return f'fill="none" stroke="{colour}" stroke-width="1.8" {ends}{dash}'
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
+
+
+def _text(x: float, y: float, text: str, size: int, colour: str, anchor: str, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}"'
+    return f'<text {place} fill="{colour}" text-anchor="{anchor}"{weight}>{_clean(text)}</text>'
+
+
+def _clean(text: str) -> str:
+    # XML has no way to write control characters, not even escaped.
+    return escape("".join(character if character.isprintable() else " " for character in text))

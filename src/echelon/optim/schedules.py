@@ -1,0 +1,119 @@
+"""Learning-rate schedules: the factor of a step, a pure function of its number.
+
+The training loop multiplies the factor with the base rate of each parameter group; nothing here
+holds an optimizer or counts steps, so a resumed run needs nothing restored.
+
+    constant   ╱▔▔▔▔▔▔▔▔     warm-up, then 1 without end
+    cosine     ╱▔╲__         warm-up, then half a cosine down to `floor`
+    wsd        ╱▔▔▔▔▔╲_      warm-up, stable at 1, then down to `floor` over the last `decay` steps
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from echelon.errors import did_you_mean, raise_faults
+
+# How far the factor has fallen (0 … 1) after each part (0 … 1) of the decay. For wsd the square root: it
+# falls fast at first, and trained to a lower loss than a straight line in "Scaling Laws and Compute-Optimal
+# Training Beyond Fixed Training Durations" (Hägele and others, 2024).
+_FALLEN: dict[str, Callable[[float], float]] = {
+    "cosine": lambda part: (1 - math.cos(math.pi * part)) / 2,
+    "wsd": math.sqrt,
+}
+
+NAMES = ("constant", "cosine", "wsd")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, stable, decay: every schedule is these three parts, some of them empty.
+
+    schedule = cosine(total=1000, warmup=100)
+    group["lr"] = base_rate * schedule(step)        # step counts from 0
+
+    Made, and checked, by `constant`, `cosine`, `wsd` and `by_name`.
+    """
+
+    name: str
+    total: int | None  # None: without end
+    warmup: int
+    decay: int
+    floor: float
+
+    def __call__(self, step: int) -> float:
+        # Counted so that no step of the run is lost to a factor of 0: the first step of the warm-up has
+        # 1 / warmup, and the floor is reached at step `total`, the first after the run.
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.total is None:
+            return 1.0
+        if step >= self.total:
+            return self.floor
+        into_decay = step - (self.total - self.decay)
+        if into_decay <= 0:
+            return 1.0
+        return 1 - (1 - self.floor) * _FALLEN[self.name](into_decay / self.decay)
+
+
+def constant(warmup: int = 0) -> Schedule:
+    """Linear warm-up, then 1 for as long as the run goes on."""
+    raise_faults("schedule 'constant'", _faults(None, warmup, None, None))
+    return Schedule("constant", None, warmup, 0, 1.0)
+
+
+def cosine(total: int, warmup: int = 0, floor: float = 0.1) -> Schedule:
+    """Linear warm-up, then half a cosine from 1 to `floor` over the rest of the `total` steps."""
+    raise_faults("schedule 'cosine'", _faults(total, warmup, None, floor))
+    return Schedule("cosine", total, warmup, total - warmup, floor)
+
+
+def wsd(total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.0) -> Schedule:
+    """Linear warm-up, stable at 1, then 1 - √ to `floor` over the last `decay` steps.
+
+    If `decay` is left out, it is a fifth of `total`, or what the warm-up leaves of it.
+    """
+    raise_faults("schedule 'wsd'", _faults(total, warmup, decay, floor))
+    if decay is None:
+        decay = min(total // 5, total - warmup)
+    return Schedule("wsd", total, warmup, decay, floor)
+
+
+def by_name(
+    name: str, total: int, warmup: int = 0, decay: int | None = None, floor: float | None = None
+) -> Schedule:
+    """The schedule that a job file names; `decay` and `floor` are the schedule's own where left out."""
+    faults = _name_faults(name, decay, floor) + _faults(total, warmup, decay, floor)
+    raise_faults(f"schedule '{name}'", faults)
+    if name == "constant":
+        return constant(warmup)
+    if name == "cosine":
+        return cosine(total, warmup) if floor is None else cosine(total, warmup, floor)
+    return wsd(total, warmup, decay) if floor is None else wsd(total, warmup, decay, floor)
+
+
+def _name_faults(name: str, decay: int | None, floor: float | None) -> list[str]:
+    faults = []
+    if name not in NAMES:
+        faults.append(f"'{name}' is not known{did_you_mean(name, NAMES)}")
+    if decay is not None and name in ("constant", "cosine"):
+        faults.append(f"decay={decay}: only wsd takes it; leave it out, or name wsd")
+    if floor is not None and name == "constant":
+        faults.append(f"floor={floor}: constant does not fall; leave it out, or name cosine or wsd")
+    return faults
+
+
+def _faults(total: int | None, warmup: int, decay: int | None, floor: float | None) -> list[str]:
+    """Every fault of these numbers; None stands for one that the schedule does not have."""
+    leasts = (("total", total, 1), ("warmup", warmup, 0), ("decay", decay, 0))
+    faults = [
+        f"{name}={value}: must be a whole number, at least {least}"
+        for name, value, least in leasts
+        if value is not None and not (isinstance(value, int) and value >= least)
+    ]
+    if total is not None and warmup + (decay or 0) > total:
+        parts = f"warmup={warmup}" if decay is None else f"warmup={warmup} and decay={decay}"
+        faults.append(f"{parts}: more steps than total={total}; lower them, or raise total")
+    if floor is not None and not 0 <= floor <= 1:
+        faults.append(f"floor={floor}: must lie between 0 and 1, a part of the full rate")
+    return faults
