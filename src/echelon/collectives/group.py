@@ -1,0 +1,237 @@
+"""The Group: ranks along one axis, and what they can do together.
+
+All bytes between ranks go through a Group, so one place counts them, checks them and knows what a rank is
+waiting for. A subclass only moves: it implements the underscored methods, one for each operation.
+
+Ranks are numbered within the group, 0 … size−1. Every operation blocks by default; with `wait=False` it
+returns at once and the Handle's `wait()` must be called before the tensors are touched again.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, final
+
+from torch import Tensor
+
+from echelon.collectives.ledger import Ledger, Move, Traffic
+from echelon.launching import pulse
+
+Reduction = Literal["sum", "mean", "min", "max"]
+
+
+class Pending(ABC):
+    """What a subclass returns for an operation it has begun."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the operation is complete."""
+
+    def done_at(self) -> float | None:
+        """When it was complete, if that is known better than by when `wait` returned."""
+        return None
+
+
+@final
+class Handle:
+    """An operation under way. `wait()` any number of times; the first one closes its entry in the ledger."""
+
+    def __init__(self, pending: Pending | None, ledger: Ledger, move: Move | None) -> None:
+        self._pending, self._ledger, self._move = pending, ledger, move
+
+    def wait(self) -> None:
+        if self._pending is None or self._move is None:
+            return
+        since = time.perf_counter()
+        pulse.entered(f"{self._move.operation} {self._move.axis}")
+        try:
+            self._pending.wait()
+        finally:
+            pulse.left()
+        self._ledger.finish(self._move, waited_since=since, done=self._pending.done_at())
+        self._pending = self._move = None
+
+
+class Group(ABC):
+    """`size` ranks along `axis`, of which this process is number `rank`."""
+
+    def __init__(self, axis: str, rank: int, size: int, ledger: Ledger) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
+
+    # What is the same for every kind of group: check, count, begin, perhaps wait.
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
+        """Every rank ends with the reduction of all ranks' `tensor`, in place."""
+        share = 2 * (self.size - 1) * _bytes(tensor) // self.size
+        traffic = Traffic(_bytes(tensor), share, share)
+        return self._do("all_reduce", traffic, wait, lambda: self._all_reduce(tensor, op), tensor)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True
+    ) -> Handle:
+        """Rank r ends with part r of the reduction of all ranks' `tensor` in `output`."""
+        self._check_parts("reduce_scatter", whole=tensor, part=output)
+        share = _bytes(tensor) - _bytes(output)
+        traffic = Traffic(_bytes(tensor), share, share)
+        return self._do(
+            "reduce_scatter", traffic, wait, lambda: self._reduce_scatter(output, tensor, op), output, tensor
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, wait: bool = True) -> Handle:
+        """Every rank ends with all ranks' `tensor`, one after the other, in `output`."""
+        self._check_parts("all_gather", whole=output, part=tensor)
+        share = _bytes(output) - _bytes(tensor)
+        traffic = Traffic(_bytes(output), share, share)
+        return self._do("all_gather", traffic, wait, lambda: self._all_gather(output, tensor), output, tensor)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_rows: Sequence[int] | None = None,
+        input_rows: Sequence[int] | None = None,
+        *,
+        wait: bool = True,
+    ) -> Handle:
+        """Rank r's part q of `tensor` becomes rank q's part r of `output`; parts are rows (even if None)."""
+        to_all = self._rows("all_to_all input", tensor, input_rows)
+        from_all = self._rows("all_to_all output", output, output_rows)
+        traffic = Traffic(
+            _bytes(tensor),
+            _bytes(tensor) - _bytes(tensor[:1]) * to_all[self.rank],
+            _bytes(output) - _bytes(output[:1]) * from_all[self.rank],
+        )
+        return self._do(
+            "all_to_all",
+            traffic,
+            wait,
+            lambda: self._all_to_all(output, tensor, from_all, to_all),
+            output,
+            tensor,
+            # One rank's parts may all be empty while another's are not: everyone takes part.
+            skip_empty=False,
+        )
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
+        """Every rank ends with the `source`'s tensor, in place."""
+        traffic = self._one_way(_bytes(tensor), from_me=source == self.rank)
+        return self._do("broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor)
+
+    def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
+        """The `target` ends with the reduction of all ranks' `tensor`; the others' is then undefined."""
+        traffic = self._one_way(_bytes(tensor), from_me=target != self.rank)
+        return self._do("reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor)
+
+    def scatter(
+        self, output: Tensor, tensor: Tensor | None = None, source: int = 0, *, wait: bool = True
+    ) -> Handle:
+        """Rank r ends with part r of the `source`'s `tensor` (None elsewhere) in `output`."""
+        if tensor is not None:
+            self._check_parts("scatter", whole=tensor, part=output)
+        traffic = self._parts(output, many=source == self.rank, outward=source == self.rank)
+        return self._do("scatter", traffic, wait, lambda: self._scatter(output, tensor, source), output)
+
+    def gather(
+        self, tensor: Tensor, output: Tensor | None = None, target: int = 0, *, wait: bool = True
+    ) -> Handle:
+        """The `target` ends with all ranks' `tensor`, one after the other, in `output` (None elsewhere)."""
+        if output is not None:
+            self._check_parts("gather", whole=output, part=tensor)
+        traffic = self._parts(tensor, many=target == self.rank, outward=target != self.rank)
+        return self._do("gather", traffic, wait, lambda: self._gather(tensor, output, target), tensor)
+
+    def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
+        """Send to `target`, which must `recv` the same number of elements of the same type."""
+        traffic = self._one_way(_bytes(tensor), from_me=True)
+        return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor)
+
+    def recv(self, tensor: Tensor, source: int, *, wait: bool = True) -> Handle:
+        """Receive from `source` into `tensor`."""
+        traffic = self._one_way(_bytes(tensor), from_me=False)
+        return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor)
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here."""
+        self._do("barrier", Traffic(0, 0, 0), True, self._barrier, skip_empty=False)
+
+    # What a kind of group must say for itself.
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending: ...
+    @abstractmethod
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Pending: ...
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending: ...
+    @abstractmethod
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int]
+    ) -> Pending: ...
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Pending: ...
+    @abstractmethod
+    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Pending: ...
+    @abstractmethod
+    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Pending: ...
+    @abstractmethod
+    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Pending: ...
+    @abstractmethod
+    def _send(self, tensor: Tensor, target: int) -> Pending: ...
+    @abstractmethod
+    def _recv(self, tensor: Tensor, source: int) -> Pending: ...
+    @abstractmethod
+    def _barrier(self) -> Pending: ...
+
+    def _do(
+        self,
+        operation: str,
+        traffic: Traffic,
+        wait: bool,
+        begin: Callable[[], Pending],
+        *tensors: Tensor,
+        skip_empty: bool = True,
+    ) -> Handle:
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{operation} along {self.axis}: tensors must be contiguous, got shape "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()}; call .contiguous() first"
+                )
+        if skip_empty and traffic.payload == 0:
+            return Handle(None, self.ledger, None)
+        if self.size == 1:  # nothing leaves this rank: nothing to enter, nothing to wait for
+            begin().wait()
+            return Handle(None, self.ledger, None)
+        move = self.ledger.begin(self.axis, operation, traffic)
+        handle = Handle(begin(), self.ledger, move)
+        if wait:
+            handle.wait()
+        return handle
+
+    def _one_way(self, payload: int, *, from_me: bool) -> Traffic:
+        return Traffic(payload, payload if from_me else 0, 0 if from_me else payload)
+
+    def _parts(self, part: Tensor, *, many: bool, outward: bool) -> Traffic:
+        payload = self.size * _bytes(part)
+        mine = (self.size - 1 if many else 1) * _bytes(part)
+        return Traffic(payload, mine if outward else 0, 0 if outward else mine)
+
+    def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{operation} along {self.axis}: the whole must be {self.size} equal parts of one type, got "
+                f"{whole.numel()} elements of {whole.dtype} and parts of {part.numel()} of {part.dtype}"
+            )
+
+    def _rows(self, what: str, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
+        counts = [tensor.shape[0] // self.size] * self.size if rows is None else list(rows)
+        if len(counts) != self.size or sum(counts) != tensor.shape[0]:
+            raise ValueError(
+                f"{what} along {self.axis}: {tensor.shape[0]} rows must be cut into {self.size} parts, "
+                f"got {'even parts' if rows is None else counts}"
+            )
+        return counts
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,124 @@
+"""The ledger: what a rank moved, by axis, operation and subject, how long it took and who waited for it.
+
+Bytes are counted by rule, not by peeking at a backend. `payload` is the whole buffer of the operation;
+`sent` and `received` are what this rank must pass on at least, N ranks in the group:
+
+    all_reduce      2(N−1)/N · payload each way     (ring: reduce-scatter, then all-gather)
+    reduce_scatter   (N−1)/N · payload each way     (payload: the whole input)
+    all_gather       (N−1)/N · payload each way     (payload: the whole output)
+    all_to_all      what is for others / from others
+    broadcast       the source sends payload, the others receive it
+    reduce          the others send payload, the target receives it
+    scatter, gather the source sends, the target receives, all parts but its own
+    send, recv      payload
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """Bytes of one operation, seen from one rank."""
+
+    payload: int
+    sent: int
+    received: int
+
+
+@dataclass(slots=True)
+class Move:
+    """One operation: begun at `start` (time.perf_counter), done `seconds` later, `waited` of them idle."""
+
+    axis: str
+    operation: str
+    subject: str
+    traffic: Traffic
+    start: float
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of the operation that passed while this rank did something else."""
+        return max(0.0, self.seconds - self.waited)
+
+
+@dataclass(slots=True)
+class Total:
+    """The sum over all moves of one operation along one axis about one subject."""
+
+    count: int = 0
+    payload: int = 0
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """All that one rank moved: totals since the start, and each move of the current step."""
+
+    totals: dict[tuple[str, str, str], Total] = field(default_factory=lambda: defaultdict(Total))
+    moves: list[Move] = field(default_factory=list)
+    subject: str = ""
+
+    def start_step(self) -> None:
+        """Forget the moves of the step before (their totals stay)."""
+        self.moves = []
+
+    @contextmanager
+    def about(self, subject: str) -> Iterator[None]:
+        """What is begun inside is entered under `subject`: gradients, parameters, metrics …"""
+        before, self.subject = self.subject, subject
+        try:
+            yield
+        finally:
+            self.subject = before
+
+    def begin(self, axis: str, operation: str, traffic: Traffic) -> Move:
+        """Enter an operation at the moment it is issued."""
+        move = Move(axis, operation, self.subject, traffic, start=time.perf_counter())
+        self.moves.append(move)
+        total = self._total_of(move)
+        total.count += 1
+        total.payload += traffic.payload
+        total.sent += traffic.sent
+        total.received += traffic.received
+        return move
+
+    def finish(self, move: Move, *, waited_since: float, done: float | None = None) -> None:
+        """Close a move: the caller began to wait at `waited_since`; it was complete at `done` (or now)."""
+        now = time.perf_counter()
+        move.seconds = (now if done is None else done) - move.start
+        move.waited = now - waited_since
+        total = self._total_of(move)
+        total.seconds += move.seconds
+        total.waited += move.waited
+
+    def total(
+        self, axis: str | None = None, operation: str | None = None, subject: str | None = None
+    ) -> Total:
+        """The sum of the totals that match; None matches everything."""
+        result = Total()
+        for key, part in self.totals.items():
+            wanted = zip((axis, operation, subject), key, strict=True)
+            if all(want in (None, has) for want, has in wanted):
+                for name in Total.__slots__:
+                    setattr(result, name, getattr(result, name) + getattr(part, name))
+        return result
+
+    def rows(self) -> list[dict[str, str | int | float]]:
+        """One plain row for each axis, operation and subject, for tables and JSON."""
+        return [
+            {"axis": axis, "operation": operation, "subject": subject}
+            | {name: getattr(total, name) for name in Total.__slots__}
+            for (axis, operation, subject), total in sorted(self.totals.items())
+        ]
+
+    def _total_of(self, move: Move) -> Total:
+        return self.totals[move.axis, move.operation, move.subject]

@@ -1,0 +1,62 @@
+"""The ledger adds up, keeps subjects apart and knows what was hidden."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from echelon.collectives import Ledger, TorchGroup, Traffic
+from echelon.launching import Ranks
+
+
+def test_totals_by_axis_operation_and_subject() -> None:
+    ledger = Ledger()
+    with ledger.about("gradients"):
+        ledger.begin("data", "all_reduce", Traffic(10, 8, 8))
+        with ledger.about("metrics"):
+            ledger.begin("data", "all_reduce", Traffic(1, 1, 1))
+        ledger.begin("tensor", "all_gather", Traffic(5, 2, 3))
+    assert ledger.total().payload == 16
+    assert ledger.total("data").sent == 9
+    assert ledger.total(subject="gradients").received == 11
+    assert ledger.total("data", "all_reduce", "metrics").count == 1
+    assert ledger.total("pipeline").count == 0
+    assert [(row["axis"], row["subject"], row["payload"]) for row in ledger.rows()] == [
+        ("data", "gradients", 10),
+        ("data", "metrics", 1),
+        ("tensor", "gradients", 5),
+    ]
+
+
+def test_a_new_step_forgets_moves_and_keeps_totals() -> None:
+    ledger = Ledger()
+    ledger.begin("data", "send", Traffic(3, 3, 0))
+    ledger.start_step()
+    assert ledger.moves == []
+    assert ledger.total().payload == 3
+
+
+def test_hidden_time_is_what_nobody_waited_for() -> None:
+    ledger = Ledger()
+    move = ledger.begin("data", "all_reduce", Traffic(1, 1, 1))
+    ledger.finish(move, waited_since=move.start + 0.75, done=move.start + 1.0)
+    assert abs(move.seconds - 1.0) < 1e-9
+    move.waited = 0.25
+    assert abs(move.hidden - 0.75) < 1e-9
+
+
+def hides_behind_work() -> float:
+    group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
+    handle = group.all_reduce(torch.ones(1000), wait=False)
+    time.sleep(0.3)
+    handle.wait()
+    (move,) = group.ledger.moves
+    assert move.seconds < 0.3, "the moment of completion is known, not the moment of waiting"
+    return move.waited
+
+
+def test_an_operation_that_ended_during_other_work_was_not_waited_for(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    assert max(warm_ranks(2).run(hides_behind_work)) < 0.2
