@@ -1,0 +1,35 @@
+"""Transformers to train: GPT and Llama, as plain torch modules that list their layers.
+
+They know nothing of parallelism. Used by `train`, the examples and the benchmarks; the strategies take any
+model that lists its layers.
+"""
+
+from echelon.models.config import ModelConfig, RopeScaling
+from echelon.models.families import build
+from echelon.models.generate import generate
+from echelon.models.gpt import GPT
+from echelon.models.hf_state import from_hf_state, to_hf_state
+from echelon.models.huggingface import load_hf, read_hf_config, save_hf, save_hf_state
+from echelon.models.llama import Llama
+from echelon.models.loss import cross_entropy
+from echelon.models.presets import preset, presets
+from echelon.models.transformer import Transformer
+
+__all__ = [
+    "GPT",
+    "Llama",
+    "ModelConfig",
+    "RopeScaling",
+    "Transformer",
+    "build",
+    "cross_entropy",
+    "from_hf_state",
+    "generate",
+    "load_hf",
+    "preset",
+    "presets",
+    "read_hf_config",
+    "save_hf",
+    "save_hf_state",
+    "to_hf_state",
+]

@@ -1,0 +1,147 @@
+"""The parts that both families are made of: linear layers, attention, the residual block, the head.
+
+Every part knows its own initial values (`reset_parameters`), drawn from torch's seed when it is built.
+`x` is always hidden states, [batch, sequence, width].
+What differs between families (embedding, norm, feed-forward) lives in `gpt` and `llama`; how parts are
+strung together, in `transformer`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.models.config import ModelConfig
+from echelon.models.rotary import Rotary, rotate
+
+INIT_STD = 0.02
+
+
+def residual_std(config: ModelConfig) -> float:
+    """For projections that add to the residual stream: 2 · layers of them sum up, so each is smaller."""
+    return INIT_STD / math.sqrt(2 * config.layers)
+
+
+class Linear(nn.Linear):
+    """nn.Linear with GPT-2's initial values: normal weights, zero bias."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, std: float = INIT_STD) -> None:
+        self.std = std  # before super().__init__, which calls reset_parameters
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class TiedLinear(nn.Linear):
+    """A projection whose weight is another layer's parameter; that layer gives it its initial values."""
+
+    def __init__(self, weight: Tensor) -> None:
+        outputs, inputs = weight.shape
+        super().__init__(inputs, outputs, bias=False, device="meta")  # meta: no memory for a weight we drop
+        self.weight = weight
+
+    def reset_parameters(self) -> None:
+        """Nothing to do: the owner of the weight draws it."""
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with GPT-2's initial values."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class TokenEmbedding(nn.Module):
+    """The first layer: tokens [batch, sequence] to hidden states."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = Embedding(config.vocab, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention, with grouped key/value heads where the config has fewer of them.
+
+    Query, key and value are three matrices, not one fused matrix: tensor parallelism splits each by heads
+    with a plain column split, also when keys and values have fewer heads. For the same reason `forward`
+    reads the number of heads from the tensors: a rank that holds a part of the heads runs the same code.
+    """
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.rotary = rotary
+        self.query = Linear(config.width, config.width, config.bias)
+        self.key = Linear(config.width, config.kv_width, config.bias)
+        self.value = Linear(config.width, config.kv_width, config.bias)
+        self.output = Linear(config.width, config.width, config.bias, std=residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self._split_heads(self.query(x))
+        key = self._split_heads(self.key(x))
+        value = self._split_heads(self.value(x))
+        if self.rotary is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            angles = self.rotary.angles(positions, x.dtype)
+            query, key = rotate(query, angles), rotate(key, angles)
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return joined
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """[batch, sequence, heads · head_width] -> [batch, heads, sequence, head_width]"""
+        return x.reshape(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One transformer layer: attention, then feed-forward, each on a normed copy and added back."""
+
+    def __init__(self, attention: Attention, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        after: Tensor = x + self.mlp(self.mlp_norm(x))
+        return after
+
+
+class Head(nn.Module):
+    """The last layer: final norm, then logits over the vocabulary. `tied` is the embedding's weight."""
+
+    def __init__(self, config: ModelConfig, norm: nn.Module, tied: Tensor | None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.projection: nn.Linear = (
+            Linear(config.width, config.vocab, bias=False) if tied is None else TiedLinear(tied)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.projection(self.norm(x))
+        return logits
+
+
+def reset_parameters(layer: nn.Module) -> None:
+    """Draw the initial values of every part of `layer`, in the order in which it was built.
+
+    So a layer built on the meta device and then given memory (`layer.to_empty(device=...)`) starts with
+    the values that it would have had when built there.
+    """
+    for module in layer.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            reset = getattr(module, "reset_parameters", None)
+            assert reset is not None, f"{type(module).__name__} does not know its initial values"
+            reset()

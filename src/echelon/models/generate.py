@@ -1,0 +1,75 @@
+"""Text from a trained model, one token after another.
+
+Kept simple: no key/value cache, so a token costs a whole forward pass. It is for looking at what a
+training run has learned, not for serving.
+"""
+
+import torch
+from torch import Tensor
+
+from echelon.errors import raise_faults
+from echelon.models.transformer import Transformer
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt_tokens: Tensor,
+    length: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+) -> Tensor:
+    """The prompt, [sequence] or [batch, sequence], followed by `length` sampled tokens.
+
+    Each token is drawn from the `top_k` likeliest (None: from all), with probabilities sharpened by a
+    `temperature` below 1; 0 always takes the likeliest. The same seed gives the same tokens and torch's
+    global seed is not touched. The model sees the last `config.sequence` tokens.
+    """
+    _check(model, prompt_tokens, length, temperature, top_k)
+    tokens = prompt_tokens if prompt_tokens.ndim == 2 else prompt_tokens[None]
+    dice = torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(length):
+            logits = model(tokens[:, -model.config.sequence :])[:, -1]
+            # Drawn on the CPU, whose generator gives the same numbers beside every kind of device.
+            drawn = _draw(logits.cpu(), temperature, top_k, dice)
+            tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+    finally:
+        model.train(was_training)
+    return tokens if prompt_tokens.ndim == 2 else tokens[0]
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, dice: torch.Generator) -> Tensor:
+    """One token for each row of logits [batch, vocab], as [batch, 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    likeliest, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
+    wide = likeliest.to(torch.promote_types(likeliest.dtype, torch.float32))
+    return tokens.gather(-1, torch.multinomial((wide / temperature).softmax(dim=-1), 1, generator=dice))
+
+
+def _check(model: Transformer, prompt: Tensor, length: int, temperature: float, top_k: int | None) -> None:
+    faults = []
+    vocab = model.config.vocab
+    if prompt.dtype not in (torch.int32, torch.int64):
+        faults.append(f"prompt_tokens are {prompt.dtype}: must be token ids, torch.int64")
+    if prompt.ndim not in (1, 2) or prompt.numel() == 0:
+        faults.append(
+            f"prompt_tokens have shape {list(prompt.shape)}: must be [sequence] or [batch, sequence], "
+            "with at least one token"
+        )
+    elif prompt.min() < 0 or prompt.max() >= vocab:
+        faults.append(
+            f"prompt_tokens hold ids from {int(prompt.min())} to {int(prompt.max())}: the vocabulary of this "
+            f"model is 0 to {vocab - 1}"
+        )
+    if length < 0:
+        faults.append(f"length={length}: must be 0 or more")
+    if not temperature >= 0:
+        faults.append(f"temperature={temperature}: must be 0 (always the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        faults.append(f"top_k={top_k}: must be at least 1, or None to draw from all tokens")
+    raise_faults("generate", faults)

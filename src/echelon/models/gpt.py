@@ -1,0 +1,64 @@
+"""The GPT family (GPT-2, GPT-3): learned positions, LayerNorm, GELU, biases everywhere.
+
+No dropout: at the scale this library is for, models see their data about once.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.models.blocks import Attention, Block, Embedding, Linear, TokenEmbedding, residual_std
+from echelon.models.config import ModelConfig
+from echelon.models.transformer import Transformer
+
+
+class GPT(Transformer):
+    """GPT(preset("gpt-small"))"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        if config.family != "gpt":
+            raise UserError(
+                f"GPT cannot be built from a config of family '{config.family}'; use build(config)"
+            )
+        norm = partial(nn.LayerNorm, config.width, eps=config.norm_epsilon)
+        super().__init__(
+            config,
+            PositionedEmbedding(config),
+            (Block(Attention(config, rotary=None), MLP(config), norm) for _ in range(config.layers)),
+            norm(),
+        )
+
+
+class PositionedEmbedding(TokenEmbedding):
+    """Token embedding plus a learned vector for each position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.positions = Embedding(config.sequence, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length, known = tokens.shape[1], self.positions.num_embeddings
+        if length > known:
+            raise UserError(
+                f"a sequence of {length} tokens: this GPT has learned {known} positions; "
+                f"give it at most {known} tokens, or build it with sequence={length}"
+            )
+        x: Tensor = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        return x
+
+
+class MLP(nn.Module):
+    """Feed-forward: up, GELU (the tanh form, as GPT-2 was trained), down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.width, config.ffn_width, config.bias)
+        self.down = Linear(config.ffn_width, config.width, config.bias, std=residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh")
+        down: Tensor = self.down(hidden)
+        return down

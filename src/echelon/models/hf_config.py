@@ -1,0 +1,178 @@
+"""config.json of a Hugging Face folder <-> `ModelConfig`, for model types gpt2 and llama.
+
+What our models cannot do (biases in Llama, another activation, quantised weights, …) is refused by name:
+loading it anyway would give a model that runs and is wrong.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.models.config import Family, ModelConfig, RopeScaling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How one model type spells our fields."""
+
+    family: Family
+    architecture: str
+    required: dict[str, str]  # our field -> their key
+    optional: dict[str, tuple[str, Any]]  # our field -> their key, and its value where it is left out
+    demanded: dict[str, tuple[Any, ...]]  # their key -> the values we can do; left out means the first
+
+
+_DIALECTS = {
+    "gpt2": _Dialect(
+        family="gpt",
+        architecture="GPT2LMHeadModel",
+        required={
+            "layers": "n_layer",
+            "width": "n_embd",
+            "heads": "n_head",
+            "vocab": "vocab_size",
+            "sequence": "n_positions",
+        },
+        optional={
+            "ffn": ("n_inner", None),
+            "norm_epsilon": ("layer_norm_epsilon", 1e-5),
+            "tied": ("tie_word_embeddings", True),
+        },
+        demanded={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "quantization_config": (None,),
+        },
+    ),
+    "llama": _Dialect(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        required={
+            "layers": "num_hidden_layers",
+            "width": "hidden_size",
+            "heads": "num_attention_heads",
+            "ffn": "intermediate_size",
+            "vocab": "vocab_size",
+            "sequence": "max_position_embeddings",
+        },
+        optional={
+            "kv_heads": ("num_key_value_heads", None),
+            "norm_epsilon": ("rms_norm_eps", 1e-6),
+            "tied": ("tie_word_embeddings", False),
+        },
+        demanded={
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "quantization_config": (None,),
+        },
+    ),
+}
+
+_ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_sequence": "original_max_position_embeddings",
+}
+
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read a parsed config.json; one UserError lists everything that is missing, wrong or not supported."""
+    model_type = str(raw.get("model_type"))
+    if model_type not in _DIALECTS:
+        near = did_you_mean(model_type, _DIALECTS)
+        raise UserError(f"config.json: model_type={model_type} is not supported{near}")
+    dialect = _DIALECTS[model_type]
+    faults = _demand_faults(dialect, raw)
+    values = _read_sizes(dialect, raw, faults)
+    if model_type == "llama":
+        values |= _read_rope(raw, faults)
+    config = _checked(ModelConfig, {"family": dialect.family, **values}, faults)
+    if model_type == "llama" and config is not None and raw.get("head_dim") not in (None, config.head_width):
+        faults.append(
+            f"head_dim={raw['head_dim']!r}: must be hidden_size / num_attention_heads, {config.head_width}; "
+            "heads of another width are not supported"
+        )
+    raise_faults("config.json", faults)
+    assert config is not None
+    return config
+
+
+def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of a model with weights of `dtype` ("float32"), as transformers 4.50 and 5 read it."""
+    model_type, dialect = next((name, d) for name, d in _DIALECTS.items() if d.family == config.family)
+    keys = dialect.required | {ours: theirs for ours, (theirs, _) in dialect.optional.items()}
+    raw: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [dialect.architecture],
+        "torch_dtype": dtype,
+        # Special tokens belong to the tokenizer, which we do not have; the defaults of transformers would
+        # point outside a small vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    raw |= {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    if config.family == "llama":
+        raw["intermediate_size"] = config.ffn_width  # where ffn is None: their rule is not ours
+    raw |= {key: values[0] for key, values in dialect.demanded.items() if values[0] is not None}
+    return raw | (_write_rope(config) if config.family == "llama" else _NO_DROPOUT)
+
+
+def _demand_faults(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={raw[key]!r}: is not supported; must be {' or '.join(map(repr, values))}"
+        for key, values in dialect.demanded.items()
+        if raw.get(key, values[0]) not in values
+    ]
+
+
+def _read_sizes(dialect: _Dialect, raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    faults += [f"{key}: is missing" for key in dialect.required.values() if key not in raw]
+    required = {ours: raw.get(theirs) for ours, theirs in dialect.required.items()}
+    optional = {ours: raw.get(theirs, default) for ours, (theirs, default) in dialect.optional.items()}
+    return required | optional
+
+
+def _read_rope(raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """`rope_parameters` is transformers 5; `rope_theta` beside `rope_scaling` is what came before."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        faults.append(f"rope_parameters={rope!r}: must be an object")
+        return {}
+    values = {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
+        faults += [f"rope_parameters: {key} is missing" for key in missing]
+        if not missing:
+            fields = {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
+            values["rope_scaling"] = _checked(RopeScaling, fields, faults)
+    elif kind != "default":
+        faults.append(f"rope_type={kind!r}: is not supported; must be 'default' or 'llama3'")
+    return values
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    """In the older spelling: transformers 4.50 knows no other, and transformers 5 still reads it."""
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if config.rope_scaling is not None:
+        fields = {theirs: getattr(config.rope_scaling, ours) for ours, theirs in _ROPE_SCALING.items()}
+        raw["rope_scaling"] = {"rope_type": "llama3", **fields}
+    return raw
+
+
+def _checked(kind: Callable[..., T], values: Mapping[str, Any], faults: list[str]) -> T | None:
+    """kind(**values), or None with its faults added to the list."""
+    try:
+        return kind(**values)
+    except UserError as error:
+        faults.extend(error.faults)
+        return None

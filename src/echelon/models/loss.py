@@ -1,0 +1,39 @@
+"""The loss of a language model, as a total and a count.
+
+Who divides is the engine: only it knows how many tokens all microbatches and replicas counted together,
+and a mean of means would be wrong whenever their counts differ.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.errors import raise_faults
+
+IGNORED = -100
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of logits [..., vocab] against targets [...], and how many targets counted.
+
+    Targets are the tokens to be predicted at each place (the data has shifted them already); a target of
+    -100 is left out of both numbers. Computed in float32 at least.
+
+    total, count = cross_entropy(model(tokens), targets)
+    """
+    _check(logits, targets)
+    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def _check(logits: Tensor, targets: Tensor) -> None:
+    faults = []
+    if logits.shape[:-1] != targets.shape or targets.ndim == 0:
+        faults.append(
+            f"logits are {list(logits.shape)}, targets {list(targets.shape)}: targets must have the shape of "
+            "logits without the last dim"
+        )
+    if targets.dtype != torch.int64:
+        faults.append(f"targets are {targets.dtype}: token ids must be torch.int64; call targets.long()")
+    raise_faults("cross_entropy", faults)

@@ -1,0 +1,73 @@
+"""Named model sizes: the published GPT-2, GPT-3 and Llama models, and two that a laptop can train.
+
+A preset is only a `ModelConfig`; change one with `dataclasses.replace(preset("gpt-small"), layers=6)`.
+"""
+
+from echelon.errors import UserError, did_you_mean
+from echelon.models.config import ModelConfig, RopeScaling
+
+
+def _gpt2(layers: int, width: int, heads: int) -> ModelConfig:
+    return ModelConfig("gpt", layers, width, heads, vocab=50257, sequence=1024, tied=True)
+
+
+def _gpt3(layers: int, width: int, heads: int) -> ModelConfig:
+    return ModelConfig("gpt", layers, width, heads, vocab=50257, sequence=2048, tied=True)
+
+
+def _llama2(layers: int, width: int, heads: int, kv_heads: int | None, ffn: int) -> ModelConfig:
+    return ModelConfig("llama", layers, width, heads, vocab=32000, sequence=4096, kv_heads=kv_heads, ffn=ffn)
+
+
+def _llama3(layers: int, width: int, heads: int, ffn: int, stretch: float | None, tied: bool) -> ModelConfig:
+    """Llama 3 reads 8192 tokens; its later releases (3.1, 3.2) stretch the positions to 131072."""
+    return ModelConfig(
+        "llama",
+        layers,
+        width,
+        heads,
+        vocab=128256,
+        sequence=131072 if stretch else 8192,
+        kv_heads=8,
+        ffn=ffn,
+        tied=tied,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(stretch, 1.0, 4.0, 8192) if stretch else None,
+    )
+
+
+_PRESETS = {
+    # Byte models: the vocabulary is the 256 bytes, no tokenizer is needed.
+    "gpt-tiny": ModelConfig("gpt", 4, 128, 4, vocab=256, sequence=128, tied=True),
+    "llama-tiny": ModelConfig("llama", 4, 128, 4, vocab=256, sequence=128, kv_heads=2, ffn=384),
+    "gpt-small": _gpt2(12, 768, 12),
+    "gpt-medium": _gpt2(24, 1024, 16),
+    "gpt-large": _gpt2(36, 1280, 20),
+    "gpt-xl": _gpt2(48, 1600, 25),
+    # The GPT-3 paper prints 24 heads for 1.3B and width 5140 for 13B, which do not divide; these are the
+    # sizes that everyone builds instead.
+    "gpt-1.3b": _gpt3(24, 2048, 16),
+    "gpt-2.7b": _gpt3(32, 2560, 32),
+    "gpt-6.7b": _gpt3(32, 4096, 32),
+    "gpt-13b": _gpt3(40, 5120, 40),
+    "gpt-175b": _gpt3(96, 12288, 96),
+    "llama2-7b": _llama2(32, 4096, 32, kv_heads=None, ffn=11008),
+    "llama2-13b": _llama2(40, 5120, 40, kv_heads=None, ffn=13824),
+    "llama2-70b": _llama2(80, 8192, 64, kv_heads=8, ffn=28672),
+    "llama3-1b": _llama3(16, 2048, 32, ffn=8192, stretch=32.0, tied=True),
+    "llama3-8b": _llama3(32, 4096, 32, ffn=14336, stretch=None, tied=False),
+    "llama3-70b": _llama3(80, 8192, 64, ffn=28672, stretch=None, tied=False),
+    "llama3-405b": _llama3(126, 16384, 128, ffn=53248, stretch=8.0, tied=False),
+}
+
+
+def presets() -> tuple[str, ...]:
+    """The names that `preset` knows, small families first."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str) -> ModelConfig:
+    """The config of a named model: preset("llama3-8b")."""
+    if name not in _PRESETS:
+        raise UserError(f"'{name}' is not a model preset{did_you_mean(name, _PRESETS)}")
+    return _PRESETS[name]

@@ -1,0 +1,111 @@
+import pytest
+
+from echelon.errors import UserError
+from echelon.models import ModelConfig, RopeScaling
+from echelon.models.hf_config import config_from_hf, config_to_hf
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 37, "n_positions": 24}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
+STRETCH = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def faults_of(raw):
+    with pytest.raises(UserError) as caught:
+        config_from_hf(raw)
+    return caught.value.faults
+
+
+def test_there_and_back(config):
+    assert config_from_hf(config_to_hf(config, "float32")) == config
+
+
+def test_feed_forward_by_rule_is_written_out():
+    config = ModelConfig("llama", layers=1, width=32, heads=4, vocab=37, sequence=64)
+    assert config_to_hf(config, "float32")["intermediate_size"] == config.ffn_width == 256
+
+
+def test_left_out_keys_mean_what_transformers_means():
+    gpt, llama = config_from_hf(GPT2), config_from_hf(LLAMA)
+    assert (gpt.tied, gpt.norm_epsilon, gpt.ffn_width) == (True, 1e-5, 64)
+    assert (llama.tied, llama.norm_epsilon, llama.num_kv_heads, llama.rope_theta) == (False, 1e-6, 4, 10000.0)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 500.0, "rope_scaling": STRETCH},
+        {"rope_parameters": {"rope_theta": 500.0, **STRETCH}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_both_spellings_of_rope(spelling):
+    config = config_from_hf(LLAMA | spelling)
+    assert config.rope_theta == 500.0
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 16)
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}])
+def test_plain_rope(rope):
+    config = config_from_hf(LLAMA | rope)
+    assert (config.rope_theta, config.rope_scaling) == (500.0, None)
+
+
+def test_unknown_model_type():
+    with pytest.raises(UserError, match=r"model_type=lama is not supported \(did you mean 'llama'\?\)"):
+        config_from_hf(LLAMA | {"model_type": "lama"})
+    with pytest.raises(UserError, match="model_type=None is not supported; known: gpt2, llama"):
+        config_from_hf({})
+    with pytest.raises(UserError, match="model_type=\\['gpt2'\\] is not supported"):
+        config_from_hf({"model_type": ["gpt2"]})
+
+
+def test_all_faults_of_a_gpt2_config_at_once():
+    raw = GPT2 | {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_head": "4"}
+    del raw["n_layer"]
+    faults = faults_of(raw)
+    assert [fault.split("=")[0].split(":")[0] for fault in faults] == [
+        "activation_function",
+        "scale_attn_by_inverse_layer_idx",
+        "n_layer",
+        "layers",
+        "heads",
+    ]
+    assert "must be 'gelu_new' or 'gelu_pytorch_tanh'" in faults[0]
+
+
+def test_all_faults_of_a_llama_config_at_once():
+    faults = faults_of(
+        LLAMA
+        | {"attention_bias": True, "quantization_config": {"bits": 4}, "rope_scaling": {"type": "linear"}}
+    )
+    starts = ["attention_bias", "quantization_config", "rope_type"]
+    assert [fault.split("=")[0] for fault in faults] == starts
+
+
+def test_rope_faults():
+    assert faults_of(LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}) == tuple(
+        f"rope_parameters: {key} is missing"
+        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    assert "low factor" in faults_of(LLAMA | {"rope_scaling": STRETCH | {"low_freq_factor": 9.0}})[0]
+    assert faults_of(LLAMA | {"rope_scaling": [1]}) == ("rope_parameters=[1]: must be an object",)
+
+
+def test_heads_of_another_width_are_refused():
+    assert config_from_hf(LLAMA | {"head_dim": 8}).head_width == 8
+    fault = faults_of(LLAMA | {"head_dim": 16})[0]
+    assert "head_dim=16: must be hidden_size / num_attention_heads, 8" in fault

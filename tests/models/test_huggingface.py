@@ -1,0 +1,211 @@
+"""Against transformers itself, on small random models. Nothing is downloaded."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from echelon.errors import UserError
+from echelon.models import build, load_hf, preset, save_hf, save_hf_state, to_hf_state
+from echelon.models.hf_config import config_to_hf
+from echelon.models.rotary import Rotary
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.disable_progress_bar()
+
+
+def theirs_of(config, dtype=torch.float32):
+    """A transformers model with weights large enough that every one of them shows in the logits."""
+    raw = config_to_hf(config, str(dtype).removeprefix("torch."))
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return theirs.to(dtype).eval()
+
+
+def ours_of(config, dtype=torch.float32):
+    torch.manual_seed(0)
+    ours = build(config).to(dtype)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return ours
+
+
+class WideRotary(nn.Module):
+    """transformers makes angles in float32 always; this gives its attention the angles in float64."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.rotary = Rotary.of(config)
+
+    def forward(self, x, position_ids):
+        return tuple(torch.cat([t, t], dim=-1)[None] for t in self.rotary.angles(position_ids[0], x.dtype))
+
+
+def widen(theirs, config):
+    """Take the two float32 casts out of transformers' Llama, so that the rest can be compared in float64."""
+    theirs.model.rotary_emb = WideRotary(config)
+    for parent in [theirs.model, *theirs.model.layers]:
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+def assert_same_logits(ours, theirs, tokens, atol):
+    with torch.no_grad():
+        mine, other = ours(tokens), theirs(tokens).logits
+    assert mine.dtype == other.dtype
+    assert other.std() > 0.1
+    torch.testing.assert_close(mine, other, rtol=0, atol=atol)
+
+
+def test_load_what_transformers_saved(config, tokens, tmp_path):
+    theirs = theirs_of(config)
+    theirs.save_pretrained(tmp_path)
+    ours = load_hf(tmp_path)
+    assert ours.config == config if config.ffn else ours.config.num_parameters == config.num_parameters
+    assert (ours.head.projection.weight is ours.embedding.tokens.weight) == config.tied
+    assert all(p.requires_grad for p in ours.parameters())
+    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+
+
+def test_load_in_float64_to_the_last_digits(config, tokens, tmp_path):
+    theirs = theirs_of(config, torch.float64)
+    theirs.save_pretrained(tmp_path)
+    if config.family == "llama":
+        widen(theirs, config)
+    assert_same_logits(load_hf(tmp_path), theirs, tokens, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_transformers_loads_what_we_saved(config, tokens, tmp_path, dtype):
+    ours = ours_of(config, dtype)
+    save_hf(ours, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert next(theirs.parameters()).dtype == dtype
+    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+
+
+def test_names_and_bits_are_those_of_transformers(config, tmp_path):
+    theirs_of(config).save_pretrained(tmp_path / "theirs")
+    save_hf(load_hf(tmp_path / "theirs"), tmp_path / "ours")
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    ours = load_file(tmp_path / "ours/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_shards_of_transformers_are_read(config, tokens, tmp_path):
+    theirs = theirs_of(config)
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert_same_logits(load_hf(tmp_path), theirs, tokens, atol=1e-5)
+
+
+def test_our_shards_are_read_by_both(config, tokens, tmp_path):
+    ours = ours_of(config)
+    save_hf(ours, tmp_path, shard_bytes=10_000)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert torch.equal(load_hf(tmp_path)(tokens), ours(tokens))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+
+
+def test_our_own_round_trip_is_exact(config, tmp_path):
+    ours = ours_of(config, torch.bfloat16)
+    save_hf(ours, tmp_path)
+    again = load_hf(tmp_path)
+    assert again.config == config
+    state = again.state_dict()
+    assert state.keys() == ours.state_dict().keys()
+    assert all(
+        torch.equal(state[name], value) and state[name].dtype == value.dtype
+        for name, value in ours.state_dict().items()
+    )
+
+
+def test_a_state_dict_without_its_module_is_saved_too(config, tmp_path):
+    ours = ours_of(config)
+    save_hf(ours, tmp_path / "module")
+    save_hf_state(config, ours.state_dict(), str(tmp_path / "state"))
+    files = ("config.json", "model.safetensors")
+    assert all((tmp_path / "module" / f).read_bytes() == (tmp_path / "state" / f).read_bytes() for f in files)
+
+
+def test_an_interrupted_save_is_not_taken_for_a_whole_one(config, tmp_path, monkeypatch):
+    """Saving over an older folder: from the first new byte to the last there is no config.json."""
+    save_hf(ours_of(config), tmp_path)
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("echelon.models.hf_files.save_file", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save_hf(ours_of(config), tmp_path)
+    with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):
+        load_hf(tmp_path)
+
+
+def test_faults_of_several_files_are_listed_at_once(config, tmp_path):
+    save_hf(ours_of(config), tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError) as caught:
+        load_hf(tmp_path)
+    assert str(tmp_path) in caught.value.title
+    assert "model_type=mamba is not supported" in caught.value.faults[0]
+    assert "cut short" in caught.value.faults[1]
+
+
+def test_weights_that_are_not_those_of_the_config(config, tmp_path):
+    save_hf(ours_of(config), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 40}))
+    with pytest.raises(UserError) as caught:
+        load_hf(tmp_path)
+    assert len(caught.value.faults) == (1 if config.tied else 2)
+    assert "has shape [37, " in caught.value.faults[0]
+
+
+def test_folders_that_cannot_be(tmp_path):
+    with pytest.raises(UserError, match="there is no such folder"):
+        load_hf(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_hf(build("gpt-tiny"), tmp_path / "file")
+
+
+def test_models_that_cannot_be_saved(config, tmp_path):
+    with pytest.raises(UserError, match="not a Linear"):
+        save_hf(nn.Linear(2, 2), tmp_path)
+    with torch.device("meta"):
+        model = build(config)
+    with pytest.raises(UserError, match="has no weights to save"):
+        save_hf(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transformers_is_not_needed():
+    code = "import sys, echelon.models; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["gpt-small", "gpt-xl", "llama2-70b", "llama3-8b", "llama3-405b"])
+def test_presets_are_what_transformers_would_build(name):
+    """Same names and shapes as transformers makes from the config that we write, on the meta device."""
+    config = preset(name)
+    with torch.device("meta"):
+        ours = build(config)
+        raw = transformers.AutoConfig.for_model(**config_to_hf(config, "bfloat16"))
+        theirs = transformers.AutoModelForCausalLM.from_config(raw)
+    expected = {name: parameter.shape for name, parameter in theirs.named_parameters()}
+    found = {name: tensor.shape for name, tensor in to_hf_state(config, ours.state_dict()).items()}
+    assert found == expected

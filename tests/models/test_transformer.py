@@ -1,0 +1,102 @@
+import copy
+
+import torch
+
+from echelon.models import build
+
+
+def built(config, seed=0):
+    torch.manual_seed(seed)
+    return build(config)
+
+
+def test_layers_are_embedding_blocks_head_and_compose_to_forward(config, tokens):
+    model = built(config)
+    layers = model.layers()
+    assert len(layers) == config.layers + 2
+    assert layers[0] is model.embedding
+    assert layers[-1] is model.head
+    x = tokens
+    for layer in layers:
+        x = layer(x)
+        assert isinstance(x, torch.Tensor)
+    assert x.shape == (2, 24, config.vocab)
+    assert torch.equal(x, model(tokens))
+
+
+def test_layers_hold_every_parameter_and_there_are_no_buffers(config):
+    model = built(config)
+    in_layers = {id(p) for layer in model.layers() for p in layer.parameters()}
+    assert in_layers == {id(p) for p in model.parameters()}
+    assert list(model.buffers()) == []
+
+
+def test_same_seed_same_bits_and_another_seed_others(config):
+    first, again, other = (
+        built(config).state_dict(),
+        built(config).state_dict(),
+        built(config, 1).state_dict(),
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["blocks.0.mlp.up.weight"], other["blocks.0.mlp.up.weight"])
+
+
+def test_a_token_does_not_see_later_ones(config, tokens):
+    model = built(config).double()
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % config.vocab
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], rtol=0, atol=1e-14)
+    assert (before[:, 10:] - after[:, 10:]).abs().max() > 1e-4
+
+
+def test_order_of_tokens_matters(config, tokens):
+    """A model without positions would give the last token the same logits whatever order came before."""
+    torch.manual_seed(0)
+    model = build(config).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    swapped = tokens[:, [1, 0, *range(2, 24)]]
+    assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().max() > 1e-6
+
+
+def test_float64_is_not_rounded_to_float32_on_the_way(config, tokens):
+    """A cast down anywhere would leave a trace of about 1e-7 between float64 and a higher truth.
+
+    The truth is the derivative: in float64 a central difference with a step of 1e-5 agrees with autograd
+    to 1e-6 of its size, and with any float32 inside it would be noise of 1e-2.
+    """
+    model = built(config).double()
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def moved(step: float) -> torch.Tensor:
+        state = {name: p.detach() + step * direction[name] for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, state, (tokens,), tie_weights=True).logsumexp(-1).sum()
+
+    model(tokens).logsumexp(-1).sum().backward()
+    slope = sum((p.grad * direction[name]).sum() for name, p in model.named_parameters())
+    difference = (moved(1e-5) - moved(-1e-5)) / 2e-5
+    torch.testing.assert_close(difference, slope, rtol=1e-6, atol=0)
+
+
+def test_bfloat16_is_near_float64(config, tokens):
+    model = built(config)
+    low = copy.deepcopy(model).bfloat16()(tokens)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), model.double()(tokens), rtol=0, atol=0.02)
+
+
+def test_tied_head_is_the_embedding(config):
+    model = built(config)
+    assert (model.head.projection.weight is model.embedding.tokens.weight) == config.tied
+
+
+def test_meta_model_filled_and_reset_equals_the_built_one(config):
+    with torch.device("meta"):
+        model = build(config)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.reset_parameters()
+    expected = built(config).state_dict()
+    assert (model.head.projection.weight is model.embedding.tokens.weight) == config.tied
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
