@@ -1,3 +1,65 @@
-"""echelon: train PyTorch models that are too large or too slow for one device."""
+"""echelon: train PyTorch models that are too large or too slow for one device.
+
+import echelon
+
+def main():
+    engine = echelon.parallelize(model, "data=2", optimizer=..., loss=...)
+    for batch in loader:
+        metrics = engine.step(batch)
+    return engine.full_state_dict()
+
+results = echelon.launch(main, ranks=2)      # or: torchrun --nproc-per-node 2 script.py
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.engine import Engine, Evaluation, Metrics, parallelize
+    from echelon.errors import UserError
+    from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
+    from echelon.memory import Memory
+    from echelon.plan import Plan
 
 __version__ = "0.1.0"
+
+# Name → the module that has it. Found on first use, so that plans and commands start without torch.
+_HOME = {
+    "Engine": "echelon.engine",
+    "Evaluation": "echelon.engine",
+    "Memory": "echelon.memory",
+    "Metrics": "echelon.engine",
+    "PeerLost": "echelon.launching",
+    "Plan": "echelon.plan",
+    "RankFailed": "echelon.launching",
+    "RankHung": "echelon.launching",
+    "Ranks": "echelon.launching",
+    "UserError": "echelon.errors",
+    "launch": "echelon.launching",
+    "parallelize": "echelon.engine",
+}
+
+__all__ = [
+    "Engine",
+    "Evaluation",
+    "Memory",
+    "Metrics",
+    "PeerLost",
+    "Plan",
+    "RankFailed",
+    "RankHung",
+    "Ranks",
+    "UserError",
+    "launch",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'echelon' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
