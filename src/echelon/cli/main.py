@@ -1,0 +1,72 @@
+"""The entry point: finds the command, and turns every way to fail into a message and an exit code.
+
+0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from echelon import __version__
+from echelon.cli import bench, doctor, train, verify
+from echelon.errors import UserError
+from echelon.launching import RankFailed
+
+app = typer.Typer(
+    name="echelon",
+    help="Train PyTorch models too large or too slow for one device: one short plan, proven equal.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"echelon {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(given))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    command = typer.main.get_command(app)
+    try:
+        return int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
+    except UserError as error:
+        return _fail(arguments, 2, str(error), error.faults)
+    except click.UsageError as error:
+        return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
+    except RankFailed as error:
+        return _fail(arguments, 1, str(error))
+    except (KeyboardInterrupt, click.Abort):
+        return _fail(arguments, 130, "interrupted; all ranks were ended")
+
+
+def _fail(arguments: list[str], code: int, message: str, faults: Sequence[str] = ()) -> int:
+    if "--json" in arguments:
+        print(json.dumps({"error": message, "faults": list(faults), "exit_code": code}))
+    else:
+        print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,28 @@
+"""Options that several commands share, and how results are printed."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+JobFile = Annotated[
+    Path | None, typer.Argument(metavar="[JOB.toml]", help="A job file; without one, the embedded default.")
+]
+PlanText = Annotated[
+    str | None, typer.Option("--plan", help="The plan, like 'data=2', instead of the job's.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one value of the job, like model.layers=12.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def console(as_json: bool) -> Console:
+    """Where a command shows things to a person: nowhere, when a program asked for JSON."""
+    return Console(quiet=as_json, highlight=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))

@@ -1,0 +1,23 @@
+"""echelon train"""
+
+from pathlib import Path
+
+from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
+
+
+def train(
+    job: JobFile = None, plan: PlanText = None, settings: Settings = None, as_json: Json = False
+) -> None:
+    """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop."""
+    from echelon.train.display import Display, print_summary
+    from echelon.train.job_file import read_job
+    from echelon.train.trainer import train as run
+
+    given = read_job(job, settings or (), plan)
+    screen = console(as_json)
+    with Display(given, screen) as display:
+        summary = run(given, display.show)
+    if as_json:
+        print_json(summary)
+    elif summary:
+        print_summary(summary, (Path(summary["run"]) / "sample.txt").read_text(), screen)

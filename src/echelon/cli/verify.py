@@ -1,0 +1,43 @@
+"""echelon verify"""
+
+from typing import Annotated
+
+import typer
+
+from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
+from echelon.errors import UserError, did_you_mean
+
+Steps = Annotated[int, typer.Option("--steps", min=1, help="How many optimizer steps to compare after.")]
+Plant = Annotated[
+    str | None,
+    typer.Option("--plant", help="Put a known bug into the parallel training: verify must find it."),
+]
+
+
+def verify(
+    job: JobFile = None,
+    plan: PlanText = None,
+    settings: Settings = None,
+    steps: Steps = 20,
+    plant: Plant = None,
+    as_json: Json = False,
+) -> int:
+    """Prove in float64 that a plan trains to the same weights as one device (exit 1 if it does not)."""
+    from echelon.plan import Plan
+    from echelon.train.job_file import read_job
+    from echelon.verify import verify as run
+    from echelon.verify.job_case import case_of
+    from echelon.verify.plants import PLANTS
+
+    if plant is not None and plant not in PLANTS:
+        raise UserError(f"--plant {plant}: there is no such bug{did_you_mean(plant, PLANTS)}")
+    given = read_job(job, settings or (), plan)
+    parsed = Plan.parse(given.plan)
+    screen = console(as_json)
+    with screen.status(f"training with '{parsed}' and on one device, {steps} steps in float64 …"):
+        verdict = run(case_of(given, parsed, steps), parsed, plant=plant)
+    if as_json:
+        print_json(verdict.to_dict())
+    else:
+        screen.print(("[green]✓[/] " if verdict.equal else "[red]✗[/] ") + str(verdict))
+    return 0 if verdict.equal else 1

@@ -1,0 +1,36 @@
+"""Optimizers by name, for job files. In code, any torch optimizer will do."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Settings(Protocol):
+    """What a job says of its optimizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def momentum(self) -> float: ...
+
+
+def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that `settings` name. Vectors (biases, norms) are not decayed, as is usual."""
+    given = list(parameters)
+    groups = [
+        {"params": [p for p in given if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in given if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    rate = settings.learning_rate
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum, fused=True)
+    assert settings.name == "adamw", settings.name
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True)

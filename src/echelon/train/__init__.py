@@ -1,0 +1,1 @@
+"""Training runs: jobs, the loop, what is shown and what is kept."""

@@ -1,0 +1,134 @@
+"""What a person sees of a training: a live panel on a terminal, plain lines elsewhere, a closing summary."""
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from echelon.charts import sparkline
+from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.job import Job
+
+_LINE_SECONDS = 5.0  # between plain lines
+
+
+class Display:
+    """`with Display(job, console) as display: train(job, display.show)`"""
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self._job, self._console = job, console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("step", total=job.steps)
+        self._losses: list[float] = []
+        self._evaluated: Evaluated | None = None
+        self._last: Stepped | None = None
+        self._began = self._last_line = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Display":
+        self._console.print(f"[bold]echelon train[/]  plan {self._job.plan}  {self._job.steps} steps")
+        self._console.print("starting ranks …")
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._console.print(
+                    f"{event.parameters:,} parameters on {event.device}; "
+                    f"{event.train_tokens:,} tokens of {event.corpus}"
+                )
+                self._began = time.monotonic()
+            case Stepped():
+                self._last = event
+                self._losses.append(event.loss)
+                self._progress.update(self._task, completed=event.step)
+            case Evaluated():
+                self._evaluated = event
+            case Sampled():
+                return
+        if self._console.is_terminal:
+            self._live.update(self._panel())
+        elif isinstance(event, Stepped):
+            self._plain_line(event)
+        elif isinstance(event, Evaluated):
+            self._console.print(f"step {event.step:>6}  validation loss {event.loss:.4f}")
+
+    def _panel(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        if self._last is not None:
+            for name, value in self._figures(self._last):
+                table.add_row(f"[dim]{name}[/]", value)
+        return Group(self._progress, table)
+
+    def _figures(self, step: Stepped) -> list[tuple[str, str]]:
+        figures = [
+            ("loss", f"[bold]{step.loss:.4f}[/]  {sparkline(self._losses, 48)}"),
+            ("gradient norm", f"{step.grad_norm:.3f}"),
+            ("learning rate", f"{step.learning_rate:.2e}"),
+            ("tokens a second", f"{step.tokens / step.seconds:,.0f}"),
+            ("memory a rank", as_bytes(step.memory_bytes)),
+            ("moved a step", f"{as_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
+        ]
+        if self._evaluated is not None:
+            at = f"[dim]at step {self._evaluated.step}[/]"
+            figures.insert(1, ("validation loss", f"{self._evaluated.loss:.4f}  {at}"))
+        return figures
+
+    def _plain_line(self, step: Stepped) -> None:
+        now = time.monotonic()
+        if step.step not in (1, self._job.steps) and now - self._last_line < _LINE_SECONDS:
+            return
+        self._last_line = now
+        left = (now - self._began) / step.step * (self._job.steps - step.step)
+        self._console.print(
+            f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
+            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {as_bytes(step.memory_bytes)} a rank  "
+            f"{left:.0f} s left",
+            highlight=False,
+        )
+
+
+def print_summary(summary: dict[str, Any], sample: str, console: Console) -> None:
+    """The end of a run: what it came to, a sample of what the model writes, and where everything is."""
+    if sample:
+        console.rule("a sample of what the model writes")
+        console.print(sample, markup=False, highlight=False)
+        console.rule()
+    validation = summary["validation_loss"]
+    console.print(
+        f"loss {summary['first_loss']:.4f} → [bold]{summary['loss']:.4f}[/]"
+        + ("" if validation is None else f"   validation {validation:.4f}")
+        + f"   {summary['tokens']:,} tokens, {summary['tokens_per_second']:,.0f} a second"
+    )
+    console.print(f"the run is in [bold]{summary['run']}[/] (loss.svg, metrics.jsonl, sample.txt, model/)")
+
+
+def as_bytes(count: float) -> str:
+    """1536 → '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _share(step: Stepped) -> str:
+    return f"{step.comm_hidden_seconds / step.comm_seconds:.0%}" if step.comm_seconds else "nothing"

@@ -1,0 +1,78 @@
+"""The logbook: keeps what a training tells, in its run folder and (where installed) for TensorBoard."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+from echelon.charts import Series, line_chart
+from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.run_folder import RunFolder
+
+
+class Logbook:
+    """Takes every event once, in order; `close` draws the loss and returns the summary."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._steps: list[Stepped] = []
+        self._evaluations: list[Evaluated] = []
+        self._started: Started | None = None
+        self._board = _tensorboard(folder)
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Stepped():
+                self._steps.append(event)
+                self._line("step", event)
+                self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
+            case Evaluated():
+                self._evaluations.append(event)
+                self._line("evaluation", event)
+                self._scalars(event.step, validation_loss=event.loss)
+            case Sampled():
+                self._folder.write("sample.txt", event.text + "\n")
+
+    def close(self) -> dict[str, Any]:
+        """Draw the loss; what the run came to, as plain values."""
+        self._folder.write("loss.svg", self._picture())
+        if self._board is not None:
+            self._board.close()
+        steps = self._steps
+        usual = statistics.median(step.seconds for step in steps)
+        return {
+            "steps": len(steps),
+            "parameters": self._started.parameters if self._started else 0,
+            "first_loss": steps[0].loss,
+            "loss": steps[-1].loss,
+            "validation_loss": self._evaluations[-1].loss if self._evaluations else None,
+            "tokens": sum(step.tokens for step in steps),
+            "step_seconds": usual,
+            "tokens_per_second": steps[-1].tokens / usual,
+            "memory_bytes": max(step.memory_bytes for step in steps),
+        }
+
+    def _line(self, kind: str, event: Stepped | Evaluated) -> None:
+        self._folder.append("metrics.jsonl", [{"kind": kind, **dataclasses.asdict(event)}])
+
+    def _scalars(self, step: int, **values: float) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def _picture(self) -> str:
+        series = [Series("training", [s.step for s in self._steps], [s.loss for s in self._steps])]
+        if self._evaluations:
+            marks = self._evaluations
+            series.append(Series("validation", [e.step for e in marks], [e.loss for e in marks]))
+        return line_chart(series, "Loss", "step", "nats a token")
+
+
+def _tensorboard(folder: RunFolder) -> Any:
+    """A writer for TensorBoard, or None where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder.path / "tensorboard"))
