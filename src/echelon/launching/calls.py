@@ -1,0 +1,70 @@
+"""Packing the function and the arguments of a run, and the refusals that explain what cannot be sent."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from echelon.errors import UserError, raise_faults
+from echelon.launching.transport import pack
+
+_MEND = "define it at the top level of a module (a .py file) and pass what it needs as arguments"
+
+
+def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
+    """The bytes that ask a rank for `fn(*args)`; every part that cannot be sent is named at once."""
+    _refuse_program_from_stdin()
+    _refuse_interactive(fn)
+    try:
+        return pack((fn, tuple(args)))
+    except Exception:  # PicklingError, AttributeError, TypeError, and what the class of an argument raises
+        raise_faults("what is sent to the ranks", [*_function_faults(fn), *_argument_faults(args)])
+        raise
+
+
+def _refuse_program_from_stdin() -> None:
+    """`python < script.py` names a file '<stdin>', which no rank can import."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if main.__spec__ is None and path is not None and not Path(path).exists():
+        raise UserError(
+            f"The ranks import the main module, but it is no file that exists ({path}): "
+            "save the program as a .py file and run that."
+        )
+
+
+def _refuse_interactive(fn: Callable[..., object]) -> None:
+    """A rank finds a function by its name in a module; an interactive session is none that it can import."""
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    in_main = getattr(inner, "__module__", None) == "__main__"
+    if in_main and not hasattr(sys.modules["__main__"], "__file__"):
+        fault = f"{_name(inner)} lives in an interactive session, where no rank can import it: {_MEND}"
+        raise_faults("what is sent to the ranks", [fault])
+
+
+def _function_faults(fn: Callable[..., object]) -> list[str]:
+    error = _sending_error(fn)
+    rule = "cannot be sent, because a rank finds a function by its name in a module"
+    return [f"{_name(fn)} {rule} ({error}): {_MEND}"] if error else []
+
+
+def _argument_faults(args: Sequence[object]) -> list[str]:
+    errors = [_sending_error(arg) for arg in args]
+    return [
+        f"argument {index} of type {type(arg).__name__} cannot be sent ({error}): "
+        "send plain data, tensors or objects that pickle can copy, and make the rest inside the function"
+        for index, (arg, error) in enumerate(zip(args, errors, strict=True))
+        if error
+    ]
+
+
+def _name(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+def _sending_error(value: object) -> str:
+    try:
+        pack(value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

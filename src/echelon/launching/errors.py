@@ -1,0 +1,34 @@
+"""What the launcher raises when a rank is lost. Mistakes of the user are `echelon.errors.UserError`.
+
+The finding of the rank to blame lives in `failure.py` and `hang.py`; here are only the classes.
+"""
+
+from collections.abc import Sequence
+
+
+class PeerLost(RuntimeError):  # noqa: N818 (said as it happened)
+    """A rank could not go on because another rank is gone: a consequence, never the root cause."""
+
+
+class RankFailed(RuntimeError):  # noqa: N818 (said as it happened)
+    """One rank ended the run. `rank` is the root cause, `others` says what became of the rest."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", others: Sequence[str] = ()) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        self.others = tuple(others)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        lines = [f"rank {self.rank} {self.reason}", *(f"  {line}" for line in self.others)]
+        if self.traceback:
+            lines += ["", self.traceback.rstrip()]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[type["RankFailed"], tuple[int, str, str, tuple[str, ...]]]:
+        return type(self), (self.rank, self.reason, self.traceback, self.others)
+
+
+class RankHung(RankFailed):
+    """No rank gave a sign of life within the deadline. `traceback` holds the stacks of every rank."""

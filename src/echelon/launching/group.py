@@ -1,0 +1,73 @@
+"""The torch process group of a rank: which backend, which device, join and leave.
+
+The only module here that imports torch when it is imported; the parent never needs it.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked so
+
+_FOREVER = timedelta(days=365)
+
+
+def timeout(seconds: float | None) -> timedelta:
+    """For torch, which wants a number where we mean never."""
+    return _FOREVER if seconds is None else timedelta(seconds=seconds)
+
+
+def choose_backend(asked: str | None, local_ranks: int) -> str:
+    """NCCL where every rank of this machine has a CUDA device to itself, else gloo."""
+    if asked is not None:
+        return asked
+    return "nccl" if torch.cuda.is_available() and local_ranks <= torch.cuda.device_count() else "gloo"
+
+
+def init_group(backend: str | None, local_rank: int, local_ranks: int, **how: Any) -> None:
+    """Take this rank's device, then join; `how` goes to `init_process_group`."""
+    chosen = choose_backend(backend, local_ranks)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if chosen == "nccl":
+            how["device_id"] = device  # without it NCCL guesses, and warns that it does
+    dist.init_process_group(chosen, **how)
+
+
+def join_by_file(
+    path: str, rank: int, ranks: int, backend: str | None, timeout_seconds: float | None
+) -> None:
+    """Join ranks of this machine, which meet in a file: no port is opened for it."""
+    init_group(
+        backend,
+        local_rank=rank,
+        local_ranks=ranks,
+        store=FileStore(path, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timeout(timeout_seconds),
+    )
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_gather_bytes(data: bytes) -> list[bytes]:
+    """Every rank's `data`, in rank order, on every rank."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    ranks = dist.get_world_size()
+    size = torch.tensor([len(data)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(ranks)]
+    dist.all_gather(sizes, size)
+    lengths = [int(each) for each in sizes]
+
+    padded = bytearray(data.ljust(max(lengths), b"\0"))  # all_gather wants one length for all
+    part = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    dist.all_gather(parts, part)
+    return [each.cpu().numpy().tobytes()[:length] for each, length in zip(parts, lengths, strict=True)]

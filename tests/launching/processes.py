@@ -1,0 +1,33 @@
+"""What the tests ask the system about processes."""
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc, which Linux has")
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"  # a zombie runs no more; whoever is its parent now may be slow to reap
+
+
+def still_alive(pids: Iterable[int], seconds: float = 5.0) -> list[int]:
+    """Those of `pids` that have not ended after `seconds`."""
+    pids = list(pids)
+    wait_until(lambda: not any(alive(pid) for pid in pids), seconds)
+    return [pid for pid in pids if alive(pid)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

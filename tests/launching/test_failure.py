@@ -1,0 +1,73 @@
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from echelon.errors import UserError
+from echelon.launching.errors import PeerLost
+from echelon.launching.failure import (
+    Failure,
+    Kind,
+    from_exception,
+    from_exit_code,
+    is_peer_error,
+    root_cause,
+)
+
+
+def test_a_death_comes_before_an_exception_and_a_lost_peer_last() -> None:
+    lost = Failure(0, Kind.PEER_LOST, "", stamp=1.0)
+    raised = Failure(1, Kind.RAISED, "", stamp=2.0)
+    raised_later = Failure(2, Kind.RAISED, "", stamp=3.0)
+    died = Failure(3, Kind.DIED, "", stamp=4.0)
+    assert root_cause([lost, raised_later, raised, died]) is died
+    assert root_cause([lost, raised_later, raised]) is raised
+    assert root_cause([lost]) is lost
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLost("rank 2 is gone"),
+        dist.DistBackendError("NCCL remote error"),
+        dist.DistNetworkError("lost"),
+        dist.DistStoreError("wait timeout"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7050"),
+        RuntimeError("Read error: Connection reset by peer"),
+    ],
+)
+def test_peer_errors_are_known_also_as_a_cause(error: Exception) -> None:
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = error
+    assert is_peer_error(error)
+    assert is_peer_error(wrapped)
+
+
+@pytest.mark.parametrize("error", [ValueError("connection closed by peer"), RuntimeError("shapes differ")])
+def test_other_errors_are_no_peer_errors(error: Exception) -> None:
+    assert not is_peer_error(error)
+
+
+def test_an_endless_chain_of_causes_ends() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_peer_error(first)
+
+
+def test_a_user_error_that_cannot_travel_is_told_as_text() -> None:
+    class LocalError(UserError):
+        pass
+
+    failure = from_exception(2, LocalError("lr=-1: must be positive"))
+    assert failure.user_error is None
+    assert "lr=-1: must be positive" in failure.reason
+
+
+def test_exit_codes_in_words() -> None:
+    assert from_exit_code(0, 7, while_starting=False).reason == "exited with code 7 before it was done"
+    assert from_exit_code(0, -signal.SIGSEGV, while_starting=True).reason.startswith(
+        "was killed by SIGSEGV while it started"
+    )
+    assert "cannot import the main module" in from_exit_code(0, 1, while_starting=True).reason
+    assert "memory runs out" in from_exit_code(0, -signal.SIGKILL, while_starting=False).reason
+    assert "signal 63" in from_exit_code(0, -63, while_starting=False).reason

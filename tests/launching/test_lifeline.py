@@ -1,0 +1,66 @@
+"""However the launching process ends, its ranks, their children and its folder end too."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .processes import needs_proc, still_alive, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
+
+pytestmark = needs_proc
+
+
+class Launched:
+    """A process that launched 3 ranks, each with one child."""
+
+    def __init__(self, folder: Path) -> None:
+        notes, self.temporary = folder / "notes", folder / "tmp"
+        notes.mkdir()
+        self.temporary.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, SCRIPT, notes],
+            env=os.environ | {"TMPDIR": str(self.temporary)},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        found = wait_until(lambda: len(list(notes.glob("rank-?"))) == 3, 30)
+        self.pids = [int(pid) for note in notes.glob("rank-?") for pid in note.read_text().split()]
+        assert found, "the ranks did not start"
+
+    def leaves_nothing(self) -> bool:
+        return still_alive(self.pids) == [] and wait_until(lambda: not any(self.temporary.iterdir()), 2)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    launched = Launched(tmp_path)
+    yield launched
+    launched.process.kill()
+    launched.process.communicate()
+    for pid in still_alive(launched.pids, seconds=0):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_ctrl_c_ends_the_ranks_through_their_parent(launched: Launched) -> None:
+    assert len(still_alive(launched.pids, seconds=0)) == 6
+    assert len(list(launched.temporary.glob("echelon-*"))) == 1
+
+    # Ctrl-C in a terminal goes to the whole foreground group; the ranks are not in it.
+    os.killpg(launched.process.pid, signal.SIGINT)
+    _, text = launched.process.communicate(timeout=10)
+    assert text.strip() == "interrupted"
+    assert launched.leaves_nothing()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_parent_takes_its_ranks_along(launched: Launched, number: signal.Signals) -> None:
+    launched.process.send_signal(number)
+    assert launched.process.wait(timeout=10) == -number
+    assert launched.leaves_nothing()

@@ -1,0 +1,223 @@
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.errors import UserError
+from echelon.launching import RankFailed, RankHung, Ranks
+
+from . import tasks
+from .processes import needs_proc, still_alive
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where launches make their private folders during this test."""
+    with Ranks(1):  # starts the fork server, whose own folder outlives this test
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_results_are_in_rank_order() -> None:
+    with Ranks(4) as ranks:
+        assert ranks.run(tasks.rank) == [0, 1, 2, 3]
+
+
+def test_warm_ranks_run_again_in_the_same_processes(temporary: Path) -> None:
+    with Ranks(2) as ranks:
+        assert len(list(temporary.iterdir())) == 1
+        first = ranks.run(tasks.pid_and_group)
+        assert ranks.run(tasks.sum_of_ranks, torch.zeros(2))[0].tolist() == [1.0, 1.0]
+        assert ranks.run(tasks.pid_and_group) == first
+    assert still_alive([pid for pid, _, _ in first]) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_arguments_and_results_hold_whatever_can_be_copied() -> None:
+    sent = ({"weights": [torch.arange(3.0), None]}, b"bytes", torch.nn.Linear(2, 2))
+    with Ranks(2) as ranks:
+        for weights, some_bytes, linear in ranks.run(tasks.echo, *sent):
+            assert weights["weights"][0].tolist() == [0.0, 1.0, 2.0]
+            assert some_bytes == b"bytes"
+            assert torch.equal(linear.weight, sent[2].weight)
+
+
+def test_more_tensors_than_file_descriptors_come_back() -> None:
+    tensors = [torch.full((2,), float(index)) for index in range(2000)]
+    with Ranks(2) as ranks:
+        for (got,) in ranks.run(tasks.echo, tensors):
+            assert [tensor[0].item() for tensor in got] == list(range(2000))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "raised ValueError: the learning rate went for a walk"),
+        ("sys.exit", "called sys.exit(3) before it was done"),
+        ("_exit 0", "exited with code 0 before it was done"),
+        ("_exit 7", "exited with code 7 before it was done"),
+        ("SIGKILL", "was killed by SIGKILL before it was done (the system kills with SIGKILL when memory"),
+        ("SIGSEGV", "was killed by SIGSEGV before it was done"),
+    ],
+)
+def test_the_rank_that_failed_is_named_while_others_sit_in_a_barrier(
+    how: str, reason: str, temporary: Path
+) -> None:
+    ranks = Ranks(3)
+    pids = [pid for pid, _, _ in ranks.run(tasks.pid_and_group)]
+    with pytest.raises(RankFailed) as caught:
+        ranks.run(tasks.fail, how, 1)
+    error = caught.value
+    assert error.rank == 1
+    assert error.reason.startswith(reason)
+    assert [line[:6] for line in error.others] == ["rank 0", "rank 2"]
+    assert ("tasks.py" in error.traceback) == (how in ("raise", "sys.exit"))
+    assert str(error).startswith(f"rank 1 {reason}")
+    assert still_alive(pids) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_cause_is_named_when_its_consequences_arrive_first() -> None:
+    with pytest.raises(RankFailed) as caught, Ranks(3) as ranks:
+        ranks.run(tasks.lose_a_peer_before_the_cause, 2)
+    assert caught.value.rank == 2
+    assert caught.value.reason == "raised ValueError: the cause"
+    assert caught.value.others == (
+        "rank 0 raised RuntimeError: step 7 failed",
+        "rank 1 raised RuntimeError: step 7 failed",
+    )
+
+
+def test_a_user_error_is_raised_as_it_is() -> None:
+    with pytest.raises(UserError) as caught, Ranks(2) as ranks:
+        ranks.run(tasks.fail, "user error", 1)
+    assert caught.value.faults == ("lr=-1: must be positive", "steps=0: must be at least 1")
+    assert isinstance(caught.value.__cause__, RankFailed)
+    assert caught.value.__cause__.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("rebuild", "words"),
+    [
+        (False, "its result of type NotForSending cannot be sent back: I stay here"),
+        (True, "sent a value that cannot be rebuilt here: ValueError: I stay there"),
+    ],
+)
+def test_a_result_that_cannot_travel_names_the_rank(rebuild: bool, words: str) -> None:
+    with pytest.raises(RankFailed) as caught, Ranks(2) as ranks:
+        ranks.run(tasks.return_something_stubborn, 1, rebuild)
+    assert caught.value.rank == 1
+    assert words in caught.value.reason
+
+
+def test_after_a_failure_the_ranks_are_ended() -> None:
+    with Ranks(2) as ranks:
+        with pytest.raises(RankFailed):
+            ranks.run(tasks.fail, "raise", 0)
+        with pytest.raises(UserError, match="make new Ranks"):
+            ranks.run(tasks.rank)
+
+
+def test_a_hang_names_the_rank_that_is_late_and_shows_all_stacks() -> None:
+    ranks = Ranks(3, deadline=1.0)
+    with pytest.raises(RankHung) as caught:
+        ranks.run(tasks.hang, 1)
+    error = caught.value
+    assert error.rank == 1
+    assert error.reason == (
+        "seems to hold the others up: it works outside any operation, after 1 operation; "
+        "no rank gave a sign of life for 1 s"
+    )
+    assert error.others == (
+        "rank 0 waits in barrier (operation 2)",
+        "rank 1 works outside any operation, after 1 operation",
+        "rank 2 waits in barrier (operation 2)",
+    )
+    zero, one, two = error.traceback.split("stacks of rank ")[1:]
+    assert "sleep_through_the_step" in one
+    assert "in barrier" in zero
+    assert "in barrier" in two
+    assert "sleep_through_the_step" not in zero + two
+
+
+def test_a_hang_of_equal_ranks_says_so() -> None:
+    with pytest.raises(
+        RankHung, match="rank 0 is only the first of ranks that are all equally far"
+    ) as caught:
+        Ranks(2, deadline=0.5).run(tasks.wait_together)
+    assert caught.value.others == ("rank 0 waits in recv (operation 1)", "rank 1 waits in recv (operation 1)")
+
+
+def test_one_sign_of_life_keeps_all_ranks_alive() -> None:
+    with Ranks(2, deadline=0.5) as ranks:
+        assert ranks.run(tasks.live_long, 1.2) == ["done", "done"]
+
+
+def test_an_error_in_the_listener_ends_the_ranks(temporary: Path) -> None:
+    def listen(rank: int, message: object) -> None:
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        Ranks(2).run(tasks.count_aloud, 3, on_message=listen)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_rank_that_cannot_join_is_named() -> None:
+    with pytest.raises(RankFailed, match="no-such-backend"):
+        Ranks(2, backend="no-such-backend")
+
+
+@needs_proc
+def test_what_a_rank_started_ends_with_it() -> None:
+    with Ranks(2) as ranks:
+        children = ranks.run(tasks.leave_a_child_behind)
+    assert still_alive(children) == []
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.5])
+def test_a_number_of_ranks_that_means_nothing_is_refused(ranks: int) -> None:
+    with pytest.raises(UserError, match="must be a whole number, at least 1"):
+        Ranks(ranks)
+
+
+def test_a_deadline_that_means_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="seconds above 0"):
+        Ranks(1, deadline=0)
+
+
+def test_a_rank_cannot_launch_ranks() -> None:
+    with pytest.raises(UserError, match="cannot launch ranks itself"), Ranks(1) as ranks:
+        ranks.run(tasks.launch_again)
+
+
+def test_closing_twice_does_nothing() -> None:
+    ranks = Ranks(1)
+    ranks.close()
+    ranks.close()
+    ranks.kill()
+
+
+def test_file_descriptors_are_given_back() -> None:
+    with Ranks(2):
+        pass
+    folder = Path("/proc/self/fd") if Path("/proc/self/fd").exists() else Path("/dev/fd")
+    before = len(os.listdir(folder))
+    for _ in range(3):
+        with Ranks(2):
+            pass
+    assert len(os.listdir(folder)) <= before
+
+
+def test_starting_is_quick_and_quiet_and_needs_no_closing() -> None:
+    """The first launch pays one import of torch, in the fork server; a busy machine makes that slow."""
+    script = Path(__file__).parent / "scripts" / "timed.py"
+    command = [sys.executable, "-W", "error", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    torch_seconds, launch_seconds = map(float, done.stdout.split())
+    assert launch_seconds < torch_seconds + 3.0

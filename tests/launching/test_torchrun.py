@@ -1,0 +1,131 @@
+"""Ranks of torchrun: two machines are two agents, on loopback or in two network namespaces."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.errors import UserError
+from echelon.launching import join, launch
+
+from . import tasks
+
+SCRIPT = Path(__file__).parent / "scripts" / "under_torchrun.py"
+NODES = 2
+RANKS = 4
+
+
+def test_in_a_plain_script_there_is_nothing_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    join()
+    assert not dist.is_initialized()
+
+
+def test_an_environment_with_gaps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError) as caught:
+        join()
+    assert [fault.split()[0] for fault in caught.value.faults] == ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+
+
+def test_the_number_of_ranks_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"launch\(ranks=3\) runs under torchrun with WORLD_SIZE=4"):
+        launch(tasks.rank, 3)
+
+
+def test_two_agents_on_loopback(tmp_path: Path) -> None:
+    run_agents(tmp_path, "127.0.0.1", prefixes=[[], []], interface="lo")
+    assert len(networks(tmp_path)) == 1
+
+
+def test_two_machines_with_networks_of_their_own(tmp_path: Path, two_networks: list[list[str]]) -> None:
+    run_agents(tmp_path, "10.213.77.1", prefixes=two_networks, interface="veth0")
+    assert len(networks(tmp_path)) == 2
+
+
+def networks(folder: Path) -> set[str]:
+    """Check that every rank has every rank's results of both launches; return the networks they ran in."""
+    everywhere = [torch.load(folder / f"results-{rank}.pt") for rank in range(RANKS)]
+    for first, second in everywhere:
+        assert [rank for rank, _, _ in first] == list(range(RANKS))
+        assert [total.tolist() for _, _, total in first] == [[10.0] * (rank + 1) for rank in range(RANKS)]
+        assert [total[0].item() for _, _, total in second] == [100.0] * RANKS
+    return {network for _, network, _ in everywhere[0][0]}
+
+
+def run_agents(folder: Path, master: str, prefixes: Sequence[list[str]], interface: str) -> None:
+    """One torchrun agent with 2 ranks on each machine; fails with what the agents printed."""
+    port = free_port()
+    agents = [
+        subprocess.Popen(
+            [*prefix, *torchrun(node, master, port), str(SCRIPT), str(RANKS), str(folder)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node, prefix in enumerate(prefixes)
+    ]
+    try:
+        printed = [agent.communicate(timeout=60)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # an agent ends its ranks then
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0] * NODES, "\n".join(printed)
+    assert "Warning" not in "".join(printed)
+
+
+def torchrun(node: int, master: str, port: int) -> list[str]:
+    options = {"nnodes": NODES, "nproc-per-node": RANKS // NODES, "node-rank": node}
+    options |= {"master-addr": master, "master-port": port}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "torch.distributed.run", *flags]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def two_networks() -> Iterator[list[list[str]]]:
+    """Two network namespaces joined by a virtual cable; gives the commands that run something in each."""
+    names = [f"echelon-{os.getpid()}-{node}" for node in range(NODES)]
+    if os.geteuid() != 0 or not ip("netns", "add", names[0]):
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        made = ip("netns", "add", names[1]) and ip(
+            *("link", "add", "veth0", "netns", names[0], "type", "veth"),
+            *("peer", "name", "veth0", "netns", names[1]),
+        )
+        for node, name in enumerate(names):
+            made = made and ip("-n", name, "addr", "add", f"10.213.77.{node + 1}/24", "dev", "veth0")
+            made = made and ip("-n", name, "link", "set", "veth0", "up")
+            made = made and ip("-n", name, "link", "set", "lo", "up")
+        if not made:
+            pytest.skip("this machine makes no virtual cables")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+def ip(*words: str) -> bool:
+    """Whether iproute2 could do it."""
+    tool = shutil.which("ip")
+    return (
+        tool is not None and subprocess.run([tool, *words], capture_output=True, check=False).returncode == 0
+    )
