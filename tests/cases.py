@@ -30,14 +30,20 @@ class Perceptron(nn.Module):
 
 
 class Branching(nn.Module):
-    """Uses one of two branches, by the data: some replicas use a parameter that others do not."""
+    """Sends each sample through one of two branches: a replica may use a parameter that others do not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.never = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.left(x) if x[0, 0] > 0 else self.right(x)
+        to_left = x[:, 0] > 0
+        output = x.new_zeros(len(x), 5)
+        if to_left.any():
+            output[to_left] = self.left(x[to_left])
+        if not to_left.all():
+            output[~to_left] = self.right(x[~to_left])
+        return output
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from echelon.launching import Ranks
+from echelon.engine import TRAINING_MODULES
+from echelon.launching import Ranks, preload
+
+preload(*TRAINING_MODULES)
 
 
 @pytest.fixture(scope="session")
 def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`warm_ranks(4).run(fn, …)`: one set of ranks a count for the whole session. Do not let fn fail in it."""
+    """`warm_ranks(4).run(fn, …)`: one set of ranks for all tests. Do not let fn fail in it."""
     sets: dict[int, Ranks] = {}
 
     def ranks(count: int) -> Ranks:

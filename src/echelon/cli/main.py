@@ -6,14 +6,17 @@
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import click
 import typer
 
 from echelon import __version__
 from echelon.cli import bench, doctor, train, verify
 from echelon.errors import UserError
 from echelon.launching import RankFailed
+
+# Newer typers carry click inside: this is the UsageError of whichever it is.
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     name="echelon",
@@ -53,15 +56,16 @@ def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit code."""
     command = typer.main.get_command(app)
     try:
-        return int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
+        code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
     except UserError as error:
         return _fail(arguments, 2, str(error), error.faults)
-    except click.UsageError as error:
+    except _UsageError as error:
         return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
-    except (KeyboardInterrupt, click.Abort):
-        return _fail(arguments, 130, "interrupted; all ranks were ended")
+    if code == 130:  # how typer passes on Ctrl-C
+        return _fail(arguments, code, "interrupted; all ranks were ended")
+    return code
 
 
 def _fail(arguments: list[str], code: int, message: str, faults: Sequence[str] = ()) -> int:

@@ -17,7 +17,9 @@ def train(
     screen = console(as_json)
     with Display(given, screen) as display:
         summary = run(given, display.show)
+    if not summary:  # under torchrun, rank 0 alone speaks
+        return
     if as_json:
         print_json(summary)
-    elif summary:
+    else:
         print_summary(summary, (Path(summary["run"]) / "sample.txt").read_text(), screen)

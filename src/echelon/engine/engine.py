@@ -22,6 +22,7 @@ from echelon.engine.batch import (
 )
 from echelon.engine.gradients import clip_factor, scale, squared_norm
 from echelon.engine.metrics import Evaluation, Metrics
+from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
@@ -165,6 +166,10 @@ class Engine:
         with self.ledger.about("metrics"):
             self.mesh.group("data").all_reduce(tally)
         total, count = tally.tolist()
+        if count == 0:
+            raise UserError(
+                "no replica had a sample that the loss counts; give the step one that has"
+            )
         return total, count
 
     def _update(self, count: float) -> float:

@@ -107,7 +107,8 @@ class _Saved:
     """A tensor that autograd keeps; tells the meter when it is let go."""
 
     def __init__(self, tensor: Tensor, meter: Meter) -> None:
-        self.tensor, self._meter = tensor, meter
+        # Without its history: an output that holds its own graph would never be freed if nobody goes back.
+        self.tensor, self._meter = tensor.detach(), meter
         meter._keep(tensor.untyped_storage())
 
     def __del__(self) -> None:

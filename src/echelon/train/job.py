@@ -80,7 +80,7 @@ class OptimizerJob:
     momentum: float = 0.9
     clip: float | None = 1.0
     schedule: str = "cosine"
-    warmup: int = 20
+    warmup: int | None = None  # a tenth of the steps, at most 100
     decay: int | None = None
     floor: float | None = None
 
@@ -110,7 +110,8 @@ class Job:
 
     def schedule(self) -> Schedule:
         its = self.optimizer
-        return by_name(its.schedule, self.steps, its.warmup, decay=its.decay, floor=its.floor)
+        warmup = min(100, self.steps // 10) if its.warmup is None else its.warmup
+        return by_name(its.schedule, self.steps, warmup, decay=its.decay, floor=its.floor)
 
 
 def check(job: Job) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from echelon.data import open_corpus
-from echelon.launching import Ranks, is_launched_rank, join, tell
+from echelon.engine import TRAINING_MODULES
+from echelon.launching import Ranks, is_launched_rank, join, preload, tell
 from echelon.plan import Plan
 from echelon.train.events import Event
 from echelon.train.job import Job, as_plain, check
@@ -28,6 +29,7 @@ def train(job: Job, show: Show) -> dict[str, Any]:
 
 
 def _train_here(job: Job, show: Show) -> dict[str, Any]:
+    preload(*TRAINING_MODULES, __name__)
     with _Run(job, show) as run:
         with Ranks(Plan.parse(job.plan).ranks) as ranks:
             ranks.run(_rank, job, run.folder.path, on_message=lambda _, event: run.take(event))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.engine import parallelize
-from echelon.launching import launch
+from echelon.engine import TRAINING_MODULES, parallelize
+from echelon.launching import launch, preload
 from echelon.plan import Plan
 from echelon.verify.plants import PLANTS
 from echelon.verify.reference import Trained, train_on_one_device
@@ -111,6 +111,7 @@ def verify(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     exact = dataclasses.replace(plan, precision="fp64")
+    preload(*TRAINING_MODULES)
     ranks = launch(_train_rank, exact.ranks, case, exact, plant)
     reference = train_on_one_device(case.build(), case.make_optimizer, case.loss, case.batches(), case.clip)
     tensors = dict(_tensor_gaps(ranks[0], reference)) | dict(_disagreements(ranks))

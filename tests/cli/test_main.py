@@ -1,0 +1,143 @@
+"""Exit codes and messages: never a traceback for a user's mistake, all faults at once, pure JSON."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon import __version__
+from echelon.cli.main import run
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "--version") == (0, f"echelon {__version__}\n", "")
+    code, out, _ = output(capsys, "train", "--help")
+    assert code == 0
+    assert "--plan" in out
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["train", "--nonsense"], ["verify", "--steps", "x"]])
+def test_bad_usage_is_exit_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = output(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+
+
+def test_a_missing_job_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "nosuch2.toml").write_text("")
+    code, _, err = output(capsys, "train", str(tmp_path / "nosuch.toml"))
+    assert code == 2
+    assert "did you mean 'nosuch2.toml'?" in err
+
+
+def test_all_faults_of_a_job_as_text_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("stps = 3\n[model]\nlayrs = 2\n")
+    code, _, err = output(capsys, "train", str(job))
+    assert code == 2
+    assert "did you mean 'steps'?" in err
+    assert "did you mean 'layers'?" in err
+    code, out, err = output(capsys, "train", str(job), "--json")
+    assert (code, err) == (2, "")
+    assert len(json.loads(out)["faults"]) == 2
+
+
+def test_faults_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "verify", "--plan", "data=0 tensor=x zero=7 schedule=zigzag")
+    assert code == 2
+    assert all(word in err for word in ("data=0", "tensor=x", "zero=7", "schedule=zigzag"))
+
+
+def test_a_plan_that_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "verify", "--plan", "tensor=2")
+    assert code == 2
+    assert "cannot run yet" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("short.txt", "short.txt"), ("nowhere.txt", "nowhere.txt"), ("folder", "folder")],
+)
+def test_data_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, source: str, says: str
+) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "folder").mkdir()
+    out = tmp_path / "runs"
+    code, _, err = output(capsys, "train", "--set", f"data.source={tmp_path / source}", "--set", f"out={out}")
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+    assert not out.exists()
+
+
+SMALL = [f"--set={setting}" for setting in ("model.layers=1", "model.width=32", "model.heads=2")]
+
+
+def test_verify_passes_and_finds_a_planted_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = output(capsys, "verify", "--plan", "data=2", "--steps", "3", "--json", *SMALL)
+    verdict = json.loads(out)
+    assert (code, verdict["equal"], err) == (0, True, "")
+    assert verdict["worst"]["error"] <= 1e-9
+    code, out, _ = output(capsys, "verify", "--plan", "data=2", "--steps=3", "--plant=divide-twice", *SMALL)
+    assert code == 1
+    assert "DIFFERS" in out
+    assert "worst is \nblocks.0." in out or "worst is blocks.0." in out
+
+
+def test_an_unknown_plant_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "verify", "--plant", "divide-twise")
+    assert code == 2
+    assert "did you mean 'divide-twice'?" in err
+
+
+def train_command(out: Path) -> list[str]:
+    return [sys.executable, "-m", "echelon", "train", "--set", f"out={out}", "--set", "steps=5000", *SMALL]
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "it never came"
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> None:
+    process = subprocess.Popen(train_command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")))
+    process.send_signal(2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
+    (state,) = [json.loads(path.read_text())["state"] for path in tmp_path.glob("*/run.json")]
+    assert state == "failed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk takes root")
+def test_a_full_disk_ends_a_run_with_a_clear_error(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine does not let us mount")
+    try:
+        done = subprocess.run(train_command(disk), capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 2
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        (state,) = [json.loads(path.read_text())["state"] for path in disk.glob("*/run.json")]
+        assert state != "finished"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,42 @@
+"""Buckets hold gradients where they are reduced."""
+
+import torch
+from torch import nn
+
+from echelon.data_parallel.buckets import fill_buckets
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
+
+
+def test_last_parameters_come_first_up_to_the_limit() -> None:
+    buckets = fill_buckets(parameters(1, 2, 3, 4), limit=5 * 4)
+    assert [[p.numel() for p in bucket.views] for bucket in buckets] == [[4], [3, 2], [1]]
+
+
+def test_a_parameter_above_the_limit_has_a_bucket_alone() -> None:
+    buckets = fill_buckets(parameters(1, 100, 1), limit=8)
+    assert [bucket.buffer.numel() for bucket in buckets] == [1, 100, 1]
+
+
+def test_types_do_not_share_a_bucket() -> None:
+    mixed = parameters(2) + parameters(2, dtype=torch.float64)
+    assert [bucket.buffer.dtype for bucket in fill_buckets(mixed, 1000)] == [torch.float64, torch.float32]
+
+
+def test_the_backward_pass_writes_into_the_buffer() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    (bucket,) = fill_buckets([weight], 1000)
+    bucket.clear()
+    for _ in range(2):
+        (weight * torch.arange(6.0).view(2, 3)).sum().backward()
+    assert torch.equal(bucket.buffer, 2 * torch.arange(6.0))
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == bucket.buffer.data_ptr()
+    bucket.clear()
+    assert torch.equal(bucket.buffer, torch.zeros(6))
+
+
+def test_no_parameters_no_buckets() -> None:
+    assert fill_buckets([], 1000) == []

@@ -1,0 +1,175 @@
+"""One engine: on one device here, on ranks through the contract and these."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine import Engine
+from echelon.optim import cosine
+from tests.cases import Perceptron, adamw, counted_loss, mean_loss, perceptron_case, sgd, vectors
+
+
+def engine_for(plan: str = "data=1", **options: object) -> Engine:
+    torch.manual_seed(0)
+    return echelon.parallelize(
+        Perceptron(),
+        plan,
+        **({"optimizer": adamw, "loss": mean_loss} | options),  # type: ignore[arg-type]
+    )
+
+
+def test_the_loss_falls_and_weights_move() -> None:
+    engine = engine_for()
+    before = engine.full_state_dict()
+    losses = [engine.step(vectors(0)).loss for _ in range(30)]
+    after = engine.full_state_dict()
+    assert losses[-1] < losses[0] / 2
+    assert not torch.equal(before["first.weight"], after["first.weight"])
+    assert torch.equal(before["frozen"], after["frozen"])
+    assert torch.equal(after["middle.weight"], after["again.weight"])
+
+
+def test_metrics_are_of_the_mean_loss_before_clipping() -> None:
+    engine = engine_for(clip=1e-3, optimizer=sgd)
+    inputs, targets = vectors(0)
+    model = Perceptron()
+    model.load_state_dict(engine.full_state_dict())
+    loss = mean_loss(model(inputs), targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    metrics = engine.step((inputs, targets))
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert (metrics.tokens, metrics.skipped) == (12, False)
+    assert metrics.seconds > 0
+
+
+def test_evaluate_changes_nothing_and_agrees_with_step() -> None:
+    engine = engine_for("data=1 microbatches=5", loss=counted_loss)
+    before = engine.full_state_dict()
+    evaluation = engine.evaluate(vectors(3))
+    assert engine.module.training
+    assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+    metrics = engine.step(vectors(3))
+    assert (evaluation.loss, evaluation.tokens) == (pytest.approx(metrics.loss, rel=1e-6), 12)
+
+
+def test_the_learning_rate_follows_the_schedule() -> None:
+    engine = engine_for(schedule=cosine(total=10, warmup=5))
+    rates = []
+    for step in range(3):
+        engine.step(vectors(step))
+        rates.append(engine.learning_rate)
+    assert rates == pytest.approx([0.002, 0.004, 0.006])
+
+
+class Fragile(nn.Module):
+    """Fails on the forward pass that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            raise RuntimeError("told to fail")
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Training with a failed step in the middle, and training without it."""
+    results = []
+    for failing in (True, False):
+        torch.manual_seed(0)
+        model = Fragile()
+        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss)
+        engine.step(engine.local(vectors(0)))
+        if failing:
+            model.fail = True
+            with pytest.raises(RuntimeError, match="told to fail"):
+                engine.step(engine.local(vectors(1)))
+            model.fail = False
+        engine.step(engine.local(vectors(2)))
+        results.append(engine.full_state_dict())
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_forward_that_raised_the_next_step_works(ranks: int) -> None:
+    for with_failure, without in echelon.launch(steps_around_a_failure, ranks, f"data={ranks}"):
+        assert all(torch.equal(value, without[name]) for name, value in with_failure.items())
+
+
+def fingerprint() -> list[bytes]:
+    engine = engine_for("data=2 microbatches=2")
+    for step in range(5):
+        engine.step(engine.local(vectors(step)))
+    return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
+
+
+def test_training_is_deterministic_to_the_bit() -> None:
+    first, second = echelon.launch(fingerprint, 2), echelon.launch(fingerprint, 2)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def optimizer_state() -> dict[str, dict[str, Tensor]]:
+    engine = engine_for("data=2")
+    engine.step(engine.local(vectors(0)))
+    return engine.full_optimizer_state()
+
+
+def test_optimizer_state_has_every_original_name() -> None:
+    state = echelon.launch(optimizer_state, 2)[0]
+    names = {name for name, _ in Perceptron().named_parameters(remove_duplicate=False)}
+    assert state.keys() == names
+    assert state["first.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(state["again.weight"]["exp_avg"], state["middle.weight"]["exp_avg"])
+    assert state["unused.weight"] == {} == state["frozen"]
+
+
+def uneven_parts() -> tuple[int, int, float, int]:
+    """Rank 0 gets everything, rank 1 nothing at all."""
+    engine = engine_for("data=2")
+    inputs, targets = vectors(0)
+    mine = (inputs, targets) if engine.replica == 0 else (inputs[:0], targets[:0])
+    metrics = engine.step(mine)
+    return engine.replica, engine.replicas, metrics.loss, metrics.tokens
+
+
+def test_a_replica_may_have_no_samples_at_all() -> None:
+    alone = engine_for().step(vectors(0)).loss
+    for rank, (replica, replicas, loss, tokens) in enumerate(echelon.launch(uneven_parts, 2)):
+        assert (replica, replicas, tokens) == (rank, 2, 12)
+        assert loss == pytest.approx(alone, rel=1e-6)
+
+
+def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
+    with pytest.raises(echelon.UserError, match="cannot run yet") as caught:
+        engine_for("tensor=2 pipeline=2 zero=1 precision=bf16 offload=optimizer")
+    assert [fault.split("=")[0] for fault in caught.value.faults] == [
+        "tensor",
+        "pipeline",
+        "zero",
+        "precision",
+        "offload",
+    ]
+
+
+def test_a_plan_needs_its_ranks() -> None:
+    with pytest.raises(echelon.UserError, match="takes 2 ranks, and 1 are here"):
+        engine_for("data=2")
+
+
+def test_a_batch_without_samples_on_any_rank_is_refused() -> None:
+    inputs, targets = vectors(0)
+    with pytest.raises(echelon.UserError, match="no replica had a sample"):
+        engine_for().step((inputs[:0], targets[:0]))
+
+
+def test_the_case_of_the_contract_is_deterministic() -> None:
+    case = perceptron_case()
+    first, second = case.build().state_dict(), case.build().state_dict()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())

@@ -1,0 +1,64 @@
+"""Memory is measured from storages that are alive."""
+
+import torch
+from torch import nn
+
+import echelon
+from echelon.memory import CATEGORIES, Memory, Meter
+from tests.cases import adamw, mean_loss, vectors
+
+
+def trained(model: nn.Module, microbatches: int = 1, steps: int = 1) -> Memory:
+    engine = echelon.parallelize(model, f"microbatches={microbatches}", optimizer=adamw, loss=mean_loss)
+    for step in range(steps):
+        engine.step(vectors(step))
+    return engine.memory()
+
+
+def test_model_state_is_four_times_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5))
+    model.register_buffer("table", torch.zeros(100))
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    memory = trained(model)
+    assert tuple(memory.now) == CATEGORIES
+    assert memory.now["parameters"] == memory.now["gradients"] == weights
+    assert memory.now["optimizer"] == 2 * weights + 4 * 4  # two moments, and one step count a parameter
+    assert memory.now["buffers"] == 400
+    assert memory.now["activations"] == 0, "the backward pass has let them go"
+    assert memory.total == sum(memory.now.values())
+
+
+def test_peak_activations_are_what_autograd_saves() -> None:
+    width, samples = 512, 12
+    model = nn.Sequential(
+        nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 5)
+    )
+    one = 4 * samples * width  # each tanh keeps its output, which is also the next layer's input
+    peak = trained(model).peak["activations"]
+    assert 2 * one <= peak <= 2 * one + 4 * samples * (6 + 5 + 5 + 4)
+
+
+def test_microbatches_hold_less_at_once() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 5))
+
+    whole, quarter = trained(model()), trained(model(), microbatches=4)
+    assert quarter.peak["activations"] < whole.peak["activations"] / 3
+
+
+def test_shared_storages_count_once() -> None:
+    layer = nn.Linear(10, 10, bias=False)
+    model = nn.Sequential(layer, layer)
+    meter = Meter(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert meter.read().now["parameters"] == 400
+
+
+def test_a_kept_graph_is_memory_now() -> None:
+    model = nn.Sequential(nn.Linear(6, 100), nn.Tanh())
+    meter = Meter(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    meter.start_step()
+    with meter.activations():
+        output = model(torch.ones(3, 6)).sum()
+    assert meter.read().now["activations"] >= 4 * 3 * 100
+    del output
+    assert meter.read().now["activations"] == 0

@@ -1,0 +1,69 @@
+"""What a person sees, on a terminal and elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from echelon.train.display import Display, as_bytes, print_summary
+from echelon.train.events import Evaluated, Sampled, Started, Stepped
+from echelon.train.job import Job
+
+
+def stepped(step: int, loss: float = 2.5) -> Stepped:
+    return Stepped(step, loss, 0.5, 1e-3, 4096, 0.25, 3_000_000, 0.02, 0.01, 80 * 2**20)
+
+
+def shown(terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    with Display(Job(steps=3), console) as display:
+        display.show(Started(842_496, 8_000_000, "stdlib", "cpu"))
+        for step in (1, 2, 3):
+            display.show(stepped(step))
+        display.show(Evaluated(3, 2.25))
+        display.show(Sampled("def f"))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_lines_elsewhere() -> None:
+    text = shown(terminal=False)
+    assert "842,496 parameters on cpu; 8,000,000 tokens of stdlib" in text
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    assert lines[0].split()[:4] == ["step", "1/3", "loss", "2.5000"]
+    assert "16,384 tokens/s" in lines[0]
+    assert "80.0 MiB a rank" in lines[0]
+    assert lines[-1].endswith("validation loss 2.2500")
+    assert "\x1b" not in text
+
+
+def test_a_live_panel_on_a_terminal() -> None:
+    text = shown(terminal=True)
+    for word in ("loss", "gradient norm", "tokens a second", "memory a rank", "hidden behind compute"):
+        assert word in text
+
+
+def test_the_summary_says_where_the_run_is() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    summary = {
+        "run": "runs/a",
+        "first_loss": 5.5,
+        "loss": 1.5,
+        "validation_loss": 1.6,
+        "tokens": 1000,
+        "tokens_per_second": 10.0,
+    }
+    print_summary(summary, "[bold]not markup", console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "runs/a" in text
+    assert "5.5000 → 1.5000" in text
+    assert "[bold]not markup" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1.0 TiB"), (2**50, "1024.0 TiB")],
+)
+def test_bytes_as_people_read_them(count: int, text: str) -> None:
+    assert as_bytes(count) == text

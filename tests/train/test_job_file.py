@@ -1,0 +1,79 @@
+"""Job files and settings."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.train.job import Job
+from echelon.train.job_file import read_job
+
+
+def error_of(path: Path | None, *settings: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read_job(path, settings)
+    return caught.value
+
+
+def write(folder: Path, text: str, name: str = "job.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_it_is_the_default() -> None:
+    assert read_job() == Job()
+    assert read_job(plan="data=1").plan == "data=1"
+
+
+def test_a_file_and_settings_over_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 'plan = "data=4"\nsteps = 7\n[model]\npreset = "llama-tiny"\n')
+    job = read_job(path, ["model.layers=2", "optimizer.learning_rate=1e-4", "data.source=some/file.txt"])
+    assert (job.plan, job.steps, job.model.preset, job.model.layers) == ("data=4", 7, "llama-tiny", 2)
+    assert (job.optimizer.learning_rate, job.data.source) == (1e-4, "some/file.txt")
+    assert read_job(path, ["plan=data=2 microbatches=2"]).plan == "data=2 microbatches=2"
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, "", "large.toml")
+    assert "did you mean 'large.toml'?" in str(error_of(tmp_path / "lage.toml"))
+    assert "does not exist; without a file" in str(error_of(tmp_path / "no" / "such.toml"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "is not TOML" in str(error_of(write(tmp_path, "steps = = 3")))
+    assert "cannot be read: Is a directory" in str(error_of(tmp_path))
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in str(error_of(tmp_path / "b.toml"))
+
+
+def test_unknown_keys_and_wrong_types_are_listed_together(tmp_path: Path) -> None:
+    path = write(tmp_path, 'step = 3\nbatch = "many"\n[modle]\n[model]\nlayer = 2\n[data]\nsource = 5\n')
+    faults = error_of(path).faults
+    assert len(faults) == 5
+    text = "\n".join(faults)
+    assert "step: there is no such key (did you mean 'steps'?)" in text
+    assert "modle: there is no such key (did you mean 'model'?)" in text
+    assert "model.layer: there is no such key (did you mean 'layers'?)" in text
+    assert "batch='many': must be a valid integer" in text
+    assert "data.source=5: must be a valid string" in text
+
+
+def test_faults_of_settings() -> None:
+    assert "must be written key=value" in error_of(None, "steps").faults[0]
+    assert "is a value, not a table" in error_of(None, "plan=data=1", "plan.data=2").faults[0]
+    assert "did you mean 'layers'?" in error_of(None, "model.layrs=2").faults[0]
+
+
+def test_the_default_needs_no_pydantic() -> None:
+    code = (
+        "import sys; sys.modules['pydantic'] = None\n"
+        "from echelon.train.job_file import read_job\n"
+        "from echelon.errors import UserError\n"
+        "read_job()\n"
+        "try: read_job(None, ['steps=3'])\n"
+        "except UserError as error: sys.exit(0 if 'needs pydantic' in str(error) else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
