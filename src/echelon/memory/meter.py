@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Hooks cost a little time for each saved tensor, and steps are alike: the first ones tell.
+# Measuring costs a little time in each step, and steps are alike: the first ones tell.
 METERED_STEPS = 3
 
 
@@ -42,14 +42,18 @@ class Meter:
         self.sample()
 
     def read(self) -> Memory:
-        now = self.sample()
+        now = self._measure()
         return Memory(now, dict(self._peak))
 
     def start_step(self) -> None:
         self._steps += 1
 
-    def sample(self) -> dict[str, int]:
-        """Measure now, and raise the peaks."""
+    def sample(self) -> None:
+        """Raise the peaks to what memory holds now, in the steps that are metered."""
+        if self._steps <= METERED_STEPS:
+            self._measure()
+
+    def _measure(self) -> dict[str, int]:
         parameters = list(self._module.parameters())
         state = [
             value

@@ -1,0 +1,14 @@
+"""Benchmarks: contenders side by side in one run, compared by paired ratios.
+
+    result = run("step")
+    save(result, Path("benchmarks/results"))
+
+Importing this imports torch, but no rich.
+"""
+
+from echelon.bench.catalog import Bench, benches, run
+from echelon.bench.compare import Row, Spread
+from echelon.bench.render import render
+from echelon.bench.result import Result, save
+
+__all__ = ["Bench", "Result", "Row", "Spread", "benches", "render", "run", "save"]

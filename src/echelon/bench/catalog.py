@@ -1,0 +1,26 @@
+"""The benches by name, and `run`. A bench takes `quick` and returns (settings, rows); see bench files."""
+
+from collections.abc import Callable
+from typing import Any
+
+from echelon.bench import collectives, launching, step
+from echelon.bench.compare import Row
+from echelon.bench.result import Result, make_result
+from echelon.errors import UserError, did_you_mean
+
+Bench = Callable[[bool], tuple[dict[str, Any], list[Row]]]
+
+
+def benches() -> dict[str, Bench]:
+    """Every bench under its name; the first line of its docstring says what it measures."""
+    return {"launch": launching.bench, "collectives": collectives.bench, "step": step.bench}
+
+
+def run(name: str, *, quick: bool = False) -> Result:
+    """Measure. `quick` only shows that a bench works: few rounds, small sizes, figures that mean nothing."""
+    known = benches()
+    if name not in known:
+        raise UserError(f"'{name}' is not a bench{did_you_mean(name, known)}")
+    settings, rows = known[name](quick)
+    command = f"echelon bench {name}{' --quick' if quick else ''}"
+    return make_result(name, command, settings, rows)

@@ -1,0 +1,61 @@
+"""From samples to rows: medians of seconds, and of paired ratios against a baseline.
+
+A machine's speed drifts while a bench runs. Contenders that take turns drift together, so the ratio of two
+samples of the same round holds where absolute times do not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+Samples = Mapping[str, Sequence[float]]  # by contender, one number a round
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of some numbers: a quarter of them lies below `low`, a quarter above `high`."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Spread":
+        if len(numbers) == 1:
+            return cls(numbers[0], numbers[0], numbers[0])
+        return cls(*quantiles(numbers, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender in one case. `ratio` is its time over the baseline's, of the same round.
+
+    `extras` are further figures, each named with its unit: bus_bytes_per_second, peak_bytes …
+    """
+
+    case: str
+    contender: str
+    baseline: str
+    seconds: Spread
+    ratio: Spread
+    extras: dict[str, float] = field(default_factory=dict)
+
+
+def compare(case: str, samples: Samples, baseline: str) -> list[Row]:
+    """A row for each contender, in their order; the baseline's own ratio is 1."""
+    return [
+        Row(case, contender, baseline, Spread.of(seconds), Spread.of(_ratios(seconds, samples[baseline])))
+        for contender, seconds in samples.items()
+    ]
+
+
+def slowest(ranks: Sequence[Samples]) -> dict[str, list[float]]:
+    """The samples of the slowest rank, round by round: ranks that work together take as long as it does."""
+    return {
+        contender: [max(same_round) for same_round in zip(*(rank[contender] for rank in ranks), strict=True)]
+        for contender in ranks[0]
+    }
+
+
+def _ratios(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    return [mine / its for mine, its in zip(seconds, baseline, strict=True)]

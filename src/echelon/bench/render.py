@@ -1,0 +1,63 @@
+"""A bench's result for a terminal. rich is imported here alone, and only when something is rendered."""
+
+from typing import TYPE_CHECKING
+
+from echelon.bench.compare import Row, Spread
+from echelon.bench.result import Result
+from echelon.doctor.quantities import show_bytes, show_rate, show_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def render(result: Result) -> "RenderableType":
+    """One row a contender, cases apart; below the tables where the figures come from."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    extras = list(dict.fromkeys(name for row in result.rows for name in row.extras))
+    table = Table(title=f"echelon bench {result.name}", title_justify="left")
+    table.add_column("case")
+    table.add_column("contender")
+    for heading in ("time", "ratio to baseline", *map(_heading, extras)):
+        table.add_column(heading, justify="right")
+    case = ""
+    for row in result.rows:
+        if case not in ("", row.case):
+            table.add_section()
+        table.add_row("" if row.case == case else row.case, row.contender, *_cells(row, extras))
+        case = row.case
+    return Group(table, Text(_origin(result), "dim"))
+
+
+def _cells(row: Row, extras: list[str]) -> list[str]:
+    ratio = "baseline" if row.contender == row.baseline else _show_ratio(row.ratio)
+    return [
+        show_seconds(row.seconds.median),
+        ratio,
+        *(_show(name, row.extras[name]) if name in row.extras else "" for name in extras),
+    ]
+
+
+def _show_ratio(ratio: Spread) -> str:
+    return f"{ratio.median:.2f} ({ratio.low:.2f} … {ratio.high:.2f})"
+
+
+def _heading(extra: str) -> str:
+    """'bus' of 'bus_bytes_per_second', 'busiest rank sent' of 'busiest_rank_sent_bytes'"""
+    return extra.removesuffix("_per_second").removesuffix("_bytes").replace("_", " ")
+
+
+def _show(extra: str, number: float) -> str:
+    """By the unit at the end of its name."""
+    return show_rate(number) if extra.endswith("_bytes_per_second") else show_bytes(number)
+
+
+def _origin(result: Result) -> str:
+    machine = f"{result.hardware['cores']} cores of {result.hardware['cpu']}"
+    gpus = "".join(f", {name}" for name in result.hardware["gpus"])
+    return (
+        f"medians; ratios paired by round, with quartiles · {machine}{gpus} · "
+        f"torch {result.versions['torch']} · {result.date} · commit {result.commit or 'unknown'}"
+    )

@@ -1,0 +1,90 @@
+"""The result of a bench as plain data: where it comes from, and its rows. Saved as JSON.
+
+It is meant to be published: no host names, no user names, no paths.
+"""
+
+import dataclasses
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import echelon
+from echelon.bench.compare import Row
+from echelon.doctor import hardware
+
+
+@dataclass(frozen=True)
+class Result:
+    """`commit` is None outside a checkout and ends in -dirty where files were changed since."""
+
+    name: str
+    command: str
+    commit: str | None
+    date: str
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterable[Row]) -> Result:
+    """The rows with all that one must know to measure them again."""
+    return Result(
+        name=name,
+        command=command,
+        commit=commit(Path(echelon.__file__)),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=_versions(),
+        hardware=_hardware(),
+        settings=settings,
+        rows=tuple(rows),
+    )
+
+
+def save(result: Result, folder: Path) -> Path:
+    """Write `folder`/NAME.json, over an older one; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.name}.json"
+    path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    return path
+
+
+def commit(file: Path) -> str | None:
+    """The commit that is checked out where `file` is tracked, or None."""
+    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
+        return None  # no checkout, or one of something else, with an environment inside
+    return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("torch", "numpy")}
+    return {"echelon": echelon.__version__, "python": platform.python_version()} | packages
+
+
+def _hardware() -> dict[str, Any]:
+    return {
+        "cpu": hardware.cpu_model(),
+        "cores": hardware.usable_cores(),
+        "memory_bytes": hardware.total_memory(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }

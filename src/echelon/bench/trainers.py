@@ -1,0 +1,85 @@
+"""The contenders of the bench `step`, as they run in a rank: the same training in echelon and in plain torch.
+
+Each step does: forward, mean loss, backward, gradient norm, clip, AdamW. Models start from the same weights,
+so the contenders' losses agree, which a test holds.
+"""
+
+import resource
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from echelon.engine import parallelize
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.plan import Plan
+
+CLIP = 1.0
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], tuple[float, float]]  # trains on a batch; returns its loss and gradient norm
+
+
+def make_batch(config: ModelConfig, samples: int) -> Batch:
+    """Random tokens, the same in every rank, and for each the token that comes next."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab, (samples, config.sequence + 1), generator=generator).to(_device())
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def echelon_step(config: ModelConfig) -> Step:
+    """`parallelize` over all ranks that are here."""
+    plan = Plan(data=dist.get_world_size())
+    engine = parallelize(_model(config), plan, optimizer=_adamw, loss=cross_entropy, clip=CLIP)
+
+    def step(batch: Batch) -> tuple[float, float]:
+        metrics = engine.step(batch)
+        return metrics.loss, metrics.grad_norm
+
+    return step
+
+
+def torch_step(config: ModelConfig) -> Step:
+    """The loop that everyone writes; with several ranks, around DistributedDataParallel."""
+    model: nn.Module = _model(config).to(_device())
+    if dist.get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    parameters = list(model.parameters())
+    optimizer = _adamw(parameters)
+
+    def step(batch: Batch) -> tuple[float, float]:
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        return loss.item(), norm.item()
+
+    return step
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held, on its CUDA device or else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _model(config: ModelConfig) -> nn.Module:
+    torch.manual_seed(0)
+    return build(config)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

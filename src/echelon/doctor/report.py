@@ -1,0 +1,64 @@
+"""What the doctor found, as plain data. How it is found is in the other files, how it looks in `render`."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["ok", "note", "warn"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row. `value` is for people; `number` is the same in bytes, seconds, or bytes or FLOP a second.
+
+    `remark` says what a note or a warning means for training, and how to mend it.
+    """
+
+    name: str
+    value: str
+    status: Status = "ok"
+    remark: str = ""
+    number: float | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """Findings under one heading."""
+
+    title: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole examination."""
+
+    sections: tuple[Section, ...]
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for section in self.sections for finding in section.findings]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.status == "warn"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"warnings": len(self.warnings), **dataclasses.asdict(self)}
+
+
+Probe = Callable[[], Iterable[Finding]]
+
+
+def section(title: str, probes: dict[str, Probe]) -> Section:
+    """Ask every probe. One that fails is itself a finding: the doctor works on any machine."""
+    findings: list[Finding] = []
+    for name, probe in probes.items():
+        try:
+            findings += probe()
+        except Exception as error:
+            reason = f"could not be found out: {type(error).__name__}: {error}"
+            findings.append(Finding(name, "unknown", "note", reason))
+    return Section(title, tuple(findings))

@@ -1,0 +1,22 @@
+import pytest
+
+from echelon.bench import benches, run
+from echelon.errors import UserError
+
+
+def test_every_bench_says_what_it_measures() -> None:
+    assert list(benches()) == ["launch", "collectives", "step"]
+    assert all(bench.__doc__ for bench in benches().values())
+
+
+def test_an_unknown_bench_is_refused_with_a_hint() -> None:
+    with pytest.raises(UserError, match="did you mean 'step'"):
+        run("setp")
+
+
+def test_a_result_names_the_command_that_makes_it_again() -> None:
+    result = run("collectives", quick=True)
+
+    assert (result.name, result.command) == ("collectives", "echelon bench collectives --quick")
+    assert result.settings["rounds"] == 3
+    assert len(result.rows) == 6

@@ -1,0 +1,36 @@
+import time
+from collections.abc import Callable
+
+import pytest
+
+from echelon.bench.harness import alternate, timed
+
+
+def test_contenders_take_turns_and_each_round_starts_one_further() -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> Callable[[], float]:
+        return lambda: order.append(name) or 1.0  # type: ignore[func-returns-value]
+
+    alternate({name: contender(name) for name in "abc"}, rounds=4, warmup=0)
+
+    assert "".join(order) == "abcbcacababc"
+
+
+def test_warm_up_rounds_run_and_do_not_count() -> None:
+    seconds = iter([9.0, 8.0, 1.0, 2.0, 3.0])
+    assert alternate({"a": lambda: next(seconds)}, rounds=3, warmup=2) == {"a": [1.0, 2.0, 3.0]}
+
+
+def test_what_comes_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    contender = timed(lambda: pass_time(2.0), before=lambda: pass_time(100.0))
+
+    assert contender() == 2.0
+    assert now == 102.0
