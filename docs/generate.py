@@ -1,0 +1,422 @@
+"""Makes what the documentation shows: the drawn pictures, and the tables of measured numbers.
+
+    python docs/generate.py                  pictures and tables
+    python docs/generate.py --run runs/a     also the loss curve of that run
+
+Numbers come from benchmarks/results/NAME.json alone (`echelon bench NAME --out benchmarks/results`). Each
+region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is written anew from its file.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from echelon.charts import Series, line_chart
+from echelon.doctor.quantities import show_bytes, show_rate, show_seconds
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+RESULTS = ROOT / "benchmarks" / "results"
+
+INK, QUIET, BORDER, PAPER = "#1c2433", "#5b6472", "#c9d0db", "#ffffff"
+BLUE, ORANGE, GREEN, PINK, GREY = "#d6e8f5", "#fbdcc8", "#cdeee1", "#f4dfeb", "#eef1f5"
+EDGES = {BLUE: "#0072b2", ORANGE: "#d55e00", GREEN: "#009e73", PINK: "#cc79a7", GREY: "#98a2b3"}
+FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the pictures and tables of the documentation.")
+    parser.add_argument("--run", type=Path, help="a run folder whose loss.svg is shown")
+    run = parser.parse_args().run
+    PICTURES.mkdir(exist_ok=True)
+    for name, picture in pictures().items():
+        (PICTURES / name).write_text(picture, encoding="utf-8")
+    if run is not None:
+        shutil.copyfile(run / "loss.svg", PICTURES / "loss.svg")
+    for page in pages():
+        page.write_text(with_results(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def pages() -> list[Path]:
+    """Every page of the documentation."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def pictures() -> dict[str, str]:
+    """Every drawn picture under its file name."""
+    return {
+        "layers.svg": draw_layers(),
+        "step.svg": draw_step(),
+        "ring.svg": draw_ring(),
+        "ring-share.svg": draw_ring_share(),
+        "buckets.svg": draw_buckets(),
+        "samples.svg": draw_samples(),
+    }
+
+
+# --- tables of measured numbers -----------------------------------------------------------------------
+
+_REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
+
+
+def with_results(text: str) -> str:
+    """The page with every region of results written anew."""
+    return _REGION.sub(lambda region: region[1] + results_table(region[2]) + region[3], text)
+
+
+def results_table(name: str) -> str:
+    """The rows of a result file as a table, and below it where they come from."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return f"Not measured yet: `echelon bench {name} --out benchmarks/results`\n"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    extras = list(dict.fromkeys(extra for row in result["rows"] for extra in row["extras"]))
+    heads = ["case", "contender", "time", "ratio to baseline", *map(_heading, extras)]
+    lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
+    lines += [_cells(row, extras) for row in result["rows"]]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"\n{table}\n{_origin(result)}\n\n"
+
+
+def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
+    ratio = row["ratio"]
+    spread = f"{ratio['median']:.2f} ({ratio['low']:.2f} … {ratio['high']:.2f})"
+    return [
+        row["case"],
+        row["contender"],
+        show_seconds(row["seconds"]["median"]),
+        "baseline" if row["contender"] == row["baseline"] else spread,
+        *(_show(extra, row["extras"][extra]) if extra in row["extras"] else "" for extra in extras),
+    ]
+
+
+def _heading(extra: str) -> str:
+    return extra.removesuffix("_per_second").removesuffix("_bytes").replace("_", " ")
+
+
+def _show(extra: str, number: float) -> str:
+    return show_rate(number) if extra.endswith("_bytes_per_second") else show_bytes(number)
+
+
+def _origin(result: dict[str, Any]) -> str:
+    hardware = result["hardware"]
+    machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
+    return (
+        f"*`{result['command']}`: medians; ratios paired by round, with quartiles. {machine}, "
+        f"torch {result['versions']['torch']}, {result['date'][:10]}.*"
+    )
+
+
+# --- drawing ------------------------------------------------------------------------------------------
+
+
+class Drawing:
+    """A picture in the making: boxes, words, lines and arrows in pixels, on a page of its own."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self._size = (width, height)
+        self._title = title
+        self._parts: list[str] = []
+        self.words(24, 34, title, size=16, bold=True)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        text: str = "",
+        *,
+        size: int = 13,
+        dashed: bool = False,
+    ) -> None:
+        style = f'fill="{fill}" stroke="{EDGES.get(fill, BORDER)}"'
+        style += ' stroke-dasharray="4 3" fill-opacity="0.45"' if dashed else ""
+        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        self._parts.append(f'<rect {place} rx="4" {style}/>')
+        if text:
+            colour = QUIET if dashed else INK
+            self.words(x + width / 2, y + height / 2 + 0.36 * size, text, size, "middle", colour)
+
+    def words(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: int = 13,
+        anchor: str = "start",
+        colour: str = INK,
+        *,
+        bold: bool = False,
+    ) -> None:
+        weight = ' font-weight="600"' if bold else ""
+        place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+        self._parts.append(f'<text {place} fill="{colour}"{weight}>{escape(text)}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = BORDER, dash: str = "") -> None:
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self._parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{colour}"{dashes}/>')
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, colour: str = QUIET) -> None:
+        self.path(f"M{x1:g} {y1:g}L{x2:g} {y2:g}", colour)
+
+    def path(self, data: str, colour: str = QUIET) -> None:
+        """A line along `data`, with a head at its end."""
+        style = f'fill="none" stroke="{colour}" stroke-width="1.5" marker-end="url(#head)"'
+        self._parts.append(f'<path d="{data}" {style}/>')
+
+    def svg(self) -> str:
+        width, height = self._size
+        head = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{QUIET}"/></marker>'
+        )
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+                f'height="{height}" role="img" font-family="{FONT}">',
+                f"<title>{escape(self._title)}</title>",
+                f"<defs>{head}</defs>",
+                f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8" '
+                f'fill="{PAPER}" stroke="{BORDER}"/>',
+                *self._parts,
+                "</svg>",
+                "",
+            ]
+        )
+
+
+# --- the layers ---------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """One row of the picture: packages that may import those of lower rows, and never each other."""
+
+    packages: tuple[str, ...]
+    planned: tuple[str, ...]
+    about: str
+
+
+LAYERS = (
+    Layer(("cli",), (), "commands; thin"),
+    Layer(("verify", "bench"), ("report",), "what a person looks at"),
+    Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
+    Layer((), ("planner",), "predicts, searches"),
+    Layer(("engine",), (), "parallelize() composes a plan"),
+    Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
+    Layer(("memory", "optim"), ("precision",), "beside the strategies"),
+    Layer(("mesh",), (), "who stands where"),
+    Layer(("collectives",), (), "what ranks do together; the ledger"),
+    Layer(("launching",), (), "starts, watches and ends ranks"),
+    Layer(("plan", "ownership"), (), "pure data"),
+    Layer(("errors",), (), "all faults at once"),
+)
+BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
+
+
+def draw_layers() -> str:
+    picture = Drawing(900, 606, "The packages of echelon. Imports point downward only.")
+    top, row, left, width = 58, 43, 24, 500
+    for index, layer in enumerate(LAYERS):
+        y = top + index * row
+        names = [*layer.packages, *layer.planned]
+        each = (width - 8 * (len(names) - 1)) / len(names)
+        for place, name in enumerate(names):
+            planned = name in layer.planned
+            x = left + place * (each + 8)
+            picture.box(x, y, each, 34, BLUE, name, dashed=planned, size=13 if len(names) < 4 else 11)
+        picture.words(left + width + 16, y + 22, layer.about, 12, colour=QUIET)
+    side = 772
+    picture.words(side + 52, top - 8, BESIDE.about, 12, "middle", QUIET)
+    for index, name in enumerate([*BESIDE.packages, *BESIDE.planned]):
+        planned = name in BESIDE.planned
+        picture.box(side, top + 4 + index * row, 104, 34, GREEN, name, dashed=planned)
+    foot = top + len(LAYERS) * row + 12
+    picture.box(left, foot - 11, 22, 14, BLUE, dashed=True)
+    picture.words(left + 30, foot, "planned", 12, colour=QUIET)
+    told = "A package on the right is used by train and above, never by a strategy."
+    picture.words(left + 110, foot, told, 12, colour=QUIET)
+    return picture.svg()
+
+
+# --- the life of a step -------------------------------------------------------------------------------
+
+
+def draw_step() -> str:
+    picture = Drawing(900, 306, "One step of data=2 microbatches=2, seen from one rank")
+    compute, network, left = 84, 146, 104
+    picture.words(24, compute + 25, "computes", 12, colour=QUIET)
+    picture.words(24, network + 25, "network", 12, colour=QUIET)
+    works = [
+        ("zero", 44, GREY),
+        ("forward 0", 84, BLUE),
+        ("backward 0", 124, ORANGE),
+        ("forward 1", 84, BLUE),
+        ("backward 1", 124, ORANGE),
+        ("", 146, PAPER),
+        ("norm, clip", 80, GREEN),
+        ("AdamW", 70, GREEN),
+    ]
+    starts, x = [], float(left)
+    for text, width, fill in works:
+        starts.append(x)
+        if text:
+            picture.box(x, compute, width - 4, 40, fill, text, size=12)
+        x += width
+    last, waiting, update = starts[4], starts[5], starts[6]
+    moves = [(last + 66, 50, "bucket 1"), (waiting + 2, 50, "bucket 2")]
+    moves += [(waiting + 56, 36, "used?"), (waiting + 96, 44, "loss, n")]
+    for begin, width, text in moves:
+        picture.box(begin, network, width, 40, PINK, text, size=10)
+    picture.line(waiting - 2, compute - 12, waiting - 2, 196, QUIET, "3 3")
+    picture.line(update - 2, compute - 12, update - 2, 196, QUIET, "3 3")
+    picture.words((waiting + update) / 2 - 2, compute + 25, "waits", 12, "middle", QUIET)
+    notes = [
+        (left, "start_step"),
+        (starts[2], "start_backward(last=False)"),
+        (last, "start_backward(last=True)"),
+        (waiting, "finish_gradients"),
+        (starts[7], "then finish_step"),
+    ]
+    for index, (place, text) in enumerate(notes):
+        picture.words(place, 70 if index != 3 else 212, text, 10, colour=QUIET)
+    told = [
+        "Microbatch 0 only accumulates: nothing is sent.",
+        "Each bucket leaves as soon as the last backward pass has filled it.",
+        "Then one flag a parameter (did any replica use it?), and the sum of losses with the count.",
+    ]
+    for index, text in enumerate(told):
+        picture.words(left, 242 + 20 * index, text, 12)
+    return picture.svg()
+
+
+# --- the ring -----------------------------------------------------------------------------------------
+
+
+def draw_ring() -> str:
+    size, colours = 4, (BLUE, ORANGE, GREEN, PINK)
+    picture = Drawing(900, 366, "Ring all-reduce on 4 ranks: each buffer is cut into 4 chunks")
+    middle_x, middle_y, radius = 176, 204, 104
+    for rank in range(size):
+        angle = math.radians(90 * rank - 90)
+        x, y = middle_x + radius * math.cos(angle), middle_y + radius * math.sin(angle)
+        picture.box(x - 46, y - 24, 92, 50, GREY)
+        picture.words(x, y - 8, f"rank {rank}", 12, "middle")
+        for chunk in range(size):
+            picture.box(x - 40 + 20 * chunk, y, 19, 18, colours[chunk], str(chunk), size=10)
+    for rank in range(size):
+        first, second = math.radians(90 * rank - 90 + 33), math.radians(90 * rank - 90 + 57)
+        begin = f"M{middle_x + radius * math.cos(first):.1f} {middle_y + radius * math.sin(first):.1f}"
+        end = f"{middle_x + radius * math.cos(second):.1f} {middle_y + radius * math.sin(second):.1f}"
+        picture.path(f"{begin}A{radius} {radius} 0 0 1 {end}")
+    left, top, cell = 430, 118, 68
+    picture.words(left + 1.5 * cell, 76, "reduce-scatter: pass on, add", 13, "middle", bold=True)
+    picture.words(left + 4.5 * cell + 12, 76, "all-gather: pass on, keep", 13, "middle", bold=True)
+    for step in range(2 * (size - 1)):
+        gather = step >= size - 1
+        x = left + step * cell + 12 * gather
+        picture.words(x + cell / 2 - 3, top - 12, f"step {step}", 12, "middle", QUIET)
+        for rank in range(size):
+            # The same rule as echelon.collectives.ring.
+            chunk = (rank - (step - size + 1) + 1) % size if gather else (rank - step) % size
+            picture.box(x, top + rank * 46, cell - 6, 38, colours[chunk], f"chunk {chunk}", size=12)
+    for rank in range(size):
+        picture.words(left - 12, top + rank * 46 + 24, f"rank {rank} sends", 12, "end", QUIET)
+    picture.words(left, 332, "6 chunks of a quarter each: 2(N−1)/N = 1.5 buffers sent by every rank.", 12)
+    return picture.svg()
+
+
+def draw_ring_share() -> str:
+    counts = list(range(2, 17))
+    series = [
+        Series("naive: the rank in the middle", counts, [size - 1 for size in counts]),
+        Series("ring: every rank", counts, [2 * (size - 1) / size for size in counts]),
+    ]
+    return line_chart(series, "What the busiest rank sends in one all-reduce", "ranks", "buffers", 720, 320)
+
+
+# --- buckets ------------------------------------------------------------------------------------------
+
+
+def draw_buckets() -> str:
+    picture = Drawing(900, 352, "Gradients leave in buckets while the backward pass goes on")
+    left, layer, transfer = 124, 66, 84
+    for top, overlapped in ((74, False), (208, True)):
+        end = _draw_backward(picture, left, top, layer, transfer, overlapped)
+        what = "buckets" if overlapped else "all at the end"
+        picture.words(24, top + 4, what, 13, bold=True)
+        picture.words(24, top + 38, "backward", 12, colour=QUIET)
+        picture.words(24, top + 80, "all-reduce", 12, colour=QUIET)
+        picture.line(end, top + 6, end, top + 100, QUIET, "3 3")
+        picture.words(end + 8, top + 38, "optimizer", 12, colour=QUIET)
+    ended = left + 6 * layer
+    picture.line(left + 2 * layer + 12, 318, ended - 2, 318, EDGES[GREEN])
+    hidden = "hidden: the network works, nobody waits"
+    picture.words(left + 2 * layer + 12, 338, hidden, 12, colour=EDGES[GREEN])
+    picture.line(ended + 2, 318, ended + transfer + 16, 318, EDGES[ORANGE])
+    picture.words(ended + 2, 338, "waited", 12, colour=EDGES[ORANGE])
+    return picture.svg()
+
+
+def _draw_backward(
+    picture: Drawing, left: float, top: float, layer: float, transfer: float, overlapped: bool
+) -> float:
+    """Six layers in three buckets of two; returns when the last all-reduce is done."""
+    colours = (BLUE, GREEN, PINK)
+    for index in range(6):
+        x = left + index * layer
+        picture.box(x, top + 16, layer - 4, 34, colours[index // 2], f"layer {6 - index}", size=12)
+    free = left + 6 * layer
+    for index in range(3):
+        ready = left + 2 * (index + 1) * layer
+        begin = ready + 12 if overlapped else free + (12 if index == 0 else 0)
+        picture.box(begin, top + 58, transfer, 34, colours[index], f"bucket {index + 1}", size=12)
+        if overlapped:
+            picture.path(f"M{ready - 8:g} {top + 52:g}L{begin + 2:g} {top + 60:g}")
+        free = begin + transfer + 4
+    return free
+
+
+# --- samples ------------------------------------------------------------------------------------------
+
+
+def draw_samples() -> str:
+    picture = Drawing(900, 330, "From the corpus to the rows of a replica: a function of (seed, step)")
+    left, cell, order = 124, 62, (5, 3, 6, 9, 1, 0, 4, 2, 8, 7)
+    picture.words(24, 90, "windows", 12, colour=QUIET)
+    for window in range(10):
+        picture.box(left + window * cell, 68, cell - 4, 34, GREY, str(window))
+    picture.box(left + 10 * cell + 6, 68, 104, 34, PAPER, "validation", size=12, dashed=True)
+    picture.words(24, 170, "epoch 0", 12, colour=QUIET)
+    for sample, window in enumerate(order):
+        x = left + sample * cell
+        picture.box(x, 148, cell - 4, 34, BLUE if sample % 4 < 2 else ORANGE, str(window))
+        begin = left + window * cell + cell / 2 - 2
+        picture.line(begin, 102, x + cell / 2 - 2, 148, "#dfe4ec")
+    picture.words(left + 10 * cell + 6, 170, "epoch 1: a new order", 12, colour=QUIET)
+    for step in range(2):
+        x = left + step * 4 * cell
+        picture.line(x, 192, x + 4 * cell - 4, 192, QUIET)
+        picture.words(x + 2 * cell - 2, 210, f"step {step}: a global batch of 4", 12, "middle")
+    picture.words(left + 9 * cell - 2, 210, "step 2 …", 12, "middle", QUIET)
+    for row, (fill, text) in enumerate(((BLUE, "replica 0"), (ORANGE, "replica 1"))):
+        y = 234 + row * 38
+        picture.words(24, y + 20, text, 12, colour=QUIET)
+        for step in range(2):
+            for place in range(2):
+                window = order[4 * step + 2 * row + place]
+                picture.box(left + (4 * step + place) * cell, y, cell - 4, 30, fill, str(window))
+    picture.words(left + 7 * cell, 258, "With one replica, or three, the", 12, colour=QUIET)
+    picture.words(left + 7 * cell, 276, "global batch of a step is the same.", 12, colour=QUIET)
+    return picture.svg()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""The documentation tells the truth: links, numbers, pictures, tables, commands, and an example that runs."""
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from echelon.cli.main import app
+from echelon.engine.support import refuse_unsupported
+from echelon.errors import UserError
+from echelon.models import presets
+from echelon.plan import Plan
+from echelon.train.job import Job
+from echelon.train.job_file import read_job
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_generator()
+PAGES: list[Path] = generate.pages()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language; "" for those that name none."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [body for named, body in fences if named == language]
+
+
+def table(text: str, first_head: str) -> list[list[str]]:
+    """The rows of the table whose first heading is `first_head`."""
+    lines = iter(text.splitlines())
+    next(line for line in lines if line.startswith(f"| {first_head} |"))
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+# --- what is shown exists, and is what the script makes -----------------------------------------------
+
+
+@by_page
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), f"{page.name} points to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} points to {target}"
+
+
+@by_page
+def test_tables_of_numbers_are_those_of_the_result_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.with_results(text) == text, "run: python docs/generate.py"
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    for name, picture in generate.pictures().items():
+        drawn = (generate.PICTURES / name).read_text(encoding="utf-8")
+        assert drawn == picture, f"{name}: run python docs/generate.py"
+    assert (generate.PICTURES / "loss.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_a_region_of_results_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = {"low": 1.0, "median": 2.0, "high": 3.0}
+    row = {"case": "c", "contender": "a", "baseline": "b", "seconds": spread, "ratio": spread}
+    result = {
+        "command": "echelon bench toy",
+        "date": "2030-01-01T00:00:00+00:00",
+        "versions": {"torch": "9"},
+        "hardware": {"cores": 2, "cpu": "Some CPU", "gpus": []},
+        "rows": [{**row, "extras": {"peak_bytes": 2048}}],
+    }
+    (tmp_path / "toy.json").write_text(json.dumps(result))
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    text = generate.with_results("a\n<!-- results: toy -->\nold\n<!-- end results -->\nz\n")
+    assert "| c | a | 2.00 s | 2.00 (1.00 … 3.00) | 2.0 KiB |\n" in text
+    assert "old" not in text
+    assert generate.with_results(text) == text
+    missing = generate.with_results("<!-- results: none -->\n<!-- end results -->")
+    assert "Not measured yet" in missing
+
+
+# --- what is told is so -------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(blocks(README, "python")[0])
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.fullmatch(r"loss (\S+) -> (\S+)\n", done.stdout).groups())  # type: ignore[union-attr]
+    assert last < first / 10
+
+
+@by_page
+def test_python_in_the_pages_is_python(page: Path) -> None:
+    for block in blocks(page.read_text(encoding="utf-8"), "python"):
+        ast.parse(block)
+
+
+def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    told = {}
+    for usage, _ in table(README, "command"):
+        name = usage.split()[1].strip("`")
+        told[name] = set(re.findall(r"--[a-z]+", usage))
+    assert told.keys() == commands.keys()
+    for name, options in told.items():
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert options <= known, name
+        assert "--json" in known, name
+
+
+def test_the_plan_lines_of_the_systems_are_plans_and_those_that_work_run() -> None:
+    rows = [row for row in table(README, "system") if not row[0].startswith("**")]
+    assert len(rows) > 40
+    assert {state for *_, state in rows} <= {"works", "planned"}
+    plans = {line.strip("`"): state for _, line, state in rows if re.fullmatch(r"`[a-z]+=[^`]*`", line)}
+    assert len(plans) > 20
+    for line, state in plans.items():
+        plan = Plan.parse(line)
+        if state == "works":
+            refuse_unsupported(plan)
+
+
+def test_the_line_that_the_readme_explains_takes_eight_ranks() -> None:
+    (line,) = blocks(README, "")
+    assert Plan.parse(line).ranks == 8
+
+
+def keys_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            yield from keys_of(inner, f"{field.name}.")
+        else:
+            yield prefix + field.name, inner
+
+
+def test_every_key_of_a_job_and_its_default_is_told() -> None:
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    told = {key.strip("`"): default for key, default, _ in table(page, "key")}
+    shown = {key: "–" if value is None else f"`{json.dumps(value)}`" for key, value in keys_of(Job())}
+    assert told == shown
+    assert set(presets()) <= set(re.findall(r"`([\w.-]+)`", page))
+
+
+def test_the_job_file_of_the_page_is_a_job(tmp_path: Path) -> None:
+    (text,) = blocks((ROOT / "docs" / "train.md").read_text(encoding="utf-8"), "toml")
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert read_job(path).steps == tomllib.loads(text)["steps"]
+
+
+def runs(plan: Plan) -> bool:
+    try:
+        refuse_unsupported(plan)
+    except UserError:
+        return False
+    return True
+
+
+def test_every_field_of_a_plan_is_told_with_its_default_and_what_runs() -> None:
+    rows = table((ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), "field")
+    defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
+    shown = {name: "none" if value == () else str(value).lower() for name, value in defaults.items()}
+    assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
+    for field, values, _, told, _ in rows:
+        for value in [] if told == "–" else re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
+            plan = Plan.parse(f"{field.strip('`')}={value}" + " data=2" * (field == "`expert`"))
+            assert runs(plan) == (told == "any" or value in re.findall(r"[\w-]+", told)), (field, value)
+
+
+def imports(package: Path) -> Iterator[tuple[Path, str]]:
+    """Each file of a package, or the module, with each other package of echelon that it imports."""
+    for file in package.rglob("*.py") if package.is_dir() else [package.with_suffix(".py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if name is not None and name.startswith("echelon.") and name.split(".")[1] != package.name:
+                    yield file, name.split(".")[1]
+
+
+def test_imports_point_downward_as_the_picture_shows() -> None:
+    level = {name: index for index, layer in enumerate(generate.LAYERS) for name in layer.packages}
+    lowest_user_of_beside = level["train"]
+    for package in [*level, *generate.BESIDE.packages]:
+        for file, imported in imports(ROOT / "src" / "echelon" / package):
+            if package in generate.BESIDE.packages:
+                assert imported == "errors", f"{file.name} imports {imported}"
+            elif imported in generate.BESIDE.packages:
+                assert level[package] <= lowest_user_of_beside, f"{file.name} imports {imported}"
+            else:
+                assert level[package] < level[imported], f"{file.name} of {package} imports {imported}"
+    there = {
+        path.stem for path in (ROOT / "src" / "echelon").iterdir() if not path.name.startswith(("_", "py"))
+    }
+    assert there == level.keys() | set(generate.BESIDE.packages)
