@@ -108,7 +108,7 @@ def test_ids_too_large_are_found_when_drawn() -> None:
 
 
 def test_missing_path_names_the_near_sibling(tmp_path: Path) -> None:
-    (tmp_path / "shakespeare.txt").write_text("to be")
+    (tmp_path / "shakespeare.txt").write_text("to be", encoding="utf-8")
     (fault,) = faults_of(str(tmp_path / "shakespear.txt"), vocab=256)
     assert "did you mean 'shakespeare.txt'?" in fault
     (fault,) = faults_of("stdlb", vocab=256)
@@ -180,7 +180,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_unreadable_file_of_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("x")
+        (tmp_path / name).write_text("x", encoding="utf-8")
     monkeypatch.setattr(Path, "read_bytes", refuse)
     faults = faults_of(str(tmp_path), vocab=256)
     assert ["a.txt" in faults[0], "b.txt" in faults[1], len(faults)] == [True, True, 2]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import UserError
 from echelon.optim import Schedule, by_name, constant, cosine, wsd
+from echelon.optim.schedules import schedule_faults
 
 
 def table(schedule: Schedule, steps: int) -> list[float]:
@@ -100,7 +101,6 @@ def test_every_fault_of_the_numbers_at_once() -> None:
         "total=0: must be a whole number, at least 1",
         "warmup=-1: must be a whole number, at least 0",
         "decay=2.5: must be a whole number, at least 0",
-        "warmup=-1 and decay=2.5: more steps than total=0; lower them, or raise total",
         "floor=1.5: must lie between 0 and 1, a part of the full rate",
     )
 
@@ -126,3 +126,11 @@ def test_options_that_the_schedule_does_not_have() -> None:
     faults = faults_of(by_name, "constant", 10, decay=2, floor=0.1)
     assert ["only wsd takes it" in faults[0], "constant does not fall" in faults[1]] == [True, True]
     assert "only wsd takes it" in faults_of(by_name, "cosine", 10, decay=2)[0]
+
+
+def test_what_is_not_known_is_not_judged() -> None:
+    assert schedule_faults(None, None, 5, 7, 0.5) == []
+    assert schedule_faults("cosin", None, -1, None, None) == [
+        "'cosin' is not known (did you mean 'cosine'?)",
+        "warmup=-1: must be a whole number, at least 0",
+    ]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.plan.fields import COMPRESSIONS, FIELDS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SYNCS
+from echelon.plan.plan import _draft
+from echelon.plan.rules import _RULES
 
 
 def faults_of(text: str) -> tuple[str, ...]:
@@ -157,3 +159,49 @@ def test_no_text_gets_past_as_anything_but_a_plan_or_a_user_error(text: str) -> 
 def test_a_plan_needs_no_torch() -> None:
     code = "import sys, echelon.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_faulty_field_does_not_hide_the_rules_between_the_others() -> None:
+    # It did: rules were asked only of plans whose every field could be read.
+    faults = faults_of("data=0 expert=2 staleness=2 schedule=zigzag chunks=2 zero=1 sync=async=")
+    assert [fault.split(":")[0] for fault in faults] == ["data=0", "schedule=zigzag", "sync=async="]
+    faults = faults_of("tensor=x expert=2 staleness=2 fast")
+    assert [fault.split(":")[0] for fault in faults] == [
+        "fast",
+        "tensor=x",
+        "expert=2 data=1",
+        "staleness=2 sync=all-reduce",
+    ]
+    with pytest.raises(UserError) as caught:
+        Plan(tensor=0, expert=2)
+    assert len(caught.value.faults) == 2
+
+
+def test_what_stands_twice_is_not_judged_by_its_first_value() -> None:
+    (fault,) = faults_of("data=3 data=4 expert=2")
+    assert "stands twice" in fault
+
+
+class Watched:
+    """A plan that notes which of its fields are read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.read = plan, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        self.read.add({"stages": "pipeline", "schedule_is_file": "schedule"}.get(name, name))
+        return getattr(self.plan, name)
+
+
+@given(values)
+def test_rules_read_no_field_but_those_they_name(fields: dict[str, object]) -> None:
+    for named, rule in _RULES:
+        watched = Watched(_draft(fields))
+        rule(watched)  # type: ignore[arg-type]
+        assert watched.read <= set(named), rule
+
+
+@pytest.mark.parametrize("budget", ["9" * 400, "9" * 5000, "0", "0.4", "1e3", "2TiB"])
+def test_budgets_that_are_none(budget: str) -> None:
+    (fault,) = faults_of(f"recompute=budget:{budget}")
+    assert "like budget:2GiB" in fault

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from echelon.train.display import Display, as_bytes, print_summary
-from echelon.train.events import Evaluated, Sampled, Started, Stepped
+from echelon.train.events import Evaluated, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
 
@@ -17,6 +17,7 @@ def stepped(step: int, loss: float = 2.5) -> Stepped:
 def shown(terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
     with Display(Job(steps=3), console) as display:
+        display.show(Starting("runs/a"))
         display.show(Started(842_496, 8_000_000, "stdlib", "cpu"))
         for step in (1, 2, 3):
             display.show(stepped(step))
@@ -35,6 +36,28 @@ def test_plain_lines_elsewhere() -> None:
     assert "80.0 MiB a rank" in lines[0]
     assert lines[-1].endswith("validation loss 2.2500")
     assert "\x1b" not in text
+
+
+def test_nothing_is_shown_before_there_is_a_run() -> None:
+    # A refused job had a header, and under torchrun every rank printed one.
+    console = Console(file=io.StringIO())
+    with Display(Job(), console):
+        pass
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+
+
+def test_nothing_of_the_users_is_taken_for_markup() -> None:
+    # `--set out='runs/[/x]'` ended in a MarkupError.
+    console = Console(file=io.StringIO(), width=200)
+    with Display(Job(plan="schedule=[/a].txt"), console) as display:
+        display.show(Starting("runs/[/b]"))
+        display.show(Started(1, 1, "[/c].txt", "cpu"))
+    summary = {"run": "runs/[/d]", "first_loss": 1.0, "loss": 1.0, "validation_loss": None}
+    print_summary(summary | {"tokens": 1, "tokens_per_second": 1.0}, "[/e]", console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert all(f"[/{letter}]" in text for letter in "abcde")
 
 
 def test_a_live_panel_on_a_terminal() -> None:

@@ -1,6 +1,7 @@
 """Jobs: defaults that hold, and every fault at once."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -69,3 +70,63 @@ def test_plain_values_leave_out_what_is_not_set() -> None:
     plain = as_plain(Job(data=DataJob(source="x.txt")))
     assert plain["data"] == {"source": "x.txt", "validation_fraction": 0.05}
     assert "sequence" not in plain
+
+
+def test_each_fault_is_told_once() -> None:
+    # steps=0 came a second time from the schedule, and nothing of the data came at all.
+    data = DataJob(source="nowhere", validation_fraction=3)
+    assert [fault.split(":")[0] for fault in faults_of(Job(steps=0, data=data))] == [
+        "steps=0",
+        "data.validation_fraction=3",
+        "data.source=nowhere",
+    ]
+    (fault,) = faults_of(Job(batch=0))
+    assert fault.startswith("batch=0")
+
+
+def test_a_schedule_is_judged_without_the_steps_too() -> None:
+    faults = faults_of(Job(steps=0, optimizer=OptimizerJob(warmup=-1, schedule="cosin")))
+    assert len(faults) == 3
+    (fault,) = faults_of(Job(steps=10, optimizer=OptimizerJob(schedule="wsd", decay=10)))
+    assert "warmup=1 and decay=10: more steps than total=10" in fault
+
+
+def test_a_faulty_model_does_not_hide_the_data() -> None:
+    faults = faults_of(Job(model=ModelJob(heads=3), data=DataJob(source="nowhere", dtype="int")))
+    assert [fault.split(":")[0] for fault in faults] == [
+        "model",
+        "data.source=nowhere",
+        "data.source=nowhere",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (Job(name="a\0b"), "name='a"),
+        (Job(out="a\0b"), "no NUL character"),
+        (Job(out="a\udcff"), "nor bytes that are not text"),
+        (Job(seed=2**63), "must be below 2**63"),
+        (Job(steps=10**400), "must be below 2**63"),
+        (Job(optimizer=OptimizerJob(momentum=-0.1)), "optimizer.momentum=-0.1"),
+        (Job(optimizer=OptimizerJob(weight_decay=-0.1)), "optimizer.weight_decay=-0.1"),
+        (Job(optimizer=OptimizerJob(weight_decay=math.nan)), "optimizer.weight_decay=nan"),
+        (Job(optimizer=OptimizerJob(learning_rate=math.inf)), "optimizer.learning_rate=inf"),
+        (Job(optimizer=OptimizerJob(learning_rate=math.nan)), "optimizer.learning_rate=nan"),
+        (Job(data=DataJob(validation_fraction=math.nan)), "data.validation_fraction=nan"),
+        (Job(model=ModelJob(weights="a\0b")), "model: a"),
+        (Job(data=DataJob(source="a\0b")), "no such file or folder"),
+    ],
+)
+def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
+    (fault,) = faults_of(job)
+    assert says in fault
+
+
+def test_a_plan_that_cannot_run_yet_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = faults_of(Job(plan="data=99999 tensor=2", batch=99999, sequence=1))
+    assert [fault.split(":")[0] for fault in faults] == ["plan cannot run yet", "plan 'data=99999 tensor=2'"]
+    assert "with torchrun" in faults[1]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "99999")
+    check(Job(plan="data=99999", batch=99999, sequence=1, data=DataJob(validation_fraction=0)))

@@ -19,7 +19,7 @@ def error_of(path: Path | None, *settings: str) -> UserError:
 
 def write(folder: Path, text: str, name: str = "job.toml") -> Path:
     path = folder / name
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -65,6 +65,57 @@ def test_faults_of_settings() -> None:
     assert "must be written key=value" in error_of(None, "steps").faults[0]
     assert "is a value, not a table" in error_of(None, "plan=data=1", "plan.data=2").faults[0]
     assert "did you mean 'layers'?" in error_of(None, "model.layrs=2").faults[0]
+
+
+def keys(error: UserError) -> list[str]:
+    return [fault.split(":")[0] for fault in error.faults]
+
+
+def test_what_cannot_be_read_does_not_hide_what_is_wrong() -> None:
+    # First only steps came, after mending it the plan, after mending that the data.
+    error = error_of(None, "steps=x", "plan=data=0", "data.source=nowhere")
+    assert keys(error) == ["steps='x'", "plan", "data.source=nowhere"]
+    error = error_of(None, "model.layers=x", "model.preset=gpt-tny", "optimizer.betas=['a', 'b']", "seed=-1")
+    assert keys(error) == [
+        "model.layers='x'",
+        "optimizer.betas.0='a'",
+        "optimizer.betas.1='b'",
+        "seed=-1",
+        "model",
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("batch=x", "plan=data=64"),
+        ("plan=5", "batch=1"),
+        ("steps=x", "optimizer.warmup=10000"),
+        ("optimizer.schedule=5", "optimizer.decay=3"),
+        ("model.heads=x", "model.width=130"),
+        ("model.vocab=x", "data.dtype=uint8"),
+        ("sequence=x", "model.sequence=8"),
+        ("stps=3",),
+    ],
+)
+def test_what_cannot_be_read_is_not_judged_by_its_default(settings: tuple[str, ...]) -> None:
+    assert len(error_of(None, *settings).faults) == 1
+
+
+def test_a_table_is_no_value() -> None:
+    (fault,) = error_of(None, "data=2").faults
+    assert fault == "data=2: data is a table, like data.source=…; did you mean --plan data=2?"
+    (fault,) = error_of(None, "model=gpt-tiny").faults
+    assert fault == "model=gpt-tiny: model is a table, like model.preset=…"
+    (fault,) = error_of(None, "tensor=2").faults
+    assert fault.endswith("did you mean --plan tensor=2?")
+
+
+def test_odd_toml_is_no_traceback(tmp_path: Path) -> None:
+    assert "is not TOML" in str(error_of(write(tmp_path, "seed = " + "9" * 5000)))
+    assert "is not TOML" in str(error_of(write(tmp_path, "seed = " + "[" * 5000)))
+    assert "seed=" in error_of(None, "seed=" + "9" * 5000).faults[0]
+    assert read_job(None, ["name=3\nbatch=5"]).name == "3\nbatch=5", "one setting is one value"
 
 
 def test_the_default_needs_no_pydantic() -> None:

@@ -1,16 +1,22 @@
 """Whole runs, small ones."""
 
 import json
+import math
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import echelon
 from echelon.errors import UserError
 from echelon.models import load_hf
-from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train import divergence, trainer
+from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import DataJob, Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
 
@@ -30,20 +36,28 @@ def small_job(folder: Path, **changes: object) -> Job:
 
 
 def losses(summary: dict[str, object]) -> list[float]:
-    lines = (Path(str(summary["run"])) / "metrics.jsonl").read_text().splitlines()
+    lines = (Path(str(summary["run"])) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line["loss"] for line in map(json.loads, lines) if line["kind"] == "step"]
 
 
 def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     events: list[Event] = []
     summary = train(small_job(tmp_path), events.append)
-    assert isinstance(events[0], Started)
+    assert isinstance(events[0], Starting)
+    assert isinstance(events[1], Started)
     assert isinstance(events[-1], Sampled)
     assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events if isinstance(event, Evaluated)] == [3, 6]
     folder = Path(summary["run"])
     assert {path.name for path in folder.iterdir()} >= {"run.json", "loss.svg", "sample.txt", "model"}
-    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert about["state"] == "finished"
+    assert about["versions"] == {
+        "echelon": echelon.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    assert about["pid"] == os.getpid()
     assert summary["loss"] == losses(summary)[-1]
     assert load_hf(folder / "model").config.num_parameters == summary["parameters"]
 
@@ -54,11 +68,76 @@ def test_the_losses_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None
 
 
 def test_a_corpus_smaller_than_a_batch_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
     job = small_job(tmp_path / "runs", data=DataJob(source=str(tmp_path / "short.txt")))
     with pytest.raises(UserError, match=r"short\.txt"):
         train(job, lambda _: None)
     assert not (tmp_path / "runs").exists()
+
+
+def text_job(folder: Path, characters: int, **changes: object) -> Job:
+    (folder / "some.txt").write_text("abcdefgh" * (characters // 8), encoding="utf-8")
+    return small_job(folder / "runs", data=DataJob(source=str(folder / "some.txt")), steps=2, **changes)
+
+
+def evaluations(job: Job) -> tuple[list[Event], dict[str, Any]]:
+    events: list[Event] = []
+    summary = train(job, events.append)
+    return [event for event in events if isinstance(event, Evaluated)], summary
+
+
+def test_a_short_validation_split_makes_a_smaller_batch(tmp_path: Path) -> None:
+    # 5% of 1000 bytes are 3 windows of 16, and a training batch has 4 samples: that was refused.
+    seen, summary = evaluations(text_job(tmp_path, 1000))
+    assert len(seen) == 1
+    assert summary["validation_loss"] == seen[0].loss
+
+
+def test_without_a_sample_for_each_replica_there_is_no_validation(tmp_path: Path) -> None:
+    seen, summary = evaluations(text_job(tmp_path, 560))  # 28 bytes: one window for two replicas
+    assert (seen, summary["validation_loss"]) == ([], None)
+
+
+def test_validation_can_be_left_out(tmp_path: Path) -> None:
+    seen, summary = evaluations(small_job(tmp_path, steps=2, data=DataJob(validation_fraction=0)))
+    assert (seen, summary["validation_loss"]) == ([], None)
+
+
+def test_a_plan_that_cannot_run_yet_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot run yet: tensor=2"):
+        train(small_job(tmp_path / "runs", plan="tensor=2"), lambda _: None)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_training_that_diverges_says_so(tmp_path: Path) -> None:
+    # It went on to the end and was marked as finished, with NaN in its files.
+    optimizer = OptimizerJob(name="sgd", learning_rate=1e30, clip=None, warmup=0)
+    with pytest.raises(UserError, match=r"became (NaN|infinite) at step \d+; lower optimizer.learning_rate"):
+        train(small_job(tmp_path, steps=50, optimizer=optimizer), lambda _: None)
+    (folder,) = tmp_path.iterdir()
+    kept = json.loads((folder / "run.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert kept["state"] == "failed"
+    assert "optimizer.learning_rate (now 1e+30), or set optimizer.clip=1.0" in kept["reason"]
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
+def test_every_number_that_must_be_finite(value: float, word: str) -> None:
+    divergence.refuse_divergence(Job(), 3, loss=1.0)
+    with pytest.raises(UserError, match=f"the gradient norm became {word} at step 3; .*clip .now 1.0"):
+        divergence.refuse_divergence(Job(), 3, loss=1.0, gradient_norm=value)
+
+
+def test_a_logbook_that_cannot_start_marks_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: object) -> None:
+        raise UserError("no room for a logbook")
+
+    monkeypatch.setattr(trainer, "Logbook", refuse)
+    with pytest.raises(UserError, match="no room"):
+        train(small_job(tmp_path), lambda _: None)
+    (folder,) = tmp_path.iterdir()
+    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["state"] == "failed"
 
 
 def stop_at_the_second_step(event: Event) -> None:
@@ -70,7 +149,7 @@ def test_a_run_that_breaks_is_marked_as_failed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="seen enough"):
         train(small_job(tmp_path, steps=500), stop_at_the_second_step)
     (folder,) = tmp_path.iterdir()
-    kept = json.loads((folder / "run.json").read_text())
+    kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert kept["state"] == "failed"
     assert "seen enough" in kept["reason"]
 
@@ -81,14 +160,15 @@ def test_under_torchrun_the_ranks_that_are_there_train(tmp_path: Path) -> None:
         "batch=4",
         "sequence=16",
         "evaluate_batches=1",
-        f"out={tmp_path}",
         "model.layers=1",
+        f"out={tmp_path}",
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--module", "echelon", "train", "--json", *(f"--set={setting}" for setting in settings)]
+    command += ["--module", "echelon", "train", *(f"--set={setting}" for setting in settings)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.iterdir()
-    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
-    assert json.loads(done.stdout)["steps"] == 2, "rank 0 alone prints"
+    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["state"] == "finished"
+    assert done.stdout.count("echelon train") == 1, "rank 0 alone prints"
+    assert done.stdout.count("the run is in") == 1

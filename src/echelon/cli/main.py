@@ -1,9 +1,9 @@
 """The entry point: finds the command, and turns every way to fail into a message and an exit code.
 
-0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted
+0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted · 143 SIGTERM
 """
 
-import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import bench, doctor, train, verify
+from echelon.cli import bench, doctor, signals, train, verify
+from echelon.cli.options import is_first_rank, print_json
+from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 
@@ -48,6 +50,7 @@ def _common(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    make_robust(sys.stdout, sys.stderr)
     given = list(sys.argv[1:] if arguments is None else arguments)
     sys.exit(run(given))
 
@@ -56,21 +59,26 @@ def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit code."""
     command = typer.main.get_command(app)
     try:
-        code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
+        with signals.sigterm_raises():
+            code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
     except UserError as error:
         return _fail(arguments, 2, str(error), error.faults)
     except _UsageError as error:
         return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
+    except signals.Terminated as error:
+        return _fail(arguments, signals.EXIT_CODE, f"{error}; all ranks were ended")
     if code == 130:  # how typer passes on Ctrl-C
         return _fail(arguments, code, "interrupted; all ranks were ended")
     return code
 
 
 def _fail(arguments: list[str], code: int, message: str, faults: Sequence[str] = ()) -> int:
-    if "--json" in arguments:
-        print(json.dumps({"error": message, "faults": list(faults), "exit_code": code}))
+    if not is_first_rank():  # standard output is rank 0's, but a failure may be this rank's alone
+        print(f"error on rank {os.environ['RANK']}: {message}", file=sys.stderr)
+    elif "--json" in arguments:
+        print_json({"error": message, "faults": list(faults), "exit_code": code})
     else:
         print(f"error: {message}", file=sys.stderr)
     return code

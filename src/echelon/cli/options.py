@@ -1,11 +1,14 @@
 """Options that several commands share, and how results are printed."""
 
-import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from echelon.launching.torchrun import is_under_torchrun
+from echelon.train import strict_json
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.toml]", help="A job file; without one, the embedded default.")
@@ -19,10 +22,16 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks on standard output: under torchrun, rank 0 alone."""
+    return not is_under_torchrun() or os.environ["RANK"] == "0"
+
+
 def console(as_json: bool) -> Console:
     """Where a command shows things to a person: nowhere, when a program asked for JSON."""
-    return Console(quiet=as_json, highlight=False)
+    return Console(quiet=as_json or not is_first_rank(), highlight=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
+    if is_first_rank():
+        print(strict_json.dump(value))

@@ -22,4 +22,5 @@ def train(
     if as_json:
         print_json(summary)
     else:
-        print_summary(summary, (Path(summary["run"]) / "sample.txt").read_text(), screen)
+        sample = (Path(summary["run"]) / "sample.txt").read_text(encoding="utf-8")
+        print_summary(summary, sample, screen)

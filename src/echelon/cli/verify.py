@@ -3,9 +3,11 @@
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
 from echelon.errors import UserError, did_you_mean
+from echelon.launching.torchrun import is_under_torchrun
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="How many optimizer steps to compare after.")]
 Plant = Annotated[
@@ -24,20 +26,26 @@ def verify(
 ) -> int:
     """Prove in float64 that a plan trains to the same weights as one device (exit 1 if it does not)."""
     from echelon.plan import Plan
+    from echelon.train.job import check
     from echelon.train.job_file import read_job
     from echelon.verify import verify as run
     from echelon.verify.job_case import case_of
     from echelon.verify.plants import PLANTS
 
+    if is_under_torchrun():
+        raise UserError("verify starts its own ranks: run it without torchrun")
     if plant is not None and plant not in PLANTS:
         raise UserError(f"--plant {plant}: there is no such bug{did_you_mean(plant, PLANTS)}")
     given = read_job(job, settings or (), plan)
+    check(given)
     parsed = Plan.parse(given.plan)
     screen = console(as_json)
-    with screen.status(f"training with '{parsed}' and on one device, {steps} steps in float64 …"):
+    with screen.status(
+        f"training with '{escape(str(parsed))}' and on one device, {steps} steps in float64 …"
+    ):
         verdict = run(case_of(given, parsed, steps), parsed, plant=plant)
     if as_json:
         print_json(verdict.to_dict())
     else:
-        screen.print(("[green]✓[/] " if verdict.equal else "[red]✗[/] ") + str(verdict))
+        screen.print(("[green]✓[/] " if verdict.equal else "[red]✗[/] ") + escape(str(verdict)))
     return 0 if verdict.equal else 1

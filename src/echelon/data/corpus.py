@@ -85,17 +85,9 @@ def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
     vocab:  token ids are below it; bytes need at least 256.
     dtype:  of a token file: uint8, uint16 or uint32. If left out, uint16 where vocab fits it, else uint32.
     """
-    # os.path, not Path: it does not raise where there is no such user, or no right to look.
-    path = Path(os.path.expanduser(source))
-    is_tokens = path.suffix == TOKEN_FILE_SUFFIX and not os.path.isdir(path)
-    faults = [
-        *_source_faults(source, path),
-        *_vocab_faults(vocab, is_tokens),
-        *_dtype_faults(dtype, is_tokens),
-    ]
-    raise_faults(f"corpus '{source}'", faults)
-
-    if is_tokens:
+    raise_faults(f"corpus '{source}'", corpus_faults(source, vocab=vocab, dtype=dtype))
+    path = _path(source)
+    if _is_token_file(path):
         corpus = Corpus(map_token_file(path, dtype or _narrowest(vocab)), vocab, path.name)
     else:
         corpus = Corpus(_read_bytes(source, path), vocab, _name(source, path), decode_bytes)
@@ -103,9 +95,29 @@ def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
     return corpus
 
 
+def corpus_faults(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
+    """Every fault of what `open_corpus` is told that shows without reading; `vocab` None is not judged."""
+    path = _path(source)
+    is_tokens = _is_token_file(path)
+    return [
+        *_source_faults(source, path),
+        *([] if vocab is None else _vocab_faults(vocab, is_tokens)),
+        *_dtype_faults(dtype, is_tokens),
+    ]
+
+
 def decode_bytes(tokens: npt.NDArray[Any]) -> str:
     """Bytes back to text; a window may cut a character in two, which shows as U+FFFD."""
     return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+def _path(source: str) -> Path:
+    # os.path, not Path: it does not raise where there is no such user, or no right to look.
+    return Path(os.path.expanduser(source))
+
+
+def _is_token_file(path: Path) -> bool:
+    return path.suffix == TOKEN_FILE_SUFFIX and not os.path.isdir(path)
 
 
 def _read_bytes(source: str, path: Path) -> Tokens:

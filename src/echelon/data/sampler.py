@@ -91,13 +91,12 @@ class Batches:
     @property
     def tokens(self) -> int:
         """How many tokens of the corpus this split holds."""
-        held_back = _validation_tokens(self)
-        return held_back if self.split == "validation" else len(self.corpus) - held_back
+        return _num_tokens(len(self.corpus), self.split, self.validation_fraction)
 
     @property
     def windows(self) -> int:
         """How many samples one epoch has."""
-        return max(0, self.tokens - 1) // self.sequence
+        return num_windows(len(self.corpus), self.sequence, self.split, self.validation_fraction)
 
     def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets) of `step`, int64 [rows, sequence]; `part=(i, n)`: the rows of replica i of n.
@@ -130,9 +129,15 @@ def _rows(batch: int, part: int, parts: int) -> Places:
     return np.arange(start, start + each + (part < more), dtype=np.int64)
 
 
-def _validation_tokens(batches: Batches) -> int:
+def num_windows(corpus_tokens: int, sequence: int, split: Split, validation_fraction: float) -> int:
+    """How many samples one epoch of the split has: no batch of it can be larger."""
+    return max(0, _num_tokens(corpus_tokens, split, validation_fraction) - 1) // sequence
+
+
+def _num_tokens(corpus_tokens: int, split: Split, validation_fraction: float) -> int:
     # Not int(): 0.29 of 100 is 28.999… in floating point.
-    return round(len(batches.corpus) * batches.validation_fraction)
+    held_back = round(corpus_tokens * validation_fraction)
+    return held_back if split == "validation" else corpus_tokens - held_back
 
 
 def _argument_faults(batches: Batches) -> list[str]:

@@ -83,13 +83,20 @@ def by_name(
     name: str, total: int, warmup: int = 0, decay: int | None = None, floor: float | None = None
 ) -> Schedule:
     """The schedule that a job file names; `decay` and `floor` are the schedule's own where left out."""
-    faults = _name_faults(name, decay, floor) + _faults(total, warmup, decay, floor)
-    raise_faults(f"schedule '{name}'", faults)
+    raise_faults(f"schedule '{name}'", schedule_faults(name, total, warmup, decay, floor))
     if name == "constant":
         return constant(warmup)
     if name == "cosine":
         return cosine(total, warmup) if floor is None else cosine(total, warmup, floor)
     return wsd(total, warmup, decay) if floor is None else wsd(total, warmup, decay, floor)
+
+
+def schedule_faults(
+    name: str | None, total: int | None, warmup: int, decay: int | None, floor: float | None
+) -> list[str]:
+    """Every fault of what `by_name` is told; a name or total of None is not judged."""
+    faults = [] if name is None else _name_faults(name, decay, floor)
+    return faults + _faults(total, warmup, decay, floor)
 
 
 def _name_faults(name: str, decay: int | None, floor: float | None) -> list[str]:
@@ -111,7 +118,8 @@ def _faults(total: int | None, warmup: int, decay: int | None, floor: float | No
         for name, value, least in leasts
         if value is not None and not (isinstance(value, int) and value >= least)
     ]
-    if total is not None and warmup + (decay or 0) > total:
+    # How they add up is asked only of numbers that make sense alone.
+    if not faults and total is not None and warmup + (decay or 0) > total:
         parts = f"warmup={warmup}" if decay is None else f"warmup={warmup} and decay={decay}"
         faults.append(f"{parts}: more steps than total={total}; lower them, or raise total")
     if floor is not None and not 0 <= floor <= 1:

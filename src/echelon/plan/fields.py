@@ -27,6 +27,7 @@ OFFLOADS = ("optimizer", "parameters", "activations")
 COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_NO_MEMORY_HAS = 2.0**63  # bytes
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,12 @@ def _recompute(value: Any) -> str:
     if text in RECOMPUTES:
         return text
     found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([a-zA-Z]*)", text)
-    if not found or float(found[1]) <= 0:
+    if not found:
         raise ValueError
-    return f"budget:{round(float(found[1]) * _UNITS[found[2].lower()])}"
+    size = float(found[1]) * _UNITS[found[2].lower()]
+    if not 1 <= size < _NO_MEMORY_HAS:
+        raise ValueError
+    return f"budget:{round(size)}"
 
 
 def _offload(value: Any) -> tuple[str, ...]:

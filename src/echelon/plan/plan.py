@@ -45,14 +45,15 @@ class Plan:
         values, faults = _read_fields(given)
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        raise_faults("the plan", faults or list(broken_rules(self)))
+        raise_faults("the plan", [*faults.values(), *broken_rules(self, faults)])
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """Read `field=value` words. The error lists every fault of the text at once."""
-        given, faults = _split(text)
-        values, more = _read_fields(given)
-        raise_faults(f"plan '{text}'", faults + more)
+        given, misspelt = _split(text)
+        values, faults = _read_fields(given)
+        broken = broken_rules(_draft(values), [*faults, *(word.partition("=")[0] for word in misspelt)])
+        raise_faults(f"plan '{text}'", [*misspelt.values(), *faults.values(), *broken])
         return cls(**values)
 
     def __str__(self) -> str:
@@ -84,33 +85,41 @@ class Plan:
         return "/" in self.schedule or self.schedule.endswith(".txt")
 
 
-def _split(text: str) -> tuple[dict[str, str], list[str]]:
-    """The `field=value` words of `text`, and the faults of words that are no such thing."""
+def _draft(values: Mapping[str, Any]) -> Plan:
+    """A plan that nobody has checked, for the rules to read: defaults where `values` says nothing."""
+    draft = object.__new__(Plan)
+    draft.__dict__.update({field.name: field.default for field in dataclasses.fields(Plan)} | dict(values))
+    return draft
+
+
+def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The `field=value` words of `text`, and by word the faults of those that are no such thing."""
     given: dict[str, str] = {}
-    faults = []
+    faults: dict[str, str] = {}
     try:
         words = shlex.split(text)
     except ValueError as error:
-        return {}, [f"{text!r}: {str(error).lower()}; close the quote"]
+        return {}, {text: f"{text!r}: {str(error).lower()}; close the quote"}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not value:
-            faults.append(f"{word}: must be written field=value, like data=2")
+            faults[word] = f"{word}: must be written field=value, like data=2"
         elif name not in FIELDS:
-            faults.append(f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}")
+            faults[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"
         elif name in given:
-            faults.append(f"{word}: '{name}' stands twice ({name}={given[name]} before); keep one")
+            faults[word] = f"{word}: '{name}' stands twice ({name}={given[name]} before); keep one"
         else:
             given[name] = value
     return given, faults
 
 
-def _read_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Each field's value, and one fault for each that its reader refuses."""
-    values, faults = {}, []
+def _read_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Each field's value, and by field the fault of each that its reader refuses."""
+    values: dict[str, Any] = {}
+    faults: dict[str, str] = {}
     for name, value in given.items():
         try:
             values[name] = FIELDS[name].read(value)
-        except (ValueError, KeyError, IndexError, TypeError):
-            faults.append(f"{name}={value}: {FIELDS[name].allowed}")
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError):
+            faults[name] = f"{name}={value}: {FIELDS[name].allowed}"
     return values, faults

@@ -6,11 +6,12 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from echelon.charts import sparkline
-from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
 _LINE_SECONDS = 5.0  # between plain lines
@@ -37,10 +38,6 @@ class Display:
         self._live = Live(console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Display":
-        self._console.print(f"[bold]echelon train[/]  plan {self._job.plan}  {self._job.steps} steps")
-        self._console.print("starting ranks …")
-        if self._console.is_terminal:
-            self._live.start()
         return self
 
     def __exit__(
@@ -50,10 +47,13 @@ class Display:
 
     def show(self, event: Event) -> None:
         match event:
+            case Starting():
+                self._head(event)
             case Started():
                 self._console.print(
                     f"{event.parameters:,} parameters on {event.device}; "
-                    f"{event.train_tokens:,} tokens of {event.corpus}"
+                    f"{event.train_tokens:,} tokens of {event.corpus}",
+                    markup=False,
                 )
                 self._began = time.monotonic()
             case Stepped():
@@ -70,6 +70,13 @@ class Display:
             self._plain_line(event)
         elif isinstance(event, Evaluated):
             self._console.print(f"step {event.step:>6}  validation loss {event.loss:.4f}")
+
+    def _head(self, event: Starting) -> None:
+        # Not before: a job that is refused has nothing to show, and under torchrun rank 0 alone has events.
+        self._console.print(f"[bold]echelon train[/]  plan {escape(self._job.plan)}  {self._job.steps} steps")
+        self._console.print(f"starting ranks … the run is kept in {event.run}", markup=False)
+        if self._console.is_terminal:
+            self._live.start()
 
     def _panel(self) -> Group:
         table = Table.grid(padding=(0, 2))
@@ -118,7 +125,9 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
         + ("" if validation is None else f"   validation {validation:.4f}")
         + f"   {summary['tokens']:,} tokens, {summary['tokens_per_second']:,.0f} a second"
     )
-    console.print(f"the run is in [bold]{summary['run']}[/] (loss.svg, metrics.jsonl, sample.txt, model/)")
+    console.print(
+        f"the run is in [bold]{escape(summary['run'])}[/] (loss.svg, metrics.jsonl, sample.txt, model/)"
+    )
 
 
 def as_bytes(count: float) -> str:

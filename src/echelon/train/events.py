@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Starting:
+    """The job is sound and has its folder; ranks come next."""
+
+    run: str
+
+
+@dataclass(frozen=True)
 class Started:
     parameters: int
     train_tokens: int
@@ -36,4 +43,4 @@ class Sampled:
     text: str
 
 
-Event = Started | Stepped | Evaluated | Sampled
+Event = Starting | Started | Stepped | Evaluated | Sampled

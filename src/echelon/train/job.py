@@ -1,22 +1,17 @@
 """A job: everything a training run is told, as plain data with a default for each.
 
 `Job()` is the embedded default: a small GPT on two ranks that learns the Python standard library's sources.
-How a TOML file becomes a Job is job_file.py's; what a job does is loop.py's.
+How a TOML file becomes a Job is job_file.py's, what makes one faulty job_rules.py's, what it does loop.py's.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, raise_faults
 from echelon.models import ModelConfig, preset, read_hf_config
 from echelon.optim.schedules import Schedule, by_name
-from echelon.plan import Plan
-
-T = TypeVar("T")
-
-OPTIMIZERS = ("adamw", "sgd")
+from echelon.train.job_rules import job_faults
 
 # Read by pydantic alone: an unknown key is a fault, not silence.
 _FORBID_EXTRA = {"extra": "forbid"}
@@ -38,6 +33,9 @@ class ModelJob:
     vocab: int | None = None
     sequence: int | None = None
     tied: bool | None = None
+
+    def without_sizes(self) -> "ModelJob":
+        return ModelJob(self.preset, self.weights)
 
     def config(self) -> ModelConfig:
         """The sizes: those of the Hugging Face folder, or the preset's with what the job changes."""
@@ -108,62 +106,19 @@ class Job:
     def sequence_length(self) -> int:
         return self.sequence or self.model.config().sequence
 
+    @property
+    def warmup(self) -> int:
+        """How many steps the learning rate rises."""
+        return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
+
     def schedule(self) -> Schedule:
         its = self.optimizer
-        warmup = min(100, self.steps // 10) if its.warmup is None else its.warmup
-        return by_name(its.schedule, self.steps, warmup, decay=its.decay, floor=its.floor)
+        return by_name(its.schedule, self.steps, self.warmup, decay=its.decay, floor=its.floor)
 
 
 def check(job: Job) -> None:
-    """Raise one UserError with every fault that can be seen without opening a file or starting a rank."""
-    faults = [*_count_faults(job), *_optimizer_faults(job.optimizer)]
-    plan = _attempt(lambda: Plan.parse(job.plan), "plan", faults)
-    config = _attempt(job.model.config, "model", faults)
-    _attempt(job.schedule, "optimizer.schedule", faults)
-    if plan is not None and job.batch < plan.data:
-        faults.append(f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}")
-    if config is not None and job.sequence is not None and job.sequence > config.sequence:
-        faults.append(
-            f"sequence={job.sequence}: the model reads at most {config.sequence} tokens; "
-            f"set model.sequence={job.sequence} too"
-        )
-    raise_faults("the job", faults)
-
-
-def _attempt(make: Callable[[], T], where: str, faults: list[str]) -> T | None:
-    """What `make` makes; where it refuses, its faults are added under `where`."""
-    try:
-        return make()
-    except UserError as error:
-        faults.extend(f"{where}: {fault}" for fault in error.faults or (error.title,))
-        return None
-
-
-def _count_faults(job: Job) -> list[str]:
-    least = {"steps": 1, "batch": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
-    faults = [
-        f"{name}={getattr(job, name)}: must be at least {bound}"
-        for name, bound in least.items()
-        if getattr(job, name) < bound
-    ]
-    if job.sequence is not None and job.sequence < 1:
-        faults.append(f"sequence={job.sequence}: must be at least 1")
-    if "/" in job.name or not job.name:
-        faults.append(f"name={job.name!r}: must be one word for a folder; put folders into out")
-    return faults
-
-
-def _optimizer_faults(its: OptimizerJob) -> list[str]:
-    faults = []
-    if its.name not in OPTIMIZERS:
-        faults.append(f"optimizer.name={its.name}: is unknown{did_you_mean(its.name, OPTIMIZERS)}")
-    if not its.learning_rate > 0:
-        faults.append(f"optimizer.learning_rate={its.learning_rate}: must be above 0")
-    if its.clip is not None and not its.clip > 0:
-        faults.append(f"optimizer.clip={its.clip}: must be above 0, or left out")
-    if not all(0 <= beta < 1 for beta in its.betas):
-        faults.append(f"optimizer.betas={list(its.betas)}: each must be at least 0 and below 1")
-    return faults
+    """Raise one UserError with every fault that can be seen without starting a rank."""
+    raise_faults("the job", job_faults(job))
 
 
 def as_plain(job: Job) -> dict[str, Any]:

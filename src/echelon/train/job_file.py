@@ -5,24 +5,30 @@ pydantic does the reading. It is imported here alone, so that the embedded defau
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_faults
-from echelon.train.job import Job, check
+from echelon.plan.fields import FIELDS
+from echelon.train.job import Job
+from echelon.train.job_rules import job_faults
 
 
 def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str | None = None) -> Job:
-    """The job of a TOML file (or the embedded default), changed by `key=value` settings and the plan."""
-    what = "the settings" if path is None else f"job file {path}"
+    """The job of a TOML file (or the embedded default), changed by `key=value` settings and the plan.
+
+    Where something cannot be read, the error lists the faults of all the rest too. A job that can be read
+    may still be faulty: `check` tells.
+    """
     values = {} if path is None else _load(path)
     faults = _apply(values, settings)
     if plan is not None:
         values["plan"] = plan
-    job = _validate(values, faults) if values or faults else Job()
-    raise_faults(what, faults)
-    check(job)
+    job, unread = _validate(values) if values or faults else (Job(), {})
+    if faults or unread:
+        what = "the settings" if path is None else f"job file {path}"
+        raise_faults(what, [*faults, *unread.values(), *job_faults(job, unread)])
     return job
 
 
@@ -36,7 +42,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"job file {path} cannot be read: {reason}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOMLDecodeError
         raise UserError(f"job file {path} is not TOML: {error}") from None
 
 
@@ -62,33 +68,63 @@ def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
 def _value(text: str) -> Any:
     """A TOML value where it is one, else the text itself: data=2 is a plan, not an error."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return read["value"] if read.keys() == {"value"} else text
 
 
-def _validate(values: Mapping[str, Any], faults: list[str]) -> Job:
-    """The Job of `values`; faults are added, and the default Job returned where there are any."""
+def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
+    """The Job of what can be read of `values`, and by key the fault of each that cannot."""
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
         raise UserError(
             "reading a job file or --set needs pydantic, which is not installed: pip install pydantic"
         ) from None
+    reader = TypeAdapter(Job)
     try:
-        return TypeAdapter(Job).validate_python(values)
+        return reader.validate_python(values), {}
     except ValidationError as error:
-        faults.extend(_explain(fault) for fault in error.errors(include_url=False))
-        return Job()
+        faults = error.errors(include_url=False)
+    for fault in faults:
+        _remove(values, fault["loc"])
+    return reader.validate_python(values), {_key(fault): _explain(fault) for fault in faults}
+
+
+def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
+    """Take out what stands at `place`, or the list that it stands in."""
+    table: Any = values
+    for name in place[:-1]:
+        if not isinstance(table.get(name), dict):
+            table.pop(name, None)
+            return
+        table = table[name]
+    table.pop(place[-1], None)
+
+
+def _key(fault: Any) -> str:
+    return ".".join(str(part) for part in fault["loc"])
 
 
 def _explain(fault: Any) -> str:
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path)
-    if fault["type"] == "extra_forbidden" or fault["type"] == "unexpected_keyword_argument":
-        return f"{key}: there is no such key{did_you_mean(path[-1], _keys_at(path[:-1]))}"
+    path, key = [str(part) for part in fault["loc"]], _key(fault)
+    if fault["type"] == "dataclass_type":
+        return f"{key}={fault['input']}: {_table_mend(key)}{_plan_mend(key, fault['input'])}"
+    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        mend = _plan_mend(key, fault["input"]) or did_you_mean(path[-1], _keys_at(path[:-1]))
+        return f"{key}: there is no such key{mend}"
     rule = fault["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{key}={fault['input']!r}: must be {rule}"
+
+
+def _table_mend(key: str) -> str:
+    return f"{key} is a table, like {key}.{_keys_at([key])[0]}=…"
+
+
+def _plan_mend(key: str, value: Any) -> str:
+    """Where `key` is a field of plans, it was perhaps meant for one."""
+    return f"; did you mean --plan {key}={value}?" if key in FIELDS else ""
 
 
 def _keys_at(path: list[str]) -> list[str]:

@@ -11,6 +11,8 @@ from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf, save_hf
 from echelon.optim.optimizers import make_optimizer
+from echelon.train.batches import make_batches
+from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.job import Job
 
@@ -32,36 +34,31 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
         schedule=job.schedule(),
     )
     first = engine.mesh.rank == 0
-    tell = tell if first else _say_nothing
     part = (engine.replica, engine.replicas)
-    tell(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
-    for step in range(job.steps):
-        metrics = engine.step(batches.at(step, part))
-        tell(_stepped(engine, metrics))
-        if _due(step + 1, job):
-            tell(Evaluated(step + 1, evaluate(engine, validation, job.evaluate_batches)))
+    if first:
+        tell(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
+    for step in range(1, job.steps + 1):
+        metrics = engine.step(batches.at(step - 1, part))
+        if first:
+            tell(_stepped(engine, metrics))
+        refuse_divergence(job, step, loss=metrics.loss)
+        if not metrics.skipped:
+            refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
+        if validation is not None and _due(step, job):
+            loss = evaluate(engine, validation, job.evaluate_batches)
+            if first:
+                tell(Evaluated(step, loss))
+            refuse_divergence(job, step, validation_loss=loss)
     weights = engine.full_state_dict()
     if first:
         finish(model.config, weights, corpus, folder, tell)
 
 
-def make_batches(job: Job, corpus: Corpus) -> tuple[Batches, Batches]:
-    """The batches to train on, and those to validate on."""
-    make = partial(
-        Batches,
-        corpus,
-        job.batch,
-        job.sequence_length,
-        job.seed,
-        validation_fraction=job.data.validation_fraction,
-    )
-    return make(split="train"), make(split="validation")
-
-
 def evaluate(engine: Engine, batches: Batches, count: int) -> float:
-    """The mean loss over the first `count` batches of the split, always the same ones."""
+    """The mean loss over the first `count` batches of the split (or all it has), always the same ones."""
     part = (engine.replica, engine.replicas)
-    results = [engine.evaluate(batches.at(index, part)) for index in range(count)]
+    there = min(count, batches.windows // batches.batch)
+    results = [engine.evaluate(batches.at(index, part)) for index in range(there)]
     return sum(r.loss * r.tokens for r in results) / sum(r.tokens for r in results)
 
 
@@ -91,7 +88,6 @@ def _due(step: int, job: Job) -> bool:
 
 
 def _stepped(engine: Engine, metrics: Metrics) -> Stepped:
-    moves = engine.ledger.moves
     return Stepped(
         step=engine.steps,
         loss=metrics.loss,
@@ -99,15 +95,11 @@ def _stepped(engine: Engine, metrics: Metrics) -> Stepped:
         learning_rate=engine.learning_rate,
         tokens=metrics.tokens,
         seconds=metrics.seconds,
-        moved_bytes=sum(move.traffic.sent for move in moves),
-        comm_seconds=sum(move.seconds for move in moves),
-        comm_hidden_seconds=sum(move.hidden for move in moves),
-        memory_bytes=sum(engine.memory().peak.values()),
+        moved_bytes=sum(move.traffic.sent for move in engine.ledger.moves),
+        comm_seconds=engine.ledger.busy(),
+        comm_hidden_seconds=engine.ledger.hidden(),
+        memory_bytes=engine.memory().peak_total,
     )
-
-
-def _say_nothing(event: Event) -> None:
-    pass
 
 
 def _device_name(engine: Engine) -> str:

@@ -1,7 +1,7 @@
 """The run folder: what a training run leaves behind, and how to tell a whole one from a broken one.
 
     runs/train-20261115-020304/
-        run.json         state (running, failed, finished), job, plan, versions, summary
+        run.json         state (running, failed, finished), job, plan, versions, pid, summary
         metrics.jsonl    one line a step, and one an evaluation
         loss.svg         the loss over the steps
         sample.txt       what the model writes
@@ -10,6 +10,7 @@
 `run.json` says `finished` only after everything else is written; it is replaced in one move, never edited.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -19,6 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import UserError
+from echelon.train import strict_json
+
+MAX_RUNS_A_SECOND = 999
+
+# What helps when the machine refuses, by its reason; {elsewhere} is what helps against every other.
+_MENDS = {
+    errno.ENOSPC: "free space there, or {elsewhere}",
+    errno.EDQUOT: "free space there, or {elsewhere}",
+    errno.ENAMETOOLONG: "choose a shorter name with --set name=NAME, or a shorter out",
+    errno.EACCES: "give this user the right to write there, or {elsewhere}",
+    errno.EPERM: "give this user the right to write there, or {elsewhere}",
+    errno.EROFS: "it is on a disk that is only read; {elsewhere}",
+    errno.EEXIST: "a file stands where a folder should; {elsewhere}",
+    errno.ENOTDIR: "a file stands where a folder should; {elsewhere}",
+}
 
 
 class RunFolder:
@@ -32,28 +48,21 @@ class RunFolder:
         """A new folder under `out`, named by the moment, marked as running."""
         moment = datetime.now(UTC)
         stem = f"{name}-{moment:%Y%m%d-%H%M%S}"
-        with _explained(out):
+        with explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            for number in range(1, 1000):
-                path = out / (stem if number == 1 else f"{stem}-{number}")
-                try:
-                    path.mkdir()
-                    break
-                except FileExistsError:
-                    continue
-        folder = cls(path)
+        folder = cls(_make_new(out, stem))
         folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
         return folder
 
     def mark(self, state: str, about: dict[str, Any]) -> None:
         """Replace run.json: what it says already, what is new, and the state."""
-        known = json.loads(self._state_file.read_text()) if self._state_file.exists() else {}
-        self.write("run.json", json.dumps({**known, **about, "state": state}, indent=2) + "\n")
+        known = self._read() if self._state_file.exists() else {}
+        self.write("run.json", strict_json.dump({**known, **about, "state": state}, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
         """Write a small file whole, or not at all."""
         path = self.path / name
-        with _explained(path):
+        with explained(path):
             temporary = path.with_name(f".{name}.part")
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
@@ -62,8 +71,8 @@ class RunFolder:
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Add lines of JSON to a file."""
         path = self.path / name
-        with _explained(path), path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with explained(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(strict_json.dump(line) + "\n" for line in lines)
 
     def fail(self, reason: str) -> None:
         """Mark as failed, where the machine still lets us write at all."""
@@ -73,19 +82,36 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        return str(json.loads(self._state_file.read_text())["state"])
+        return str(self._read()["state"])
+
+    def _read(self) -> dict[str, Any]:
+        about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        return about
 
     @property
     def _state_file(self) -> Path:
         return self.path / "run.json"
 
 
+def _make_new(out: Path, stem: str) -> Path:
+    """A folder that was not there before: two runs of one second have two."""
+    for number in range(1, MAX_RUNS_A_SECOND + 1):
+        path = out / (stem if number == 1 else f"{stem}-{number}")
+        with explained(path), suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise UserError(
+        f"cannot make {out / stem}: {MAX_RUNS_A_SECOND} runs of this name began in this second; "
+        "choose another name with --set name=NAME"
+    )
+
+
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Turn the machine's refusal to write `path` into a UserError with the way to mend it."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free space there, or choose another folder "
-            "with --set out=FOLDER"
-        ) from error
+        elsewhere = "choose another folder with --set out=FOLDER"
+        mend = _MENDS.get(error.errno or 0, elsewhere).format(elsewhere=elsewhere)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {mend}") from error

@@ -1,0 +1,181 @@
+"""What users hand to the engine, judged where it comes in: all faults at once, each with its mend.
+
+The types say the same, but who trains rarely runs a type checker; without this, a mistake shows as an error
+deep in autograd, or as a training that learns nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from echelon.errors import UserError, raise_faults
+from echelon.plan import Plan
+
+_PLAIN_LEAVES = (str, int, float, bool, type(None))
+
+
+def check_arguments(
+    model: object, plan: object, optimizer: object, loss: object, clip: object, prefetch: object
+) -> None:
+    """Refuse what `parallelize` cannot work with."""
+    faults = [
+        *_model_faults(model),
+        *_plan_faults(plan),
+        *_optimizer_faults(optimizer),
+        *_loss_faults(loss),
+        *_number_faults(clip, prefetch),
+    ]
+    raise_faults("the arguments of parallelize", faults)
+
+
+def _model_faults(model: object) -> list[str]:
+    if isinstance(model, nn.Module):
+        return []
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return [f"model={model.__name__}: is a class; give a model, like {model.__name__}(…)"]
+    return [f"model is a {type(model).__name__}: must be a torch.nn.Module"]
+
+
+def _plan_faults(plan: object) -> list[str]:
+    if isinstance(plan, Plan):
+        return []
+    if not isinstance(plan, str):
+        return [f"plan is a {type(plan).__name__}: must be an echelon.Plan or its text, like 'data=2'"]
+    try:
+        Plan.parse(plan)
+    except UserError as error:
+        return [f"plan: {fault}" for fault in error.faults]
+    return []
+
+
+def _optimizer_faults(optimizer: object) -> list[str]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        return [
+            f"optimizer is a finished {name}: must be a function, because a rank may hold only a part of the "
+            f"parameters; write optimizer=lambda params: {name}(params)"
+        ]
+    if not callable(optimizer):
+        return [
+            f"optimizer is a {type(optimizer).__name__}: must be a function from parameters to an optimizer, "
+            "like lambda params: AdamW(params)"
+        ]
+    return []
+
+
+def _loss_faults(loss: object) -> list[str]:
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        return [f"loss={loss.__name__}: is a class; give a loss, like {loss.__name__}()"]
+    if not callable(loss):
+        return [f"loss is a {type(loss).__name__}: must be a function (output, target) -> mean"]
+    return []
+
+
+def _number_faults(clip: object, prefetch: object) -> list[str]:
+    faults = []
+    if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
+        faults.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        faults.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
+    return faults
+
+
+def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse what the user's function made of `parameters`, where it cannot train them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"the optimizer function returned a {type(optimizer).__name__}: it must return a "
+            "torch.optim.Optimizer, like lambda params: AdamW(params)"
+        )
+    faults = _membership_faults(optimizer, {id(parameter) for parameter in parameters})
+    if isinstance(optimizer, torch.optim.LBFGS):
+        faults.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
+    raise_faults(f"the optimizer {type(optimizer).__name__}", faults)
+
+
+def _membership_faults(optimizer: torch.optim.Optimizer, given: set[int]) -> list[str]:
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(each not in given for each in held)
+    faults = []
+    if foreign:
+        faults.append(
+            f"{foreign} of its {len(held)} parameters are not those that the function was given: it would "
+            "not train this model; write lambda params: AdamW(params), and use params"
+        )
+    elif not held:
+        faults.append("it leaves out every parameter that it was given: nothing would be trained; add some")
+    return faults
+
+
+def check_batch(batch: object) -> None:
+    """Refuse a batch that is no pair (inputs, targets), or holds what cannot be cut into samples."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list | Mapping) else ""
+        raise UserError(
+            f"the batch is a {type(batch).__name__}{size}: must be a pair (inputs, targets); where the model "
+            "takes several inputs, make them one structure: ((a, b), targets)"
+        )
+    if all(map(_is_leaf, tree_leaves(batch))):
+        return
+    faults = []
+    for name, part in zip(("inputs", "targets"), batch, strict=True):
+        leaves, _ = tree_flatten_with_path(part)
+        faults += [_leaf_fault(name + keystr(path), leaf) for path, leaf in leaves if not _is_leaf(leaf)]
+    raise_faults("the batch", faults)
+
+
+def _is_leaf(leaf: object) -> bool:
+    return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN_LEAVES)
+
+
+def _leaf_fault(place: str, leaf: object) -> str:
+    kind = type(leaf).__name__
+    if isinstance(leaf, Tensor):
+        return f"{place} is a tensor without dims: its first dim must count the samples; give it one for each"
+    if isinstance(leaf, Mapping):
+        return f"{place} is a {kind}, which torch does not look into: give dict(batch)"
+    return (
+        f"{place} is a {kind}: must be a tensor, str, int, float, bool or None, or a dict, list or tuple of "
+        "them; convert it, like torch.as_tensor(values)"
+    )
+
+
+def check_loss(result: Any) -> None:
+    """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
+    if isinstance(result, tuple):
+        raise_faults("what the loss returned", _pair_faults(result))
+    else:
+        raise_faults("what the loss returned", _scalar_faults("the loss", result))
+
+
+def _pair_faults(result: tuple[Any, ...]) -> list[str]:
+    if len(result) != 2:
+        return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
+    total, count = result
+    faults = _scalar_faults("the total", total)
+    is_number = isinstance(count, Real) and not isinstance(count, bool)
+    if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
+        faults.append(f"the count {_described(count)}: must be one number; sum what is counted")
+    return faults
+
+
+def _scalar_faults(name: str, value: Any) -> list[str]:
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        mend = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
+        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {mend}"]
+    if torch.is_grad_enabled() and not value.requires_grad:
+        return [
+            f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "
+            "model's output, without detach(), item() or torch.no_grad()"
+        ]
+    return []
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"is a tensor of shape {tuple(value.shape)}"
+    return f"is {'None' if value is None else 'a ' + type(value).__name__}"

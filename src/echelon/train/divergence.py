@@ -1,0 +1,23 @@
+"""A training that diverged: its numbers are no numbers any more, so it ends, and says what to change."""
+
+import math
+
+from echelon.errors import UserError
+from echelon.train.job import Job
+
+
+def refuse_divergence(job: Job, step: int, **numbers: float) -> None:
+    """Raise a UserError where one of `numbers` (loss=…, gradient_norm=…) of `step` is not finite."""
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            became = "NaN" if math.isnan(value) else "infinite"
+            raise UserError(f"the {name.replace('_', ' ')} became {became} at step {step}; {_mends(job)}")
+
+
+def _mends(job: Job) -> str:
+    its = job.optimizer
+    clip = "set optimizer.clip=1.0" if its.clip is None else f"lower optimizer.clip (now {its.clip})"
+    return (
+        f"lower optimizer.learning_rate (now {its.learning_rate}), or {clip}, "
+        f"or raise optimizer.warmup (now {job.warmup} steps)"
+    )

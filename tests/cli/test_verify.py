@@ -1,0 +1,51 @@
+"""What `echelon verify` makes of a job."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.engine.batch import microbatches, num_samples, take_part
+from echelon.errors import UserError
+from echelon.models import build, save_hf
+from echelon.plan import Plan
+from echelon.train.job import DataJob, Job, ModelJob
+from echelon.verify.job_case import case_of
+
+
+@pytest.mark.parametrize(
+    "text", ["data=2", "data=3 microbatches=2", "data=4 microbatches=4", "microbatches=7"]
+)
+def test_replicas_and_microbatches_are_uneven_and_none_is_empty(text: str) -> None:
+    # With even parts, a mean of means is right by accident, and the proof proves less than it says.
+    plan = Plan.parse(text)
+    batch = case_of(Job(), plan, 1).make_batch(0)
+    replicas = [take_part(batch, index, plan.data) for index in range(plan.data)]
+    parts = [part for each in replicas for part, _ in microbatches(each, plan.microbatches, always=False)]
+    sizes = [num_samples(part) for part in parts]
+    assert len(sizes) == plan.data * plan.microbatches
+    assert (min(sizes), max(sizes)) == (min(sizes), min(sizes) + 1)
+    assert sum(sizes) >= 8
+
+
+def test_the_weights_of_the_job_are_what_is_verified(tmp_path: Path) -> None:
+    model = build(dataclasses.replace(ModelJob().config(), layers=1))
+    torch.nn.init.constant_(next(model.parameters()), 0.5)
+    save_hf(model, tmp_path / "hf")
+    case = case_of(Job(model=ModelJob(weights=str(tmp_path / "hf"))), Plan(data=2), 1)
+    assert torch.equal(next(case.build().parameters()), next(model.parameters()).double())
+
+
+def test_it_trains_on_the_training_split_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 2000 + "b" * 2000, encoding="utf-8")
+    data = DataJob(source=str(tmp_path / "text.txt"), validation_fraction=0.5)
+    case = case_of(Job(data=data), Plan(data=2), 1)
+    assert all((case.make_batch(step)[1] == ord("a")).all() for step in range(10))
+
+
+def test_a_corpus_too_short_to_verify_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 200, encoding="utf-8")
+    job = Job(batch=2, data=DataJob(source=str(tmp_path / "text.txt")))
+    with pytest.raises(UserError, match=r"text\.txt"):
+        case_of(job, Plan(data=2), 1)

@@ -1,0 +1,147 @@
+"""What users hand to the engine: every mistake is named, with its mend."""
+
+from collections import UserDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+
+from echelon.engine.arguments import check_arguments, check_batch, check_loss, check_optimizer
+from echelon.errors import UserError
+from echelon.plan import Plan
+
+
+def faults_of(check: Any, *arguments: Any) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        check(*arguments)
+    return caught.value.faults or (caught.value.title,)
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    given = {"model": nn.Linear(2, 2), "plan": "data=2", "optimizer": AdamW, "loss": nn.MSELoss()}
+    return given | {"clip": None, "prefetch": 1} | changes
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"plan": Plan(data=2)}, {"clip": 1}, {"clip": np.float32(0.5)}, {"prefetch": 0}]
+)
+def test_good_arguments_pass(changes: dict[str, Any]) -> None:
+    check_arguments(**good(**changes))
+
+
+def test_all_faults_of_the_arguments_at_once() -> None:
+    faults = faults_of(check_arguments, "model", 2, 3, 4, 0, -1)
+    starts = [
+        "model is a str",
+        "plan is a int",
+        "optimizer is a int",
+        "loss is a int",
+        "clip=0",
+        "prefetch=-1",
+    ]
+    assert [fault[: len(start)] for fault, start in zip(faults, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": nn.Identity}, "give a model, like Identity("),
+        ({"plan": "data=0 zero=7"}, "plan: data=0"),
+        ({"optimizer": SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "optimizer=lambda params: SGD(params)"),
+        ({"loss": nn.MSELoss}, "give a loss, like MSELoss()"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"clip": -1.0}, "clip=-1.0"),
+        ({"clip": "1"}, "clip='1'"),
+        ({"clip": True}, "clip=True"),
+        ({"prefetch": 1.5}, "prefetch=1.5"),
+        ({"prefetch": True}, "prefetch=True"),
+    ],
+)
+def test_one_bad_argument(changes: dict[str, Any], says: str) -> None:
+    assert says in faults_of(check_arguments, *good(**changes).values())[0]
+
+
+def test_optimizers_over_the_given_parameters_pass() -> None:
+    weight, bias = nn.Linear(2, 2).parameters()
+    check_optimizer(AdamW([weight, bias]), [weight, bias])
+    check_optimizer(SGD([{"params": [weight]}, {"params": []}], lr=0.1), [weight, bias])
+
+
+def test_optimizers_that_train_something_else() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    given = list(model.parameters())
+    (fault,) = faults_of(check_optimizer, AdamW([*other.parameters(), given[0]]), given)
+    assert "2 of its 3 parameters are not those" in fault
+    optimizer = AdamW(given)
+    optimizer.param_groups[0]["params"] = []
+    assert "leaves out every parameter" in faults_of(check_optimizer, optimizer, given)[0]
+    assert "returned a list" in faults_of(check_optimizer, given, given)[0]
+    assert len(faults_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
+
+
+rows = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (rows, rows),
+        [rows, rows],
+        ({"a": rows, "flag": True, "none": None}, [rows, "name", 1, 2.0]),
+        ((rows, rows), rows),
+    ],
+)
+def test_good_batches_pass(batch: Any) -> None:
+    check_batch(batch)
+
+
+def test_batches_that_are_no_pairs() -> None:
+    assert "is a Tensor: must be a pair" in faults_of(check_batch, rows)[0]
+    assert "is a tuple of 3" in faults_of(check_batch, (rows, rows, rows))[0]
+    assert "is a dict of 2" in faults_of(check_batch, {"inputs": rows, "targets": rows})[0]
+
+
+def test_every_bad_leaf_is_named() -> None:
+    inputs = {"a": torch.tensor(1.0), "b": [rows, np.zeros(3)]}
+    faults = faults_of(check_batch, (inputs, UserDict(labels=rows)))
+    assert [fault.split(":")[0] for fault in faults] == [
+        "inputs['a'] is a tensor without dims",
+        "inputs['b'][1] is a ndarray",
+        "targets is a UserDict, which torch does not look into",
+    ]
+    assert "dict(batch)" in faults[2]
+
+
+def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
+    return torch.ones(shape, requires_grad=True) * 2
+
+
+def test_good_losses_pass() -> None:
+    check_loss(trained())
+    check_loss((trained(), 4))
+    check_loss((trained(), torch.tensor(4)))
+    with torch.no_grad():
+        check_loss(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (1.5, "is a float: must be a tensor"),
+        (None, "is None: must be a tensor"),
+        (trained((4,)), "is a tensor of shape (4,)"),
+        (torch.tensor(1.0), "does not depend on the parameters"),
+        ((trained(), 1, 2), "is a tuple of 3"),
+        ((trained(), None), "the count is None"),
+        ((trained(), trained((4,))), "the count is a tensor of shape (4,)"),
+    ],
+)
+def test_bad_losses(result: Any, says: str) -> None:
+    assert says in faults_of(check_loss, result)[0]
+
+
+def test_both_parts_of_a_pair_are_judged() -> None:
+    assert len(faults_of(check_loss, (torch.tensor(1.0), "4"))) == 2
