@@ -37,13 +37,23 @@ def test_a_new_step_forgets_moves_and_keeps_totals() -> None:
     assert ledger.total().payload == 3
 
 
-def test_hidden_time_is_what_nobody_waited_for() -> None:
+def test_overlapping_operations_are_busy_once_and_waiting_is_not_hidden() -> None:
     ledger = Ledger()
-    move = ledger.begin("data", "all_reduce", Traffic(1, 1, 1))
-    ledger.finish(move, waited_since=move.start + 0.75, done=move.start + 1.0)
-    assert abs(move.seconds - 1.0) < 1e-9
-    move.waited = 0.25
-    assert abs(move.hidden - 0.75) < 1e-9
+    for start, seconds, waited in ((0.0, 1.0, 0.0), (0.5, 1.0, 0.25), (3.0, 0.5, 0.5)):
+        move = ledger.begin("data", "all_reduce", Traffic(1, 1, 1), start)
+        move.seconds, move.waited = seconds, waited
+    assert ledger.busy() == 2.0
+    assert ledger.hidden() == 1.25
+
+
+def test_finishing_tells_the_duration_and_the_wait() -> None:
+    ledger = Ledger()
+    begun = time.perf_counter() - 2.0
+    move = ledger.begin("data", "all_reduce", Traffic(1, 1, 1), begun)
+    ledger.finish(move, waited_since=time.perf_counter() - 0.5, done=begun + 1.0)
+    assert move.seconds == 1.0
+    assert 0.5 <= move.waited < 1.0
+    assert ledger.total().waited == move.waited
 
 
 def hides_behind_work() -> float:

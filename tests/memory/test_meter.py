@@ -1,5 +1,6 @@
 """Memory is measured from storages that are alive."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,16 +50,39 @@ def test_microbatches_hold_less_at_once() -> None:
 def test_shared_storages_count_once() -> None:
     layer = nn.Linear(10, 10, bias=False)
     model = nn.Sequential(layer, layer)
-    meter = Meter(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    meter = Meter(model, lambda: {"parameters": list(model.parameters()), "gradients": [], "optimizer": []})
     assert meter.read().now["parameters"] == 400
 
 
 def test_a_kept_graph_is_memory_now() -> None:
     model = nn.Sequential(nn.Linear(6, 100), nn.Tanh())
-    meter = Meter(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    meter = Meter(model, lambda: {"parameters": list(model.parameters()), "gradients": [], "optimizer": []})
     meter.start_step()
     with meter.activations():
         output = model(torch.ones(3, 6)).sum()
     assert meter.read().now["activations"] >= 4 * 3 * 100
     del output
     assert meter.read().now["activations"] == 0
+
+
+class InPlace(nn.Module):
+    """Changes a tensor that its backward pass needs: an error, also while memory is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).exp()
+        y += 1
+        return y  # type: ignore[no-any-return]
+
+
+def test_measuring_does_not_hide_in_place_mistakes() -> None:
+    with pytest.raises(RuntimeError, match="in place"):
+        trained(InPlace())
+
+
+def test_the_peak_of_all_is_of_one_moment() -> None:
+    memory = trained(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)), steps=2)
+    assert max(memory.peak.values()) <= memory.peak_total <= sum(memory.peak.values())

@@ -130,7 +130,8 @@ class Group(ABC):
         if tensor is not None:
             self._check_parts("scatter", whole=tensor, part=output)
         traffic = self._parts(output, many=source == self.rank, outward=source == self.rank)
-        return self._do("scatter", traffic, wait, lambda: self._scatter(output, tensor, source), output)
+        tensors = [output] if tensor is None else [output, tensor]
+        return self._do("scatter", traffic, wait, lambda: self._scatter(output, tensor, source), *tensors)
 
     def gather(
         self, tensor: Tensor, output: Tensor | None = None, target: int = 0, *, wait: bool = True
@@ -139,7 +140,8 @@ class Group(ABC):
         if output is not None:
             self._check_parts("gather", whole=output, part=tensor)
         traffic = self._parts(tensor, many=target == self.rank, outward=target != self.rank)
-        return self._do("gather", traffic, wait, lambda: self._gather(tensor, output, target), tensor)
+        tensors = [tensor] if output is None else [tensor, output]
+        return self._do("gather", traffic, wait, lambda: self._gather(tensor, output, target), *tensors)
 
     def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
         """Send to `target`, which must `recv` the same number of elements of the same type."""
@@ -199,11 +201,12 @@ class Group(ABC):
                 )
         if skip_empty and traffic.payload == 0:
             return Handle(None, self.ledger, None)
+        start = time.perf_counter()
+        pending = begin()
         if self.size == 1:  # nothing leaves this rank: nothing to enter, nothing to wait for
-            begin().wait()
+            pending.wait()
             return Handle(None, self.ledger, None)
-        move = self.ledger.begin(self.axis, operation, traffic)
-        handle = Handle(begin(), self.ledger, move)
+        handle = Handle(pending, self.ledger, self.ledger.begin(self.axis, operation, traffic, start))
         if wait:
             handle.wait()
         return handle

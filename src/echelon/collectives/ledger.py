@@ -41,11 +41,6 @@ class Move:
     seconds: float = 0.0
     waited: float = 0.0
 
-    @property
-    def hidden(self) -> float:
-        """Seconds of the operation that passed while this rank did something else."""
-        return max(0.0, self.seconds - self.waited)
-
 
 @dataclass(slots=True)
 class Total:
@@ -80,9 +75,9 @@ class Ledger:
         finally:
             self.subject = before
 
-    def begin(self, axis: str, operation: str, traffic: Traffic) -> Move:
-        """Enter an operation at the moment it is issued."""
-        move = Move(axis, operation, self.subject, traffic, start=time.perf_counter())
+    def begin(self, axis: str, operation: str, traffic: Traffic, start: float | None = None) -> Move:
+        """Enter an operation that was issued at `start` (or now)."""
+        move = Move(axis, operation, self.subject, traffic, time.perf_counter() if start is None else start)
         self.moves.append(move)
         total = self._total_of(move)
         total.count += 1
@@ -99,6 +94,18 @@ class Ledger:
         total = self._total_of(move)
         total.seconds += move.seconds
         total.waited += move.waited
+
+    def busy(self) -> float:
+        """Seconds of this step in which something was under way; what overlaps counts once."""
+        seconds, end = 0.0, float("-inf")
+        for move in sorted(self.moves, key=lambda move: move.start):
+            seconds += max(0.0, move.start + move.seconds - max(end, move.start))
+            end = max(end, move.start + move.seconds)
+        return seconds
+
+    def hidden(self) -> float:
+        """Of the busy seconds, those in which this rank did something else than wait."""
+        return max(0.0, self.busy() - sum(move.waited for move in self.moves))
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None

@@ -6,6 +6,7 @@ they do nothing. What silence means is decided in `hang.py`.
 
 import ctypes
 import mmap
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,15 +46,18 @@ def beat() -> None:
 
 
 def entered(name: str) -> None:
-    """Say that this rank now waits for others in operation `name`. Operations do not nest."""
-    if _mine is not None:
+    """Say that this rank now waits for others in operation `name`. Operations do not nest.
+
+    Only the main thread's count: a server's threads wait for requests all the time.
+    """
+    if _mine is not None and threading.current_thread() is threading.main_thread():
         _mine.name = name.encode()[:_NAME_BYTES]
         _mine.entered += 1
 
 
 def left() -> None:
     """Say that the operation entered last is over."""
-    if _mine is not None:
+    if _mine is not None and threading.current_thread() is threading.main_thread():
         _mine.left += 1
 
 

@@ -6,7 +6,7 @@ several tensors share counts once, and one that is already a parameter or buffer
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,10 +20,11 @@ METERED_STEPS = 3
 
 
 class Memory(NamedTuple):
-    """Bytes by category."""
+    """Bytes by category. `peak` is each category's own, of the first steps; `peak_total` of all at once."""
 
     now: dict[str, int]
     peak: dict[str, int]
+    peak_total: int
 
     @property
     def total(self) -> int:
@@ -31,19 +32,20 @@ class Memory(NamedTuple):
 
 
 class Meter:
-    """Watches one rank's model and optimizer."""
+    """Watches one rank's model; `storages` tells what holds its parameters, gradients and optimizer state."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
+    def __init__(self, module: nn.Module, storages: Callable[[], dict[str, list[Tensor]]]) -> None:
+        self._module, self._storages = module, storages
         self._saved: Counter[int] = Counter()
         self._activations = 0
         self._peak = dict.fromkeys(CATEGORIES, 0)
+        self._peak_total = self._standing = 0
         self._steps = 0
         self.sample()
 
     def read(self) -> Memory:
         now = self._measure()
-        return Memory(now, dict(self._peak))
+        return Memory(now, dict(self._peak), self._peak_total)
 
     def start_step(self) -> None:
         self._steps += 1
@@ -54,22 +56,14 @@ class Meter:
             self._measure()
 
     def _measure(self) -> dict[str, int]:
-        parameters = list(self._module.parameters())
-        state = [
-            value
-            for entry in self._optimizer.state.values()
-            for value in entry.values()
-            if isinstance(value, Tensor)
-        ]
-        now = {
-            "parameters": _storage_bytes(parameters),
-            "gradients": _storage_bytes(p.grad for p in parameters if p.grad is not None),
-            "optimizer": _storage_bytes(state),
-            "activations": self._activations,
-            "buffers": _storage_bytes(self._module.buffers()),
-        }
+        found = {category: _storage_bytes(tensors) for category, tensors in self._storages().items()}
+        found["activations"] = self._activations
+        found["buffers"] = _storage_bytes(self._module.buffers())
+        now = {category: found[category] for category in CATEGORIES}
         for category, size in now.items():
             self._peak[category] = max(self._peak[category], size)
+        self._standing = sum(now.values()) - self._activations
+        self._peak_total = max(self._peak_total, sum(now.values()))
         return now
 
     @contextmanager
@@ -78,18 +72,14 @@ class Meter:
         if self._steps > METERED_STEPS:
             yield
             return
-        standing = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in [*self._module.parameters(), *self._module.buffers()]
-        }
+        standing = {_address(tensor) for tensor in [*self._module.parameters(), *self._module.buffers()]}
 
-        def pack(tensor: Tensor) -> "_Saved | Tensor":
-            if tensor.untyped_storage().data_ptr() in standing:
-                return tensor
-            return _Saved(tensor, self)
+        def pack(tensor: Tensor) -> _Saved:
+            counts = tensor.layout == torch.strided and _address(tensor) not in standing
+            return _Saved(tensor, self if counts else None)
 
-        def unpack(saved: "_Saved | Tensor") -> Tensor:
-            return saved.tensor if isinstance(saved, _Saved) else saved
+        def unpack(saved: _Saved) -> Tensor:
+            return saved.take()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -98,6 +88,7 @@ class Meter:
         if self._saved[storage.data_ptr()] == 0:
             self._activations += storage.nbytes()
             self._peak["activations"] = max(self._peak["activations"], self._activations)
+            self._peak_total = max(self._peak_total, self._standing + self._activations)
         self._saved[storage.data_ptr()] += 1
 
     def _drop(self, storage: torch.UntypedStorage) -> None:
@@ -110,16 +101,32 @@ class Meter:
 class _Saved:
     """A tensor that autograd keeps; tells the meter when it is let go."""
 
-    def __init__(self, tensor: Tensor, meter: Meter) -> None:
+    def __init__(self, tensor: Tensor, meter: Meter | None) -> None:
         # Without its history: an output that holds its own graph would never be freed if nobody goes back.
-        self.tensor, self._meter = tensor.detach(), meter
-        meter._keep(tensor.untyped_storage())
+        self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
+        if meter is not None:
+            meter._keep(tensor.untyped_storage())
+
+    def take(self) -> Tensor:
+        # Autograd does not look for this where hooks are set.
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that the backward pass needs was changed in "
+                "place after the forward pass had saved it; replace the in-place operation"
+            )
+        return self._tensor
 
     def __del__(self) -> None:
-        self._meter._drop(self.tensor.untyped_storage())
+        if self._meter is not None:
+            self._meter._drop(self._tensor.untyped_storage())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the distinct storages behind `tensors`."""
-    sizes = {(s.device, s.data_ptr()): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    return sum(sizes.values())
+    dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
+    storages = {(s.device, s.data_ptr()): s.nbytes() for s in (t.untyped_storage() for t in dense)}
+    return sum(storages.values())
