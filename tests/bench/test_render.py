@@ -11,10 +11,10 @@ ROWS = (
 )
 
 
-def text_of(commit: str | None) -> str:
+def text_of(commit: str | None, **settings: list[str]) -> str:
     hardware = {"cpu": "Some CPU", "cores": 2, "gpus": ["Some GPU"]}
     result = Result(
-        "collectives", "echelon bench", commit, "2030-01-01", {"torch": "2.13.0"}, hardware, {}, ROWS
+        "collectives", "echelon bench", commit, "2030-01-01", {"torch": "2.13.0"}, hardware, settings, ROWS
     )
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(render(result))
@@ -31,3 +31,7 @@ def test_a_row_shows_time_ratio_and_extras_by_their_unit() -> None:
 def test_the_last_lines_say_where_the_figures_come_from() -> None:
     assert "2 cores of Some CPU, Some GPU · torch 2.13.0 · 2030-01-01 · commit abc" in text_of("abc")
     assert "commit unknown" in text_of(None)
+
+
+def test_a_peer_that_is_missing_is_named() -> None:
+    assert "commit abc\ndeepspeed is not installed" in text_of("abc", not_installed=["deepspeed"])

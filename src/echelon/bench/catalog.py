@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from echelon.bench import collectives, launching, step
+from echelon.bench import collectives, data_parallel, launching, step
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
@@ -13,7 +13,12 @@ Bench = Callable[[bool], tuple[dict[str, Any], list[Row]]]
 
 def benches() -> dict[str, Bench]:
     """Every bench under its name; the first line of its docstring says what it measures."""
-    return {"launch": launching.bench, "collectives": collectives.bench, "step": step.bench}
+    return {
+        "launch": launching.bench,
+        "collectives": collectives.bench,
+        "step": step.bench,
+        "data-parallel": data_parallel.bench,
+    }
 
 
 def run(name: str, *, quick: bool = False) -> Result:

@@ -57,7 +57,8 @@ def _show(extra: str, number: float) -> str:
 def _origin(result: Result) -> str:
     machine = f"{result.hardware['cores']} cores of {result.hardware['cpu']}"
     gpus = "".join(f", {name}" for name in result.hardware["gpus"])
+    missing = "".join(f"\n{name} is not installed" for name in result.settings.get("not_installed", ()))
     return (
         f"medians; ratios paired by round, with quartiles · {machine}{gpus} · "
-        f"torch {result.versions['torch']} · {result.date} · commit {result.commit or 'unknown'}"
+        f"torch {result.versions['torch']} · {result.date} · commit {result.commit or 'unknown'}{missing}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from echelon.bench import trainers
+from echelon.bench import footprint, trainers
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, timed
 from echelon.engine import TRAINING_MODULES
@@ -71,11 +71,11 @@ def measure(config: ModelConfig, rounds: int) -> dict[str, list[float]]:
 def measure_memory(contender: str, config: ModelConfig) -> int:
     """Runs in every rank: how far memory grew from before the model was built to after some steps."""
     make_work(contender, _SMALL)()  # what torch imports on first use, about 100 MiB, does not count
-    before = trainers.peak_bytes()
+    before = footprint.peak_bytes()
     work = make_work(contender, config)
     for _ in range(_MEMORY_STEPS):
         work()
-    return trainers.peak_bytes() - before
+    return footprint.peak_bytes() - before
 
 
 def make_work(contender: str, config: ModelConfig) -> Callable[[], tuple[float, float]]:

@@ -4,8 +4,6 @@ Each step does: forward, mean loss, backward, gradient norm, clip, AdamW. Models
 so the contenders' losses agree, which a test holds.
 """
 
-import resource
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from echelon.engine import parallelize
-from echelon.models import ModelConfig, build, cross_entropy
+from echelon.models import ModelConfig, Transformer, build, cross_entropy
 from echelon.plan import Plan
 
 CLIP = 1.0
@@ -25,17 +23,23 @@ Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], tuple[float, float]]  # trains on a batch; returns its loss and gradient norm
 
 
-def make_batch(config: ModelConfig, samples: int) -> Batch:
-    """Random tokens, the same in every rank, and for each the token that comes next."""
-    generator = torch.Generator().manual_seed(0)
+def make_batch(config: ModelConfig, samples: int, seed: int = 0) -> Batch:
+    """Random tokens, the same in every rank that has the seed, and for each the token that comes next."""
+    generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab, (samples, config.sequence + 1), generator=generator).to(_device())
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def make_model(config: ModelConfig) -> Transformer:
+    """On this rank's device, with the same weights wherever it is made."""
+    torch.manual_seed(0)
+    return build(config).to(_device())
 
 
 def echelon_step(config: ModelConfig) -> Step:
     """`parallelize` over all ranks that are here."""
     plan = Plan(data=dist.get_world_size())
-    engine = parallelize(_model(config), plan, optimizer=_adamw, loss=cross_entropy, clip=CLIP)
+    engine = parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy, clip=CLIP)
 
     def step(batch: Batch) -> tuple[float, float]:
         metrics = engine.step(batch)
@@ -46,7 +50,7 @@ def echelon_step(config: ModelConfig) -> Step:
 
 def torch_step(config: ModelConfig) -> Step:
     """The loop that everyone writes; with several ranks, around DistributedDataParallel."""
-    model: nn.Module = _model(config).to(_device())
+    model: nn.Module = make_model(config)
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model)
     parameters = list(model.parameters())
@@ -62,19 +66,6 @@ def torch_step(config: ModelConfig) -> Step:
         return loss.item(), norm.item()
 
     return step
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held, on its CUDA device or else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _model(config: ModelConfig) -> nn.Module:
-    torch.manual_seed(0)
-    return build(config)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,23 @@
+import torch
+from torch import nn
+
+from echelon.bench import footprint
+
+MIB = 2**20
+
+
+def test_alive_bytes_count_each_storage_once_with_gradients() -> None:
+    before = footprint.alive_bytes()
+    weight = nn.Parameter(torch.zeros(MIB // 4))
+    view = weight.detach()[: MIB // 8]
+
+    assert footprint.alive_bytes() - before == MIB
+    weight.grad = torch.zeros_like(weight)
+    assert footprint.alive_bytes() - before == 2 * MIB
+    del weight, view
+    assert footprint.alive_bytes() == before
+
+
+def test_the_peak_is_at_least_what_was_touched() -> None:
+    touched = torch.ones(64 * MIB // 4)
+    assert footprint.peak_bytes() > touched.nbytes

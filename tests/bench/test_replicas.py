@@ -1,0 +1,56 @@
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from echelon.bench import replicas
+from echelon.bench.replicas import Peer
+from echelon.bench.trainers import make_batch
+from echelon.launching import Ranks
+from echelon.models import ModelConfig
+
+CONFIG = ModelConfig("gpt", layers=2, width=16, heads=2, vocab=32, sequence=8, tied=True)
+INSTALLED = [peer for peer in replicas.peers() if peer.installed]
+
+
+def train(peer: Peer | None, level: int) -> list[float]:
+    """Runs in a rank: losses of a peer, or of echelon."""
+    step = replicas.echelon_step(CONFIG, level) if peer is None else peer.make_step(CONFIG)
+    batch = make_batch(CONFIG, 2, seed=dist.get_rank())
+    return [step(batch) for _ in range(5)]
+
+
+@pytest.mark.parametrize("peer", INSTALLED, ids=lambda peer: peer.name)
+def test_peers_do_the_same_training(peer: Peer, warm_ranks: Callable[[int], Ranks]) -> None:
+    mine, same = warm_ranks(2).run(train, None, peer.level)
+    theirs = zip(*warm_ranks(2).run(train, peer, peer.level), strict=True)
+
+    assert mine == same
+    assert mine == pytest.approx([sum(losses) / 2 for losses in theirs], rel=1e-4)
+    assert mine == sorted(mine, reverse=True)
+
+
+def train_alone() -> list[float]:
+    """Runs in a rank."""
+    step, batch = replicas.alone_step(CONFIG), make_batch(CONFIG, 2, seed=dist.get_rank())
+    return [step(batch) for _ in range(5)]
+
+
+def test_without_exchange_ranks_learn_only_their_own_samples(warm_ranks: Callable[[int], Ranks]) -> None:
+    one, other = warm_ranks(2).run(train_alone)
+    together, _ = warm_ranks(2).run(train, None, 0)
+
+    assert one[0] != other[0]
+    assert together[0] == pytest.approx((one[0] + other[0]) / 2, rel=1e-5)
+    assert together[-1] > max(one[-1], other[-1])
+
+
+def test_every_level_has_a_peer_of_torch_and_zero_one_of_deepspeed() -> None:
+    levels = {(peer.package, peer.level) for peer in replicas.peers()}
+    assert levels == {("torch", level) for level in range(4)} | {("deepspeed", level) for level in (1, 2, 3)}
+
+
+def test_a_package_that_is_missing_is_not_installed() -> None:
+    [ddp, *_] = replicas.peers()
+    assert ddp.installed
+    assert not ddp._replace(package="no_such_package").installed
