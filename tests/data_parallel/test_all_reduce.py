@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon.collectives import Ledger, RecordingGroup, TorchGroup
@@ -47,12 +48,13 @@ def reductions_during_backward() -> tuple[int, int, bool]:
         loss = model(torch.ones(2, 64)).sum()
         sync.start_backward(last=last)
         loss.backward()
+        sync.finish_backward()
         if not last:
             assert group.ledger.moves == [], "earlier microbatches only accumulate"
     ended = time.perf_counter()
     sync.finish_gradients()
     gradients = [move for move in group.ledger.moves if move.subject == "gradients"]
-    return len(gradients), sum(move.start < ended for move in gradients), gradients[0].hidden > 0
+    return len(gradients), sum(move.start < ended for move in gradients), group.ledger.hidden() > 0
 
 
 def test_buckets_are_reduced_while_the_backward_pass_goes_on() -> None:
@@ -65,8 +67,9 @@ def moved(microbatches: int) -> list[tuple[str, str, int, int]]:
     engine = echelon.parallelize(
         Perceptron(), f"data=3 microbatches={microbatches}", optimizer=adamw, loss=mean_loss
     )
+    engine.step(engine.local(vectors(0)))  # the first step also agrees on the order of gradients
     engine.ledger.totals.clear()
-    engine.step(engine.local(vectors(0)))
+    engine.step(engine.local(vectors(1)))
     return [
         (str(row["operation"]), str(row["subject"]), int(row["count"]), int(row["sent"]))
         for row in engine.ledger.rows()
@@ -80,9 +83,124 @@ def test_one_synchronisation_a_step_of_two_psi(microbatches: int) -> None:
     for rows in echelon.launch(moved, 3, microbatches):
         assert rows == [
             ("all_reduce", "gradients", 1, 2 * 2 * 4 * size // 3),
-            ("all_reduce", "metrics", 1, 2 * 2 * 16 // 3),
+            ("all_reduce", "metrics", 1, 2 * 2 * 24 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),
         ]
+
+
+def gradients_after_a_foreign_backward() -> float:
+    """Rank 0 alone runs a backward pass of its own between two steps."""
+    torch.manual_seed(0)
+    engine = echelon.parallelize(Perceptron(), "data=2", optimizer=adamw, loss=mean_loss)
+    engine.step(engine.local(vectors(0)))
+    if engine.replica == 0:
+        engine.module(vectors(1)[0]).sum().backward()
+    return engine.step(engine.local(vectors(2))).loss
+
+
+def test_a_backward_pass_outside_a_step_is_nobody_elses_business() -> None:
+    first, second = echelon.launch(gradients_after_a_foreign_backward, 2)
+    assert first == second
+
+
+class Reentrant(nn.Module):
+    """One layer inside two reentrant checkpoints: its gradient comes twice in one backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def test_a_gradient_that_comes_twice_is_an_error_not_a_wrong_sum() -> None:
+    with pytest.raises(echelon.UserError, match="use_reentrant=False"):
+        assert_equal(Case(Reentrant, vectors, mean_loss, adamw, steps=2), "data=2")
+
+
+class FailsInBackward(nn.Module):
+    """Layers in small buckets; once, the backward pass fails after some of them are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_ = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.last = nn.Linear(6, 5)
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers_):
+            x = torch.tanh(layer(x))
+            if index == 1 and self.fail:
+                x.register_hook(self._raise)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def _raise(self, _: Tensor) -> None:
+        raise RuntimeError("told to fail")
+
+
+def weights_around_a_failed_backward(fail: bool) -> list[Tensor]:
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model = FailsInBackward()
+    group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
+    sync = AllReduce(model, group, bucket_bytes=100)
+    optimizer = adamw(sync.parameters())
+    for step in range(3):
+        model.fail = fail and step == 1
+        if step == 1 and not fail:
+            continue
+        sync.start_step()
+        inputs, targets = vectors(step)
+        loss = mean_loss(model(inputs * (dist.get_rank() + 1)), targets)
+        sync.start_backward(last=True)
+        if model.fail:
+            with pytest.raises(RuntimeError, match="told to fail"):
+                loss.backward()
+            continue
+        loss.backward()
+        sync.finish_backward()
+        sync.finish_gradients()
+        optimizer.step()
+        sync.finish_step()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_after_a_backward_that_raised_the_next_step_is_right() -> None:
+    with_failure, without = (
+        echelon.launch(weights_around_a_failed_backward, 2, fail) for fail in (True, False)
+    )
+    for mine, theirs in zip(with_failure[0], without[0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))  # type: ignore[no-any-return]
+
+
+def running_mean() -> Tensor:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(Normalised(), "data=2", optimizer=adamw, loss=mean_loss)
+    for step in range(3):
+        engine.step(engine.local(vectors(step)))
+    return engine.full_state_dict()["norm.running_mean"]
+
+
+def test_running_statistics_are_replica_zeros_on_every_rank() -> None:
+    first, second = echelon.launch(running_mean, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.zeros(6))
 
 
 def weights_of_rank_zero() -> list[Tensor]:
@@ -107,4 +225,4 @@ def test_a_model_that_is_all_frozen_has_nothing_to_reduce() -> None:
     sync = AllReduce(model, RecordingGroup("data", 0, 2))
     sync.start_step()
     sync.finish_gradients()
-    assert sync.parameters() == []
+    assert sync.parameters() == [] == sync.held()

@@ -10,8 +10,8 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
     return [nn.Parameter(torch.ones(size, dtype=dtype)) for size in sizes]
 
 
-def test_last_parameters_come_first_up_to_the_limit() -> None:
-    buckets = fill_buckets(parameters(1, 2, 3, 4), limit=5 * 4)
+def test_parameters_fill_buckets_in_order_up_to_the_limit() -> None:
+    buckets = fill_buckets(parameters(4, 3, 2, 1), limit=5 * 4)
     assert [[p.numel() for p in bucket.views] for bucket in buckets] == [[4], [3, 2], [1]]
 
 
@@ -21,7 +21,7 @@ def test_a_parameter_above_the_limit_has_a_bucket_alone() -> None:
 
 
 def test_types_do_not_share_a_bucket() -> None:
-    mixed = parameters(2) + parameters(2, dtype=torch.float64)
+    mixed = parameters(2, dtype=torch.float64) + parameters(2)
     assert [bucket.buffer.dtype for bucket in fill_buckets(mixed, 1000)] == [torch.float64, torch.float32]
 
 

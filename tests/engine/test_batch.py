@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.engine.batch import num_samples, split_microbatches, take_part, total_and_count
+from echelon.engine.batch import microbatches, num_samples, take_part, total_and_count
 from echelon.errors import UserError
 
 
@@ -23,9 +23,17 @@ def test_parts_are_the_whole_in_order_and_differ_by_one(samples: int, parts: int
 
 def test_microbatches_are_never_empty() -> None:
     batch = (torch.arange(3), torch.arange(3))
-    assert [len(part[0]) for part in split_microbatches(batch, 2)] == [2, 1]
-    assert [len(part[0]) for part in split_microbatches(batch, 5)] == [1, 1, 1]
-    assert split_microbatches((torch.empty(0), torch.empty(0)), 2) == []
+    assert [len(part[0]) for part, _ in microbatches(batch, 2, always=False)] == [2, 1]
+    assert [len(part[0]) for part, _ in microbatches(batch, 5, always=False)] == [1, 1, 1]
+    assert microbatches((torch.empty(0), torch.empty(0)), 2, always=False) == []
+
+
+def test_where_ranks_keep_step_missing_microbatches_weigh_nothing() -> None:
+    batch = (torch.arange(2), torch.arange(2))
+    parts = microbatches(batch, 4, always=True)
+    assert [(part[0].tolist(), weight) for part, weight in parts] == [([0], 1), ([1], 1), ([0], 0), ([0], 0)]
+    with pytest.raises(UserError, match="give each replica at least one sample"):
+        microbatches((torch.empty(0), torch.empty(0)), 2, always=True)
 
 
 def test_a_batch_needs_one_number_of_samples() -> None:

@@ -130,32 +130,33 @@ def test_optimizer_state_has_every_original_name() -> None:
     assert state["unused.weight"] == {} == state["frozen"]
 
 
-def uneven_parts() -> tuple[int, int, float, int]:
+def uneven_parts() -> tuple[int, list[float], list[int]]:
     """Rank 0 gets everything, rank 1 nothing at all."""
     engine = engine_for("data=2")
-    inputs, targets = vectors(0)
-    mine = (inputs, targets) if engine.replica == 0 else (inputs[:0], targets[:0])
-    metrics = engine.step(mine)
-    return engine.replica, engine.replicas, metrics.loss, metrics.tokens
+    metrics = []
+    for step in range(3):
+        inputs, targets = vectors(step)
+        metrics.append(engine.step((inputs, targets) if engine.replica == 0 else (inputs[:0], targets[:0])))
+    return engine.replica, [m.loss for m in metrics], [m.tokens for m in metrics]
 
 
 def test_a_replica_may_have_no_samples_at_all() -> None:
-    alone = engine_for().step(vectors(0)).loss
-    for rank, (replica, replicas, loss, tokens) in enumerate(echelon.launch(uneven_parts, 2)):
-        assert (replica, replicas, tokens) == (rank, 2, 12)
-        assert loss == pytest.approx(alone, rel=1e-6)
+    alone = engine_for()
+    losses = [alone.step(vectors(step)).loss for step in range(3)]
+    for rank, (replica, its_losses, tokens) in enumerate(echelon.launch(uneven_parts, 2)):
+        assert (replica, tokens) == (rank, [12, 12, 12])
+        assert its_losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_inputs_take_the_type_of_the_plan() -> None:
+    assert engine_for("precision=fp64").step(vectors(0)).loss > 0
 
 
 def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     with pytest.raises(echelon.UserError, match="cannot run yet") as caught:
-        engine_for("tensor=2 pipeline=2 zero=1 precision=bf16 offload=optimizer")
-    assert [fault.split("=")[0] for fault in caught.value.faults] == [
-        "tensor",
-        "pipeline",
-        "zero",
-        "precision",
-        "offload",
-    ]
+        engine_for("tensor=2 pipeline=2 precision=fp16 offload=optimizer")
+    names = ["tensor", "pipeline", "precision", "offload"]
+    assert [fault.split("=")[0] for fault in caught.value.faults] == names
 
 
 def test_a_plan_needs_its_ranks() -> None:

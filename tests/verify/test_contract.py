@@ -1,10 +1,14 @@
 """The contract holds for data parallelism, and it can fail."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from echelon.engine import Engine
 from echelon.plan import Plan
 from echelon.verify import Case, Verdict, assert_equal, verify
 from tests.cases import (
@@ -78,7 +82,88 @@ def test_a_wrong_loss_alone_is_named() -> None:
     assert verdict_of({"a": 1e-12}, {"loss": 1e-12}).equal
 
 
-def test_an_untrained_case_still_compares_weights() -> None:
-    case = Case(torch.nn.Identity, vectors, mean_loss, adamw, steps=0)
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    case = Case(torch.nn.Identity, vectors, mean_loss, adamw, steps=1)
     with pytest.raises(ValueError, match="nothing to train"):
         verify(case, "data=1")
+
+
+def standing_still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def test_a_training_that_moves_nothing_proves_nothing() -> None:
+    with pytest.raises(ValueError, match="no weight has moved"):
+        verify(perceptron_case(make_optimizer=standing_still, steps=2), "data=2")
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.1))
+
+
+def test_dropout_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="dropout in 1: its masks differ"):
+        verify(Case(with_dropout, vectors, mean_loss, adamw), "data=2")
+
+
+def test_a_plan_that_cannot_run_is_not_certified() -> None:
+    with pytest.raises(ValueError, match="cannot run yet"):
+        verify(perceptron_case(), "data=2 precision=fp16")
+
+
+def test_a_bug_between_replicas_needs_replicas() -> None:
+    with pytest.raises(ValueError, match="set data=2 or more"):
+        verify(perceptron_case(), "data=1", plant="skip-bucket")
+
+
+def spoil_the_state_of_rank_one(engine: Engine) -> None:
+    whole = engine.full_optimizer_state
+
+    def spoilt() -> dict[str, dict[str, torch.Tensor]]:
+        state = whole()
+        if engine.mesh.rank == 1:
+            state["first.bias"]["exp_avg"] += 1e-3
+        return state
+
+    engine.full_optimizer_state = spoilt  # type: ignore[method-assign]
+
+
+def forget_the_start(engine: Engine) -> None:
+    """Rank 1 trains from weights of its own."""
+    if engine.mesh.rank == 1:
+        with torch.no_grad():
+            next(engine.module.parameters()).add_(1.0)
+
+
+def break_evaluation(engine: Engine) -> None:
+    evaluate = engine.evaluate
+    engine.evaluate = lambda batch: evaluate(batch)._replace(loss=1.0)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("bug", [spoil_the_state_of_rank_one, forget_the_start, break_evaluation])
+def test_other_bugs_are_found_too(bug: Callable[[Engine], None]) -> None:
+    assert not verify(perceptron_case(steps=2), "data=2", plant=bug).equal
+
+
+@pytest.mark.parametrize("staleness", ["1", "inf"])
+def test_asynchronous_training_is_held_to_the_replay_of_its_log(staleness: str) -> None:
+    verdict = assert_equal(perceptron_case(steps=8), f"data=3 sync=async staleness={staleness}")
+    assert "the replay of its own log" in str(verdict)
+
+
+def push_twice(engine: Engine) -> None:
+    """A worker whose gradient is doubled on its way: the log does not say so."""
+    finish = engine._update.finish_step
+
+    def doubled(tally: torch.Tensor) -> Any:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None and engine.mesh.rank == 1:
+                parameter.grad.mul_(2)
+        return finish(tally)
+
+    engine._update.finish_step = doubled  # type: ignore[method-assign]
+
+
+def test_an_asynchronous_bug_is_found() -> None:
+    case = perceptron_case(steps=4, make_optimizer=sgd)
+    assert not verify(case, "data=2 sync=async staleness=2", plant=push_twice).equal

@@ -1,99 +1,105 @@
 """Data parallelism by all-reduce (DDP): replicas hold everything and sum their gradients, bucket by bucket.
 
 A bucket's all-reduce starts as soon as the last microbatch's backward pass has completed it, while the
-backward pass goes on. Earlier microbatches only accumulate: one synchronisation a step.
+backward pass goes on. Earlier microbatches only accumulate: one synchronisation a step. After the first step
+the buckets are filled anew, in the order in which gradients really come.
 """
 
-from itertools import takewhile
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket, fill_buckets
-from echelon.data_parallel.sync import Sync
-from echelon.ownership import Owned, own_whole
+from echelon.data_parallel.buffers import Buffers, broadcast
+from echelon.data_parallel.reducer import Reducer
+from echelon.data_parallel.sync import Storages, Sync, hold_whole, own_module
+from echelon.ownership import Held, Owned, Slice, whole_slice
 
+# A bucket should be large enough that its latency is small, and there should be several to overlap.
 BUCKET_BYTES = 25 * 2**20
+_FEWEST_BUCKETS = 4
 
 
 @final
 class AllReduce(Sync):
     """Replicas along `group` that sum gradients; replica 0's weights and buffers are the start."""
 
+    sharded = False
+    lockstep = False
+
     def __init__(self, module: nn.Module, group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._module, self._group = module, group
-        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._buckets = fill_buckets([p for _, p in self._named], bucket_bytes)
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        self._used: set[nn.Parameter] = set()
-        self._missing: dict[Bucket, set[nn.Parameter]] = {}
+        self._held = hold_whole(module)
+        total = sum(p.numel() * p.element_size() for p in self.parameters())
+        self._bucket_bytes = min(bucket_bytes, max(2**20, total // _FEWEST_BUCKETS))
         self._reductions: list[Handle] = []
-        self._last = False
-        for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-        self._start_equal()
+        self._reducer = Reducer(self.parameters(), self._reduce)
+        self._buckets: list[Bucket] = []
+        self._fill(list(reversed(self.parameters())))
+        self._observed = False
+        with group.ledger.about("parameters"):
+            for parameter in module.parameters():
+                broadcast(parameter, group)
+        self._buffers = Buffers(module, group)
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return self._named
+    def parameters(self) -> list[nn.Parameter]:
+        return [held.parameter for held in self._held]
+
+    def held(self) -> list[Held]:
+        return self._held
 
     def start_step(self) -> None:
         self._wait()  # for what a step that failed half-way has left
-        self._last = False
-        self._used = set()
-        self._missing = {bucket: set(bucket.views) for bucket in self._buckets}
+        self._reducer.start_step()
         for bucket in self._buckets:
             bucket.clear()
 
     def start_backward(self, *, last: bool) -> None:
-        self._last = last
+        self._reducer.start_backward(reducing=last)
+
+    def finish_backward(self) -> None:
+        self._reducer.flush()
 
     def finish_gradients(self) -> None:
-        # Parameters that this replica's last microbatch did not use leave their buckets open.
-        self._reduce_up_to(len(self._buckets))
-        used = self._used_anywhere()
+        if not self._reducer.all_reduced:  # a replica without samples has had no backward pass
+            self._reducer.start_backward(reducing=True)
+            self._reducer.flush()
         self._wait()
-        for (_, parameter), was_used in zip(self._named, used.tolist(), strict=True):
-            if not was_used:
-                parameter.grad = None  # as on one device: the optimizer leaves it alone
+        used = self._reducer.used_anywhere(self._group)
+        self._reducer.finish_step()
+        for held in self._held:
+            if held.parameter not in used:
+                held.parameter.grad = None  # as on one device: the optimizer leaves it alone
+
+    def norm_share(self) -> list[Tensor]:
+        # Every rank has every gradient: each takes one part of each bucket, and reads 1/N of the memory.
+        return [bucket.buffer.tensor_split(self._group.size)[self._group.rank] for bucket in self._buckets]
 
     def finish_step(self) -> None:
-        pass
+        self._buffers.share()
+        if not self._observed and self._held:
+            self._observed = True
+            self._fill(self._reducer.agreed_order(self._group))
 
     def owned(self) -> list[Owned]:
-        return own_whole(self._module.named_parameters(), replicated=("data",))
+        return own_module(self._module, replicated=("data",))
 
-    def _start_equal(self) -> None:
-        with self._group.ledger.about("parameters"):
-            for tensor in [*self._module.parameters(), *self._module.buffers()]:
-                packed = tensor.data.contiguous()
-                self._group.broadcast(packed, source=0)
-                tensor.data.copy_(packed)
+    def slices(self, held: Held) -> list[Slice]:
+        return [whole_slice(held.name, held.parameter, replicated=("data",))]
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        """The backward pass has added to this parameter's gradient."""
-        self._used.add(parameter)
-        if self._last:
-            self._missing[self._bucket_of[parameter]].discard(parameter)
-            complete = takewhile(lambda bucket: not self._missing[bucket], self._buckets)
-            self._reduce_up_to(sum(1 for _ in complete))
+    def storages(self) -> Storages:
+        return Storages(list(self._module.parameters()), [bucket.buffer for bucket in self._buckets])
 
-    def _reduce_up_to(self, count: int) -> None:
-        """Start the first `count` buckets: always in this order, so that all replicas agree on it."""
+    def _fill(self, order: list[nn.Parameter]) -> None:
+        self._buckets = fill_buckets(order, self._bucket_bytes)
+        self._reducer.regroup([list(bucket.views) for bucket in self._buckets])
+
+    def _reduce(self, index: int) -> None:
         with self._group.ledger.about("gradients"):
-            for bucket in self._buckets[len(self._reductions) : count]:
-                self._reductions.append(self._group.all_reduce(bucket.buffer, wait=False))
+            self._reductions.append(self._group.all_reduce(self._buckets[index].buffer, wait=False))
 
     def _wait(self) -> None:
         for reduction in self._reductions:
             reduction.wait()
         self._reductions = []
-
-    def _used_anywhere(self) -> Tensor:
-        """One flag a parameter: whether any replica used it in this step."""
-        flags = torch.tensor([p in self._used for _, p in self._named], dtype=torch.uint8)
-        flags = flags.to(self._buckets[0].buffer.device) if self._buckets else flags
-        with self._group.ledger.about("used parameters"):
-            self._group.all_reduce(flags, "max")
-        return flags

@@ -1,8 +1,7 @@
 """Buckets: gradients of several parameters in one contiguous buffer, reduced at once.
 
 Each parameter's `.grad` is a view into its bucket, so the backward pass produces gradients where they are
-reduced and nothing is copied in or out. Buckets are filled in the order in which the backward pass is
-expected to finish: the reverse of the parameters.
+reduced and nothing is copied in or out. Buckets are filled in the order in which gradients are expected.
 """
 
 from collections.abc import Sequence
@@ -33,15 +32,17 @@ class Bucket:
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` bytes (or one parameter), last parameters first, one type a bucket."""
+    """Buckets of at most `limit` bytes (or one parameter), in the order given, one type a bucket."""
     buckets = []
-    for _, alike in groupby(reversed(parameters), key=lambda p: (p.dtype, p.device)):
+    for _, alike in groupby(parameters, key=lambda p: (p.dtype, p.device)):
         taken: list[nn.Parameter] = []
+        size = 0
         for parameter in alike:
-            if taken and sum(map(_bytes, [*taken, parameter])) > limit:
+            if taken and size + _bytes(parameter) > limit:
                 buckets.append(Bucket(taken))
-                taken = []
+                taken, size = [], 0
             taken.append(parameter)
+            size += _bytes(parameter)
         buckets.append(Bucket(taken))
     return buckets
 

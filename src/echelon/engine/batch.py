@@ -36,15 +36,37 @@ def take_part(batch: Any, index: int, parts: int) -> Any:
     return tree_map(lambda leaf: leaf[begin:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def split_microbatches(batch: Any, count: int) -> list[Any]:
-    """The batch in at most `count` parts that hold samples."""
-    return [take_part(batch, index, count) for index in range(min(count, num_samples(batch)))]
+def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int]]:
+    """The batch in at most `count` parts that hold samples, each with weight 1.
+
+    `always`: exactly `count`, because ranks talk in every one of them. Where samples do not suffice, the
+    rest are the first sample again, with weight 0.
+    """
+    samples = num_samples(batch)
+    parts = [(take_part(batch, index, count), 1) for index in range(min(count, samples))]
+    if always and len(parts) < count:
+        if samples == 0:
+            raise UserError(
+                "a replica has no sample in this batch, and with zero=2 or 3 every replica takes part in "
+                "every microbatch; give each replica at least one sample, or use zero=1"
+            )
+        parts += [(take_part(batch, 0, samples), 0)] * (count - len(parts))
+    return parts
 
 
 def to_device(structure: Any, device: torch.device) -> Any:
     return tree_map(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, structure
     )
+
+
+def cast(structure: Any, dtype: torch.dtype) -> Any:
+    """The same structure, with tensors of real numbers in `dtype`."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(convert, structure)
 
 
 def total_and_count(result: Any, targets: Any) -> tuple[Tensor, Tensor | int]:

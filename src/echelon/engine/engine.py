@@ -5,29 +5,23 @@ update. What each of these means under a plan is said by the strategies that `pa
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger
-from echelon.data_parallel import Sync
-from echelon.engine.batch import (
-    Batch,
-    Loss,
-    split_microbatches,
-    take_part,
-    to_device,
-    total_and_count,
-)
-from echelon.engine.gradients import clip_factor, scale, squared_norm
+from echelon.data_parallel import Push, Update
+from echelon.engine.arguments import check_batch, check_loss
+from echelon.engine.batch import Batch, Loss, cast, microbatches, take_part, to_device, total_and_count
 from echelon.engine.metrics import Evaluation, Metrics
-from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import VALUE, Owned, all_names, own_whole
+from echelon.ownership import VALUE, Owned, all_names, assemble
 from echelon.plan import Plan
+from echelon.precision import DTYPES
 
 
 class Engine:
@@ -37,20 +31,15 @@ class Engine:
         self,
         module: nn.Module,
         mesh: Mesh,
-        sync: Sync,
-        optimizer: torch.optim.Optimizer,
+        update: Update,
         loss: Loss,
-        clip: float | None,
         schedule: Callable[[int], float] | None,
     ) -> None:
-        self.module, self.mesh, self.optimizer = module, mesh, optimizer
+        self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._sync, self._loss, self._clip, self._schedule = sync, loss, clip, schedule
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
-        # Gradients are taken of total / normaliser. It is the token count of the step before: the same on
-        # every rank, known before the backward pass, and right whenever the count does not change.
-        self._normaliser = 1.0
-        self._meter = Meter(module, optimizer)
+        self._update, self._loss, self._schedule = update, loss, schedule
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._meter = Meter(module, update.storages)
 
     # What a training loop needs.
 
@@ -89,12 +78,11 @@ class Engine:
         self._meter.start_step()
         self._set_learning_rate()
         self.module.train()
-        self._sync.start_step()
-        tally = self._accumulate(batch)
-        self._sync.finish_gradients()
-        total, count = self._agree(tally)
-        norm = self._update(count)
-        self._sync.finish_step()
+        normaliser = self._update.start_step()
+        tally = self._accumulate(batch, normaliser)
+        self._meter.sample()
+        total, count, norm = self._update.finish_step(tally)
+        self._meter.sample()
         self.steps += 1
         beat()
         return Metrics(total / count, norm, round(count), time.perf_counter() - start)
@@ -102,42 +90,52 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
         """The mean loss over the global batch, without training."""
+        self.ledger.start_step()
+        self._update.settle()
         training = self.module.training
         self.module.eval()
         try:
             tally = self._new_tally()
-            for microbatch in split_microbatches(batch, self.plan.microbatches):
-                inputs, targets = to_device(microbatch, self.mesh.device)
-                _add(tally, *total_and_count(self._loss(self.module(inputs), targets), targets))
+            for _, total, count in self._forwards(batch):
+                _add(tally, total, count)
         finally:
             self.module.train(training)
-        total, count = self._agree(tally)
+        loss, counted = self._update.agree(tally)
         beat()
-        return Evaluation(total / count, round(count))
+        return Evaluation(loss / counted, round(counted))
 
     # The state, whole.
 
     def owned(self) -> list[Owned]:
         """Every slice of weights and optimizer state that this rank holds."""
-        owned = self._sync.owned()
-        replicated = owned[0].slice.replicated if owned else ()
-        for name, parameter in self._sync.parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    owned += own_whole([(name, value)], replicated, part=key)
-        return owned
+        return self._update.owned()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers, whole, under their original names, on every rank (copies)."""
-        return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
+        self._update.settle()
+        weights = [its for its in self.owned() if its.slice.part == VALUE]
+        whole = self._assemble(weights)
+        first = all_names(self.module)
+        return {
+            name: whole[first[name], VALUE] if name in first else value.detach().clone()
+            for name, value in self.module.state_dict().items()
+        }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
+        self._update.settle()
+        state = [its for its in self.owned() if its.slice.part != VALUE]
         whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part, *_), tensor in self.owned():
-            if part != VALUE:
-                whole.setdefault(name, {})[part] = tensor.detach().clone()
+        for (name, part), tensor in self._assemble(state).items():
+            whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in all_names(self.module).items()}
+
+    def _assemble(self, owned: list[Owned]) -> dict[tuple[str, str], Tensor]:
+        return assemble(owned, self.mesh.group("data"), sharded=self._update.sharded)
+
+    def log(self) -> list[Push]:
+        """Of asynchronous training: which worker's step made which version, the same on every rank."""
+        return self._update.log()
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak."""
@@ -145,44 +143,31 @@ class Engine:
 
     # The parts of a step.
 
-    def _accumulate(self, batch: Batch) -> Tensor:
+    def _accumulate(self, batch: Batch, normaliser: float) -> Tensor:
         """Forward and backward of every microbatch; returns (loss total, count) of this replica."""
         tally = self._new_tally()
-        microbatches = split_microbatches(batch, self.plan.microbatches)
-        for index, microbatch in enumerate(microbatches):
-            inputs, targets = to_device(microbatch, self.mesh.device)
-            with self._meter.activations():
-                total, count = total_and_count(self._loss(self.module(inputs), targets), targets)
+        for last, total, count in self._forwards(batch):
             _add(tally, total.detach(), count)
-            self._sync.start_backward(last=index == len(microbatches) - 1)
-            (total / self._normaliser).backward()
+            self._update.start_backward(last=last)
+            (total / normaliser).backward()
+            self._update.finish_backward()
         return tally
+
+    def _forwards(self, batch: Batch) -> Iterator[tuple[bool, Tensor, Tensor | int]]:
+        """(is it the last, loss total, count) of each microbatch."""
+        check_batch(batch)
+        parts = microbatches(batch, self.plan.microbatches, always=self._update.lockstep)
+        for index, (part, weight) in enumerate(parts):
+            inputs, targets = to_device(part, self.mesh.device)
+            inputs = cast(inputs, DTYPES[self.plan.precision])
+            with self._meter.activations():
+                result = self._loss(self.module(inputs), targets)
+                check_loss(result)
+                total, count = total_and_count(result, targets)
+            yield index == len(parts) - 1, total * weight, count * weight
 
     def _new_tally(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-
-    def _agree(self, tally: Tensor) -> tuple[float, float]:
-        """(loss total, count) over all replicas: the same numbers on every rank."""
-        with self.ledger.about("metrics"):
-            self.mesh.group("data").all_reduce(tally)
-        total, count = tally.tolist()
-        if count == 0:
-            raise UserError(
-                "no replica had a sample that the loss counts; give the step one that has"
-            )
-        return total, count
-
-    def _update(self, count: float) -> float:
-        """Scale to the mean over `count`, clip, step the optimizer; returns the norm before clipping."""
-        gradients = [p.grad for _, p in self._sync.parameters() if p.grad is not None]
-        self._meter.sample()
-        to_mean = self._normaliser / count
-        norm = to_mean * float(squared_norm(gradients).sqrt())
-        scale(gradients, to_mean * clip_factor(norm, self._clip))
-        self.optimizer.step()
-        self._normaliser = count
-        self._meter.sample()
-        return norm
 
     def _set_learning_rate(self) -> None:
         if self._schedule is not None:
@@ -191,6 +176,6 @@ class Engine:
                 group["lr"] = base * factor
 
 
-def _add(tally: Tensor, total: Tensor, count: Tensor | int) -> None:
+def _add(tally: Tensor, total: Tensor, count: Any) -> None:
     tally[0] += total
     tally[1] += count

@@ -5,44 +5,102 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from echelon.data_parallel import AllReduce, Alone, Sync
+from echelon.data_parallel import (
+    AllReduce,
+    Alone,
+    Asynchronous,
+    ParameterServer,
+    Sync,
+    Synchronous,
+    Update,
+    Zero,
+)
+from echelon.data_parallel.units import SMALLEST, cut_units
+from echelon.engine.arguments import check_arguments, check_optimizer
 from echelon.engine.batch import Loss
 from echelon.engine.engine import Engine
 from echelon.engine.support import refuse_unsupported
-from echelon.errors import UserError
 from echelon.mesh import Mesh
+from echelon.optim.local import Make
 from echelon.plan import Plan
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+from echelon.precision import DTYPES, Direct, Masters
 
 
 def parallelize(
     model: nn.Module,
     plan: Plan | str,
     *,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: Make,
     loss: Loss,
     clip: float | None = None,
     schedule: Callable[[int], float] | None = None,
+    prefetch: int = 1,
+    smallest_unit: int = SMALLEST,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
     `optimizer` is given the parameters of this rank; `loss(output, target)` returns a mean over samples, or
     (total, count) for an exact mean over tokens; `clip` bounds the global gradient norm; `schedule` maps the
-    step to a factor of the learning rate.
+    step to a factor of the learning rate; `prefetch` is how many units zero=3 gathers ahead, and
+    `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
     """
+    check_arguments(model, plan, optimizer, loss, clip, prefetch)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     mesh = Mesh.join(plan)
-    model = model.to(mesh.device, _DTYPES[plan.precision])
-    sync = _replicate(model, mesh)
-    parameters = [parameter for _, parameter in sync.parameters()]
-    if not parameters:
-        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
-    return Engine(model, mesh, sync, optimizer(parameters), loss, clip, schedule)
+    model = model.to(mesh.device, DTYPES[plan.precision])
+    if plan.sync == "async":
+        # A schedule is of versions there, which the server counts, and not of an engine's steps.
+        update = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
+        return Engine(model, mesh, update, loss, schedule=None)
+    sync = _replicate(model, mesh, prefetch, smallest_unit)
+    update = _update(sync, mesh, _checked(optimizer), clip)
+    return Engine(model, mesh, update, loss, schedule)
 
 
-def _replicate(model: nn.Module, mesh: Mesh) -> Sync:
-    """How replicas along `data` agree."""
+def _checked(make: Make) -> Make:
+    """`make`, with a look at what it makes."""
+
+    def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        optimizer = make(given)
+        check_optimizer(optimizer, given)
+        return optimizer
+
+    return make_and_check
+
+
+def _replicate(model: nn.Module, mesh: Mesh, prefetch: int, smallest_unit: int) -> Sync:
+    """How replicas along `data` hold weights and agree on gradients."""
     group = mesh.group("data")
-    return Alone(model) if group.size == 1 else AllReduce(model, group)
+    if group.size == 1:
+        return Alone(model)
+    if mesh.plan.zero:
+        cut = cut_units(model, smallest_unit)
+        return Zero(model, group, mesh.plan.zero, cut, prefetch=prefetch)
+    if mesh.plan.sync == "parameter-server":
+        return ParameterServer(model, group)
+    return AllReduce(model, group)
+
+
+def _update(sync: Sync, mesh: Mesh, make: Make, clip: float | None) -> Update:
+    """How gradients become new weights."""
+    low = DTYPES[mesh.plan.precision].itemsize < 4
+    stepper = (Masters if low else Direct)(make, sync.parameters(), sync.held(), in_parts=mesh.plan.zero > 0)
+    return Synchronous(sync, stepper, mesh.group("data"), clip)
+
+
+def _asynchronous(
+    model: nn.Module, mesh: Mesh, make: Make, clip: float | None, schedule: Callable[[int], float] | None
+) -> Update:
+    """How workers along `data` train each at its own pace."""
+    low = DTYPES[mesh.plan.precision].itemsize < 4
+    return Asynchronous(
+        model,
+        mesh.group("data"),
+        make,
+        staleness=mesh.plan.staleness,
+        clip=clip,
+        schedule=schedule,
+        stepper=Masters if low else Direct,
+    )

@@ -7,42 +7,29 @@ mistake: two-rank data parallelism differs by 3e-12 in float64 and by 1e-3 in fl
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from echelon.engine import TRAINING_MODULES, parallelize
+from echelon.engine.support import refuse_unsupported
+from echelon.errors import UserError
 from echelon.launching import launch, preload
 from echelon.plan import Plan
-from echelon.verify.plants import PLANTS
+from echelon.verify.case import Case
+from echelon.verify.plants import PLANTS, Plant
 from echelon.verify.reference import Trained, train_on_one_device
+from echelon.verify.replay import replay
 
 TOLERANCE = 1e-9
+ONE_DEVICE = "one device"
 
-
-@dataclass(frozen=True)
-class Case:
-    """One training to be held against one device. Functions must be importable, as for `launch`."""
-
-    make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], tuple[Any, Any]]  # the global batch of a step
-    loss: Callable[[Any, Any], Any]
-    make_optimizer: Callable[[Any], torch.optim.Optimizer]
-    steps: int = 20
-    clip: float | None = 1.0
-    seed: int = 0
-
-    def build(self) -> nn.Module:
-        """The model, initialised from the case's seed, in float64."""
-        torch.manual_seed(self.seed)
-        return self.make_model().double()
-
-    def batches(self) -> list[tuple[Any, Any]]:
-        return [_to_double(self.make_batch(step)) for step in range(self.steps)]
+_DEADLINE = 300.0  # seconds without a sign of life
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # types of whole numbers by size, to read bits with
 
 
 @dataclass(frozen=True)
@@ -52,8 +39,9 @@ class Verdict:
     plan: Plan
     steps: int
     tensors: dict[str, float]  # by "name" for weights, "name exp_avg" for optimizer state
-    numbers: dict[str, float]  # "loss", "grad_norm" over all steps
+    numbers: dict[str, float]  # "loss", "grad_norm" over all steps, "evaluation" after them
     tolerance: float = TOLERANCE
+    against: str = ONE_DEVICE
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -75,6 +63,7 @@ class Verdict:
         name, gap = self.worst
         return {
             "plan": str(self.plan),
+            "against": self.against,
             "equal": self.equal,
             "worst": {"name": name, "error": gap if math.isfinite(gap) else str(gap)},
             "tolerance": self.tolerance,
@@ -88,11 +77,11 @@ class Verdict:
         after = f"after {self.steps} steps in float64"
         if self.equal:
             return (
-                f"'{self.plan}' is equal to one device {after}: largest difference {gap:.1e} ({name}), "
+                f"'{self.plan}' is equal to {self.against} {after}: largest difference {gap:.1e} ({name}), "
                 f"allowed {self.tolerance:.0e}"
             )
         return (
-            f"'{self.plan}' DIFFERS from one device {after}: worst is {name}, by {gap:.1e}, "
+            f"'{self.plan}' DIFFERS from {self.against} {after}: worst is {name}, by {gap:.1e}, "
             f"allowed {self.tolerance:.0e}; {self.num_wrong} of "
             f"{len(self.tensors) + len(self.numbers)} values are out of bounds"
         )
@@ -103,23 +92,37 @@ def _badness(item: tuple[str, float]) -> float:
 
 
 def verify(
-    case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE, plant: str | None = None
+    case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE, plant: str | Plant | None = None
 ) -> Verdict:
     """Train `case` with `plan` on real processes and on one device; compare everything.
 
-    `plant` puts a known mistake into the parallel training (see plants.py): the verdict must find it.
+    Asynchronous training has a meaning of its own, which its log tells: that is replayed on one process.
+    `plant` puts a known mistake into the parallel training (by name, see plants.py; or a function of the
+    engine): the verdict must find it.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    refuse_unsupported(plan)
+    if plant is not None and plan.data == 1:
+        raise UserError(f"--plant {plant} with '{plan}': the bug is one between replicas; set data=2 or more")
     exact = dataclasses.replace(plan, precision="fp64")
     preload(*TRAINING_MODULES)
-    ranks = launch(_train_rank, exact.ranks, case, exact, plant)
-    reference = train_on_one_device(case.build(), case.make_optimizer, case.loss, case.batches(), case.clip)
-    tensors = dict(_tensor_gaps(ranks[0], reference)) | dict(_disagreements(ranks))
-    numbers = {
-        "loss": _gap(_doubles(ranks[0].losses), _doubles(reference.losses)),
-        "grad_norm": _gap(_doubles(ranks[0].grad_norms), _doubles(reference.grad_norms)),
-    }
-    return Verdict(plan, case.steps, tensors, numbers, tolerance)
+    ranks = launch(_train_rank, exact.ranks, case, exact, plant, deadline=_DEADLINE)
+    reference, against = _reference(case, exact, ranks[0])
+    _refuse_standstill(case, reference)
+    tensors = dict(_tensor_gaps(ranks[0], reference)) | dict(_disagreements(ranks, against))
+    numbers = {"evaluation": _gap(_doubles([ranks[0].evaluation]), _doubles([reference.evaluation]))}
+    if against == ONE_DEVICE:
+        numbers["loss"] = _gap(_doubles(ranks[0].losses), _doubles(reference.losses))
+        numbers["grad_norm"] = _gap(_doubles(ranks[0].grad_norms), _doubles(reference.grad_norms))
+    return Verdict(plan, case.steps, tensors, numbers, tolerance, against)
+
+
+def _reference(case: Case, plan: Plan, trained: Trained) -> tuple[Trained, str]:
+    """What a plan must be equal to, and its name."""
+    if plan.sync == "async" and plan.staleness > 0:
+        return replay(trained.log, case, plan.data), "the replay of its own log"
+    batches = case.batches()
+    return train_on_one_device(case.build(), case.make_optimizer, case.loss, batches, case.clip), ONE_DEVICE
 
 
 def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) -> Verdict:
@@ -129,17 +132,28 @@ def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) 
     return verdict
 
 
-def _train_rank(case: Case, plan: Plan, plant: str | None) -> Trained:
+def _train_rank(case: Case, plan: Plan, plant: str | Plant | None) -> Trained:
     """One rank's training under the plan. Rank 0 returns the whole state, the others its fingerprint."""
-    engine = parallelize(case.build(), plan, optimizer=case.make_optimizer, loss=case.loss, clip=case.clip)
+    rank = int(os.environ["RANK"])
+    engine = parallelize(
+        case.build(rank),
+        plan,
+        optimizer=case.make_optimizer,
+        loss=case.loss,
+        clip=case.clip,
+        **case.options,
+    )
     if plant is not None:
-        PLANTS[plant](engine)
-    metrics = [engine.step(engine.local(batch)) for batch in case.batches()]
+        (PLANTS[plant] if isinstance(plant, str) else plant)(engine)
+    batches = case.batches()
+    metrics = [engine.step(engine.local(batch)) for batch in batches]
     weights, optimizer = engine.full_state_dict(), engine.full_optimizer_state()
-    if engine.mesh.rank != 0:
-        weights = {name: _fingerprint(value) for name, value in weights.items()}
-        optimizer = {}
-    return Trained(weights, optimizer, [m.loss for m in metrics], [m.grad_norm for m in metrics])
+    if rank != 0:
+        weights = _fingerprints(weights)
+        optimizer = {name: _fingerprints(state) for name, state in optimizer.items()}
+    evaluation = engine.evaluate(engine.local(batches[-1])).loss
+    losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
+    return Trained(weights, optimizer, losses, norms, evaluation, engine.log())
 
 
 def _tensor_gaps(trained: Trained, reference: Trained) -> Iterator[tuple[str, float]]:
@@ -162,29 +176,41 @@ def _gap(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max()) if mine.numel() else 0.0
 
 
-def _disagreements(ranks: list[Trained]) -> Iterator[tuple[str, float]]:
-    """What some rank sees otherwise than rank 0: every rank must report the same, to the bit."""
-    first = ranks[0]
+def _disagreements(ranks: list[Trained], against: str) -> Iterator[tuple[str, float]]:
+    """What some rank sees otherwise than rank 0: every rank must report the same, to the bit.
+
+    Only the numbers of an asynchronous worker's steps are its own.
+    """
+    first = {"": _fingerprints(ranks[0].weights)}
+    first |= {f"{name} ": _fingerprints(state) for name, state in ranks[0].optimizer.items()}
     for rank, other in enumerate(ranks[1:], start=1):
-        for name, value in other.weights.items():
-            if not torch.equal(value, _fingerprint(first.weights[name])):
-                yield f"{name} on rank {rank}", math.inf
-        if (other.losses, other.grad_norms) != (first.losses, first.grad_norms):
+        for prefix, theirs in {"": other.weights, **{f"{n} ": s for n, s in other.optimizer.items()}}.items():
+            mine = first.get(prefix, {})
+            for name in sorted(mine.keys() | theirs.keys()):
+                if name not in mine or name not in theirs or not torch.equal(mine[name], theirs[name]):
+                    yield f"{prefix}{name} on rank {rank}", math.inf
+        if against == ONE_DEVICE and other.numbers != ranks[0].numbers:
             yield f"loss or grad_norm on rank {rank}", math.inf
 
 
-def _fingerprint(value: Tensor) -> Tensor:
-    """Two whole numbers over the bits of every element: in whatever order they are added, always the same."""
-    bits = value.detach().double().flatten().view(torch.int64)
-    return torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1)).sum()])
+def _refuse_standstill(case: Case, reference: Trained) -> None:
+    """Two trainings that change nothing are equal, and prove nothing."""
+    start = case.build().state_dict()
+    if all(torch.equal(value, start[name]) for name, value in reference.weights.items()):
+        raise UserError(
+            f"after {case.steps} steps on one device no weight has moved, so equality would prove nothing; "
+            "train for more steps, or with a learning rate above 0"
+        )
 
 
-def _to_double(batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    def convert(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    converted: tuple[Any, Any] = tree_map(convert, batch)
-    return converted
+def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two whole numbers over the bits of each tensor: in whatever order they are added, always the same."""
+    result = {}
+    for name, value in tensors.items():
+        flat = value.detach().cpu().contiguous().flatten()
+        bits = flat.view(_BITS.get(flat.element_size(), torch.uint8)).long()
+        result[name] = torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1)).sum()])
+    return result
 
 
 def _doubles(values: list[float]) -> Tensor:

@@ -5,20 +5,25 @@ Each takes a finished engine and spoils it. They are for `echelon verify --plant
 
 from collections.abc import Callable
 
+from echelon.data_parallel import Sync
+from echelon.data_parallel.update import Synchronous
 from echelon.engine import Engine
+
+Plant = Callable[[Engine], None]
 
 
 def _divide_twice(engine: Engine) -> None:
     """The gradient is divided by the number of replicas once more."""
-    finish = engine._sync.finish_gradients
+    sync = _sync(engine)
+    finish = sync.finish_gradients
 
     def finish_and_divide() -> None:
         finish()
-        for _, parameter in engine._sync.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(engine.replicas)
+        for held in sync.held():
+            if held.tensor.grad is not None:
+                held.tensor.grad.div_(engine.replicas)
 
-    engine._sync.finish_gradients = finish_and_divide  # type: ignore[method-assign]
+    sync.finish_gradients = finish_and_divide  # type: ignore[method-assign]
 
 
 def _skip_bucket(engine: Engine) -> None:
@@ -36,7 +41,12 @@ def _skip_bucket(engine: Engine) -> None:
     group.all_reduce = reduce_all_but_the_first  # type: ignore[method-assign]
 
 
-PLANTS: dict[str, Callable[[Engine], None]] = {
+def _sync(engine: Engine) -> Sync:
+    assert isinstance(engine._update, Synchronous)
+    return engine._update.sync
+
+
+PLANTS: dict[str, Plant] = {
     "divide-twice": _divide_twice,
     "skip-bucket": _skip_bucket,
 }

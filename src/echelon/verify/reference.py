@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.data_parallel.asynchronous import Push
+
 
 @dataclass
 class Trained:
@@ -17,8 +19,14 @@ class Trained:
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float]
+    grad_norms: list[float]
+    evaluation: float  # the loss of the last batch once more, after training, in evaluation mode
+    log: list[Push] = field(default_factory=list)  # of asynchronous training: what happened in which order
+
+    @property
+    def numbers(self) -> tuple[list[float], list[float], float]:
+        return self.losses, self.grad_norms, self.evaluation
 
 
 def train_on_one_device(
@@ -35,17 +43,33 @@ def train_on_one_device(
     losses, grad_norms = [], []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        result = loss(model(inputs), targets)
-        mean = result[0] / result[1] if isinstance(result, tuple) else result
+        mean = _mean(loss(model(inputs), targets))
         mean.backward()
         norm = nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
         optimizer.step()
         losses.append(float(mean.detach()))
         grad_norms.append(float(norm))
-    return Trained(dict(model.state_dict()), _state_by_name(model, optimizer), losses, grad_norms)
+    evaluation = evaluate(model, loss, batches[-1])
+    return Trained(weights_of(model), state_by_name(model, optimizer), losses, grad_norms, evaluation)
 
 
-def _state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def evaluate(model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
+    """The mean loss of a batch in evaluation mode."""
+    inputs, targets = batch
+    with torch.no_grad():
+        return float(_mean(loss(model.eval()(inputs), targets)))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _mean(result: Any) -> Tensor:
+    mean: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+    return mean
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     return {
         name: {
             key: value

@@ -1,0 +1,169 @@
+"""One unit in flat memory: its weights in one buffer, of which each rank owns one part of equal size.
+
+    flat     | query | key | value | output … | padding |      whole weights; parameters are views into it
+    parts    |     rank 0    |     rank 1     |  rank 2  …     equal parts; `shard` is this rank's
+    gradient                 the same layout; gradients are produced into it and it is what is reduced
+
+Padding fills the last part. It is never part of a parameter, so no norm and no state ever sees it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives import Group, Handle
+from echelon.ownership import Held
+
+
+class FlatUnit:
+    """The memory of one unit's parameters, all of one type, and all trainable or all frozen.
+
+    `resident`: the whole weights stay in memory and the shard is a part of them; else they come and go.
+    """
+
+    def __init__(
+        self, name: str, parameters: list[tuple[str, nn.Parameter]], group: Group, *, resident: bool
+    ) -> None:
+        self.name, self.parameters, self._group, self._resident = name, parameters, group, resident
+        first = parameters[0][1]
+        self.trainable = first.requires_grad
+        self._part_size = -(-sum(p.numel() for _, p in parameters) // group.size)
+        self.flat = torch.zeros(self._part_size * group.size, dtype=first.dtype, device=first.device)
+        self._move_in()
+        group.broadcast(self.flat, source=0)
+        self.shard = self._mine(self.flat) if resident else self._mine(self.flat).clone()
+        self.whole = True
+        self._gathering: Handle | None = None
+        self.gradient: Tensor | None = None  # whole, of this rank's samples
+        self.part: Tensor | None = None  # this rank's part of the sum over ranks
+        self.has_part = False  # in this step
+        self._held = list(self._runs())
+
+    def held(self) -> list[Held]:
+        """This rank's run of each parameter that its part touches, as memory an optimizer can update."""
+        return self._held
+
+    def _runs(self) -> Iterator[Held]:
+        start = self._part_size * self._group.rank
+        for (name, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+            low, high = max(begin, start), min(end, start + self._part_size)
+            if low < high:
+                run = self.shard[low - start : high - start]
+                yield Held(name, parameter, nn.Parameter(run, requires_grad=self.trainable), low - begin)
+
+    # Weights.
+
+    def gather(self) -> None:
+        """Begin to make the weights whole, unless they are or are on the way."""
+        if not self.whole:
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+            self.whole = True
+            self.spread()
+
+    def spread(self) -> None:
+        """Begin to bring every rank's part to every rank."""
+        self._gathering = self._group.all_gather(self.flat, self.shard, wait=False)
+
+    def settle(self) -> None:
+        """Return when the weights that are on the way are there."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        """Give the memory of the whole weights back; the shard stays."""
+        if not self._resident and self.whole:
+            self.settle()
+            self.flat.untyped_storage().resize_(0)
+            self.whole = False
+
+    # Gradients.
+
+    def open_gradient(self) -> None:
+        """Zeroed memory that the backward pass adds to, since every `.grad` is a view into it."""
+        if self.gradient is None:
+            self.gradient = torch.zeros(
+                self._part_size * self._group.size, dtype=self.flat.dtype, device=self.flat.device
+            )
+            for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
+                parameter.grad = view
+
+    def clear_gradient(self) -> None:
+        """As `open_gradient`, for memory that is kept from step to step."""
+        if self.gradient is None:
+            return self.open_gradient()
+        self.gradient.zero_()
+        for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
+            parameter.grad = view
+        return None
+
+    def gather_gradient(self) -> Tensor:
+        """The whole gradient. A parameter that was used outside its unit has its gradient elsewhere still."""
+        stray = [p.grad for _, p in self.parameters]
+        self.open_gradient()
+        assert self.gradient is not None
+        for view, gradient in zip(self._views(), stray, strict=True):
+            if gradient is not None and gradient.data_ptr() != view.data_ptr():
+                view.add_(gradient)
+        return self.gradient
+
+    def take_gradient(self) -> Tensor:
+        """The whole gradient, which is then no longer the parameters'."""
+        gradient = self.gather_gradient()
+        self.drop_gradient()
+        return gradient
+
+    def drop_gradient(self) -> None:
+        self.gradient = None
+        for _, parameter in self.parameters:
+            parameter.grad = None
+
+    def new_part(self, *, in_place: bool) -> Tensor:
+        """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""
+        if in_place:
+            assert self.gradient is not None
+            self.part = self._mine(self.gradient)
+            self.has_part = True
+            return self.part
+        if self.part is None:
+            self.part = torch.empty_like(self.shard)
+        if self.has_part:
+            return torch.empty_like(self.shard)
+        self.has_part = True
+        return self.part
+
+    def add_part(self, part: Tensor) -> None:
+        """A reduced part has come: add it to the step's, unless it went there directly."""
+        assert self.part is not None
+        if part is not self.part:
+            self.part.add_(part)
+
+    def part_of_gradient(self, held: Held) -> Tensor:
+        """The gradient of one held run."""
+        assert self.part is not None
+        start = held.tensor.storage_offset() - self.shard.storage_offset()
+        return self.part[start : start + held.tensor.numel()]
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        end = 0
+        for _, parameter in self.parameters:
+            begin, end = end, end + parameter.numel()
+            yield begin, end
+
+    def _views(self) -> list[Tensor]:
+        assert self.gradient is not None
+        return [
+            self.gradient[begin:end].view(parameter.shape)
+            for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True)
+        ]
+
+    def _mine(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self._group.size, self._part_size)[self._group.rank]
+
+    def _move_in(self) -> None:
+        """Copy every parameter into the buffer and make it a view of its place there."""
+        for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+            place = self.flat[begin:end].view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place

@@ -1,0 +1,103 @@
+"""The reducer: which gradients are complete, and when each group of them may be reduced.
+
+Parameters are in groups (buckets, units). A group is reduced as soon as the backward pass has completed it,
+but always in one order, the same on every rank: a message that overtakes another on one rank alone would
+meet the wrong one on its peers. The order is a guess at first, then what replica 0 saw in the first step.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from echelon.collectives import Group
+from echelon.errors import UserError
+
+
+class Reducer:
+    """Calls `reduce(index)` once for each group and backward pass, in the order of the groups."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], reduce: Callable[[int], None]) -> None:
+        self._parameters = list(parameters)
+        self._reduce = reduce
+        self._groups: list[set[nn.Parameter]] = []
+        self._place: dict[nn.Parameter, int] = {}
+        self.used: set[nn.Parameter] = set()  # in this step
+        self._arrivals: list[nn.Parameter] = []
+        self._in_step = False
+        self.start_backward(reducing=False)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """From the next backward pass on, reduce these groups, in this order."""
+        self._groups = [set(group) for group in groups]
+        self._place = {p: index for index, group in enumerate(groups) for p in group}
+
+    def start_step(self) -> None:
+        self._in_step = True
+        self.used = set()
+        self._arrivals = []
+        self.start_backward(reducing=False)
+
+    def start_backward(self, *, reducing: bool) -> None:
+        """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""
+        self._reducing = reducing
+        self._next = 0
+        self._missing = [set(group) for group in self._groups] if reducing else []
+
+    def flush(self) -> None:
+        """Reduce what is left: parameters that the backward pass did not reach leave their groups open."""
+        while self._reducing and self._next < len(self._groups):
+            self._reduce_next()
+
+    def finish_step(self) -> None:
+        """From here to the next step gradients are nobody's business here."""
+        self._in_step = False
+
+    @property
+    def all_reduced(self) -> bool:
+        return self._reducing and self._next == len(self._groups)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """The backward pass has added to this parameter's gradient."""
+        if not self._in_step:
+            return  # somebody else's backward pass over the same model
+        self.used.add(parameter)
+        self._arrivals.append(parameter)
+        if not self._reducing:
+            return
+        if self._place[parameter] < self._next:
+            raise UserError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it was reduced: "
+                "its module runs inside a reentrant checkpoint, or backward ran twice; use "
+                "checkpoint(…, use_reentrant=False), and one backward pass a microbatch"
+            )
+        self._missing[self._place[parameter]].discard(parameter)
+        while self._next < len(self._groups) and not self._missing[self._next]:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        index = self._next
+        self._next += 1
+        self._reduce(index)
+
+    def used_anywhere(self, group: Group) -> set[nn.Parameter]:
+        """The parameters that any replica used in this step."""
+        if not self._parameters:
+            return set()
+        flags = torch.tensor([p in self.used for p in self._parameters], dtype=torch.uint8)
+        flags = flags.to(self._parameters[0].device)
+        with group.ledger.about("used parameters"):
+            group.all_reduce(flags, "max")
+        return {p for p, used in zip(self._parameters, flags.tolist(), strict=True) if used}
+
+    def agreed_order(self, group: Group) -> list[nn.Parameter]:
+        """All parameters, in the order in which replica 0 saw their gradients arrive in this step."""
+        seen = dict.fromkeys([*self._arrivals, *reversed(self._parameters)])
+        number = {p: index for index, p in enumerate(self._parameters)}
+        order = torch.tensor([number[p] for p in seen], dtype=torch.int64)
+        order = order.to(self._parameters[0].device)
+        with group.ledger.about("order"):
+            group.broadcast(order, source=0)
+        return [self._parameters[index] for index in order.tolist()]

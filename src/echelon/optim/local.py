@@ -1,0 +1,70 @@
+"""The user's optimizer over what this rank holds.
+
+The user's function is given the model's own parameters, so that rules like "decay matrices, not vectors" see
+them as they are. Then each parameter in the optimizer's groups is replaced by what this rank holds of it.
+Runs of elements are flat, which is right for optimizers that treat every element alike, and only for them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+
+# Of torch's optimizers, those whose update of an element depends on that element's history alone.
+_ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_local(
+    make: Make,
+    parameters: Sequence[nn.Parameter],
+    held: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+    *,
+    in_parts: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer that `make` makes of `parameters`, with each replaced by what is `held` of it.
+
+    `in_parts`: what is held may be a part, so the optimizer must be one that works element by element.
+    """
+    if not parameters:
+        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
+    optimizer = make(parameters)
+    if in_parts:
+        _check_elementwise(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [part for p in group["params"] for part in held.get(p, ())]
+    optimizer.state.clear()
+    return optimizer
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, held: nn.Parameter) -> dict[str, Tensor]:
+    """The optimizer's state of one tensor that it updates."""
+    state: dict[str, Any] = optimizer.state.get(held, {})
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
+    if not known and not getattr(optimizer, "elementwise", False):
+        raise UserError(
+            f"optimizer {name} with zero=1 or more: each rank updates flat parts of parameters, which is "
+            "right only for optimizers that treat every element alike; use one of torch's "
+            f"{', '.join(_ELEMENTWISE)}, set `elementwise = True` on yours if it is one, or zero=0"
+        )

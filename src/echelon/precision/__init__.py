@@ -1,0 +1,9 @@
+"""Types of numbers: what a plan computes in, and float32 masters below that."""
+
+import torch
+
+from echelon.precision.stepper import Direct, Masters, Stepper
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+__all__ = ["DTYPES", "Direct", "Masters", "Stepper"]
