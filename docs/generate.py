@@ -56,6 +56,7 @@ def pictures() -> dict[str, str]:
         "ring.svg": draw_ring(),
         "ring-share.svg": draw_ring_share(),
         "buckets.svg": draw_buckets(),
+        "zero.svg": draw_zero(),
         "samples.svg": draw_samples(),
     }
 
@@ -211,11 +212,11 @@ LAYERS = (
     Layer((), ("planner",), "predicts, searches"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
-    Layer(("memory", "optim"), ("precision",), "beside the strategies"),
-    Layer(("mesh",), (), "who stands where"),
+    Layer(("precision", "memory"), (), "beside the strategies"),
+    Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
-    Layer(("plan", "ownership"), (), "pure data"),
+    Layer(("plan",), (), "pure data"),
     Layer(("errors",), (), "all faults at once"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
@@ -382,6 +383,31 @@ def _draw_backward(
             picture.path(f"M{ready - 8:g} {top + 52:g}L{begin + 2:g} {top + 60:g}")
         free = begin + transfer + 4
     return free
+
+
+# --- what ZeRO shares out ------------------------------------------------------------------------------
+
+
+def draw_zero() -> str:
+    """Four ranks at each level; filled is what a rank holds, of 2 + 2 + 12 bytes a parameter."""
+    picture = Drawing(900, 330, "What each of four ranks holds, in bytes a parameter (bf16, Adam)")
+    kinds = (("weights", 2, BLUE), ("gradients", 2, ORANGE), ("optimizer state and masters", 12, GREEN))
+    unit, top = 11.0, 92
+    for level in range(4):
+        left = 30 + level * 216
+        held = [size if level < 3 - place else size / 4 for place, (_, size, _) in enumerate(kinds)]
+        picture.words(left, top - 12, f"zero={level}: {sum(held):g} bytes", 13, bold=True)
+        for rank in range(4):
+            y = top + rank * 44
+            x = float(left)
+            for (_, size, colour), has in zip(kinds, held, strict=True):
+                picture.box(x, y, size * unit, 32, PAPER, dashed=True)
+                picture.box(x + (size - has) * unit * rank / 3, y, has * unit, 32, colour)
+                x += size * unit + 3
+    for place, (name, _, colour) in enumerate(kinds):
+        picture.box(30 + place * 150, 284, 22, 16, colour)
+        picture.words(60 + place * 150, 297, name, 12, colour=QUIET)
+    return picture.svg()
 
 
 # --- samples ------------------------------------------------------------------------------------------
