@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test lint bench clean
+.PHONY: help install train test fuzz lint bench clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -24,6 +24,9 @@ train: .venv/.installed     ## the main job: a small GPT on 2 ranks, about 2 min
 
 test: .venv/.installed-dev  ## the whole suite, under 10 minutes on 2 cores
 	@$(BIN)/python -m pytest
+
+fuzz: .venv/.installed-dev  ## the long suites: every strategy against every number of ranks
+	@$(BIN)/python -m pytest -m slow -rA
 
 lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
-from echelon.data_parallel.all_reduce import BUCKET_BYTES
+from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
 from echelon.data_parallel.buckets import Bucket, fill_buckets
-from echelon.data_parallel.buffers import Buffers, broadcast
-from echelon.data_parallel.reducer import Reducer
-from echelon.data_parallel.sync import Storages, Sync, held_gradients, hold_whole, own_module
+from echelon.data_parallel.buffers import broadcast
+from echelon.data_parallel.sync import Storages, held_gradients, own_module
 from echelon.ownership import Held, Owned, Slice, whole_slice
 
 SERVER = 0
@@ -37,71 +36,30 @@ class _Arrival(NamedTuple):
 
 
 @final
-class ParameterServer(Sync):
+class ParameterServer(Bucketed):
     """Replicas along `group`, of which number 0 updates for all."""
 
     sharded = True  # the server owns everything, the workers nothing
-    lockstep = False
 
     def __init__(self, module: nn.Module, group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._module, self._group, self._bucket_bytes = module, group, bucket_bytes
         self._serves = group.rank == SERVER
         self._workers = [rank for rank in range(group.size) if rank != SERVER]
-        self._trained = hold_whole(module)
-        self._weights = fill_buckets(self.parameters(), bucket_bytes)
+        self._weights = fill_buckets([p for p in module.parameters() if p.requires_grad], bucket_bytes)
         for bucket in self._weights:
             move_in(bucket)
         self._sends: list[Handle] = []
         self._arrivals: deque[_Arrival] = deque()
-        self._reducer = Reducer(self.parameters(), self._reduce)
-        self._buckets: list[Bucket] = []
-        self._fill(list(reversed(self.parameters())))
-        self._observed = False
-        self._share_weights()
-        with group.ledger.about("parameters"):
-            for parameter in module.parameters():
-                if not parameter.requires_grad:
-                    broadcast(parameter, group)
-        self._buffers = Buffers(module, group)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [held.parameter for held in self._trained]
+        super().__init__(module, group, bucket_bytes)
 
     def held(self) -> list[Held]:
         return self._trained if self._serves else []
-
-    def start_step(self) -> None:
-        self._complete()  # what a step that failed half-way has left
-        self._reducer.start_step()
-        for bucket in self._buckets:
-            bucket.clear()
-
-    def start_backward(self, *, last: bool) -> None:
-        self._reducer.start_backward(reducing=last)
-
-    def finish_backward(self) -> None:
-        self._reducer.flush()
-
-    def finish_gradients(self) -> None:
-        if not self._reducer.all_reduced:  # a replica without samples has had no backward pass
-            self._reducer.start_backward(reducing=True)
-            self._reducer.flush()
-        self._complete()
-        used = self._reducer.used_anywhere(self._group)
-        self._reducer.finish_step()
-        for held in self.held():
-            if held.parameter not in used:
-                held.parameter.grad = None  # as on one device: the optimizer leaves it alone
 
     def norm_share(self) -> list[Tensor]:
         return held_gradients(self.held())  # none on workers
 
     def finish_step(self) -> None:
         self._share_weights()
-        self._buffers.share()
-        if not self._observed and self._trained:
-            self._observed = True
-            self._fill(self._reducer.agreed_order(self._group))
+        super().finish_step()
 
     def owned(self) -> list[Owned]:
         return own_module(self._module, replicated=()) if self._serves else []
@@ -113,10 +71,6 @@ class ParameterServer(Sync):
         gradients = [bucket.buffer for bucket in self._buckets]
         gradients += [part for arrival in self._arrivals for part in arrival.parts]
         return Storages(list(self._module.parameters()), gradients)
-
-    def _fill(self, order: list[nn.Parameter]) -> None:
-        self._buckets = fill_buckets(order, self._bucket_bytes)
-        self._reducer.regroup([list(bucket.views) for bucket in self._buckets])
 
     # Gradients to the server.
 
@@ -153,6 +107,13 @@ class ParameterServer(Sync):
         self._sends = []
 
     # Weights to the workers.
+
+    def _start_equal(self) -> None:
+        self._share_weights()
+        with self._group.ledger.about("parameters"):
+            for parameter in self._module.parameters():
+                if not parameter.requires_grad:
+                    broadcast(parameter, self._group)
 
     def _share_weights(self) -> None:
         """The server's weights to every worker, all at once, from and into the memory they live in."""
