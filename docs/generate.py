@@ -212,7 +212,7 @@ LAYERS = (
     Layer((), ("planner",), "predicts, searches"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
-    Layer(("precision", "memory"), (), "beside the strategies"),
+    Layer(("precision", "memory"), (), "types of numbers; bytes alive"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
@@ -251,19 +251,20 @@ def draw_layers() -> str:
 
 
 def draw_step() -> str:
-    picture = Drawing(900, 306, "One step of data=2 microbatches=2, seen from one rank")
+    picture = Drawing(900, 326, "One step of data=2 microbatches=2, seen from one rank")
     compute, network, left = 84, 146, 104
     picture.words(24, compute + 25, "computes", 12, colour=QUIET)
     picture.words(24, network + 25, "network", 12, colour=QUIET)
     works = [
         ("zero", 44, GREY),
-        ("forward 0", 84, BLUE),
-        ("backward 0", 124, ORANGE),
-        ("forward 1", 84, BLUE),
-        ("backward 1", 124, ORANGE),
-        ("", 146, PAPER),
-        ("norm, clip", 80, GREEN),
-        ("AdamW", 70, GREEN),
+        ("forward 0", 78, BLUE),
+        ("backward 0", 122, ORANGE),
+        ("forward 1", 78, BLUE),
+        ("backward 1", 122, ORANGE),
+        ("", 96, PAPER),
+        ("squares", 62, GREEN),
+        ("", 50, PAPER),
+        ("scale, AdamW", 96, GREEN),
     ]
     starts, x = [], float(left)
     for text, width, fill in works:
@@ -271,27 +272,30 @@ def draw_step() -> str:
         if text:
             picture.box(x, compute, width - 4, 40, fill, text, size=12)
         x += width
-    last, waiting, update = starts[4], starts[5], starts[6]
+    last, waiting, squares, summing, update = starts[4:]
     moves = [(last + 66, 50, "bucket 1"), (waiting + 2, 50, "bucket 2")]
-    moves += [(waiting + 56, 36, "used?"), (waiting + 96, 44, "loss, n")]
+    moves += [(waiting + 56, 36, "used?"), (summing, 46, "sums")]
     for begin, width, text in moves:
         picture.box(begin, network, width, 40, PINK, text, size=10)
-    picture.line(waiting - 2, compute - 12, waiting - 2, 196, QUIET, "3 3")
-    picture.line(update - 2, compute - 12, update - 2, 196, QUIET, "3 3")
-    picture.words((waiting + update) / 2 - 2, compute + 25, "waits", 12, "middle", QUIET)
-    notes = [
+    for begin, end in ((waiting, squares), (summing, update)):
+        picture.line(begin - 2, compute - 12, begin - 2, 196, QUIET, "3 3")
+        picture.line(end - 2, compute - 12, end - 2, 196, QUIET, "3 3")
+        picture.words((begin + end) / 2 - 2, compute + 25, "waits", 12, "middle", QUIET)
+    above = [
         (left, "start_step"),
         (starts[2], "start_backward(last=False)"),
         (last, "start_backward(last=True)"),
-        (waiting, "finish_gradients"),
-        (starts[7], "then finish_step"),
+        (update, "then finish_step"),
     ]
-    for index, (place, text) in enumerate(notes):
-        picture.words(place, 70 if index != 3 else 212, text, 10, colour=QUIET)
+    below = [(waiting, "finish_gradients"), (squares, "norm_share")]
+    for height, notes in ((70, above), (212, below)):
+        for place, text in notes:
+            picture.words(place, height, text, 10, colour=QUIET)
     told = [
         "Microbatch 0 only accumulates: nothing is sent.",
         "Each bucket leaves as soon as the last backward pass has filled it.",
-        "Then one flag a parameter (did any replica use it?), and the sum of losses with the count.",
+        "Then one flag a parameter: did any replica use it? Each rank squares its share of the gradients;",
+        "one message sums loss, count and squares over ranks: loss and norm are the same everywhere.",
     ]
     for index, text in enumerate(told):
         picture.words(left, 242 + 20 * index, text, 12)

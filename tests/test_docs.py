@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 
+from echelon.bench import benches
 from echelon.cli.main import app
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
@@ -23,6 +24,7 @@ from echelon.models import presets
 from echelon.plan import Plan
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
+from echelon.verify.plants import PLANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,6 +147,40 @@ def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert options <= known, name
         assert "--json" in known, name
+
+
+def test_the_benches_that_the_readme_names_are_those_there_are() -> None:
+    (told,) = (does for usage, does in table(README, "command") if "bench" in usage)
+    assert re.findall(r"`([\w-]+)`", told) == list(benches())
+
+
+def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:
+    source = (ROOT / "src" / "echelon" / "cli" / "main.py").read_text(encoding="utf-8")
+    codes = re.findall(r"(?:^| · )(\d+) ", ast.get_docstring(ast.parse(source)) or "", re.MULTILINE)
+    assert [code for code, _ in table(README, "exit code")] == codes
+
+
+def test_the_planted_bugs_are_told() -> None:
+    page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+    assert [name.strip("`") for name, _ in table(page, "`--plant`")] == list(PLANTS)
+
+
+def test_the_targets_of_make_are_told() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    told = [target.strip("`").removeprefix("make ") for target, _ in table(page, "target")]
+    assert told == [target for target in phony.split() if target != "help"]
+
+
+def test_the_files_of_the_tree_exist() -> None:
+    (tree,) = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "")
+    package = ROOT / "src" / "echelon"
+    named = re.findall(r"^ +([\w/]+(?:\.py|/))", tree, re.MULTILINE)
+    assert len(named) > 15
+    for name in named:
+        assert (package / name).exists() or (package / "data_parallel" / name).exists(), name
+    files = {path.name for path in (package / "data_parallel").glob("[a-z]*.py")}
+    assert {name for name in files if name not in tree} == set()
 
 
 def test_the_plan_lines_of_the_systems_are_plans_and_those_that_work_run() -> None:
