@@ -1,7 +1,7 @@
 """Ownership: which slices of which named global tensors a rank holds.
 
-Every strategy lists what its rank owns, weights and optimizer state alike. Whole state dicts, checkpoints,
-gradient norms and memory by category are written over that list, once, and know no strategy.
+Every strategy lists what its rank owns, weights and optimizer state alike. Whole state dicts (and later
+checkpoints) are written over that list, once, and know no strategy.
 """
 
 import json

@@ -45,9 +45,9 @@ def test_other_optimizers_and_no_clipping() -> None:
 
 
 @pytest.mark.parametrize("plant", ["divide-twice", "skip-bucket"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_planted_bug_is_found_and_its_parameter_named(plant: str, ranks: int) -> None:
-    verdict = verify(perceptron_case(steps=3), f"data={ranks}", plant=plant)
+@pytest.mark.parametrize("plan", ["data=2", "data=4", "data=2 zero=1", "data=2 zero=3"])
+def test_a_planted_bug_is_found_and_its_parameter_named(plant: str, plan: str) -> None:
+    verdict = verify(perceptron_case(steps=3), plan, plant=plant)
     assert not verdict.equal
     names = {name for name, _ in perceptron_case().build().named_parameters()}
     assert verdict.worst[0].split()[0] in names
@@ -114,6 +114,19 @@ def test_a_plan_that_cannot_run_is_not_certified() -> None:
 def test_a_bug_between_replicas_needs_replicas() -> None:
     with pytest.raises(ValueError, match="set data=2 or more"):
         verify(perceptron_case(), "data=1", plant="skip-bucket")
+    with pytest.raises(ValueError, match="those of sync=all-reduce"):
+        verify(perceptron_case(), "data=2 sync=parameter-server", plant="divide-twice")
+
+
+class WithLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+
+
+def test_dropout_inside_a_module_is_found() -> None:
+    with pytest.raises(ValueError, match="dropout in lstm"):
+        Case(WithLSTM, vectors, mean_loss, adamw).build()
 
 
 def spoil_the_state_of_rank_one(engine: Engine) -> None:

@@ -9,12 +9,14 @@ from echelon.collectives.ledger import Ledger
 
 
 @final
-class _Done(Pending):
+class Done(Pending):
+    """Nothing to wait for."""
+
     def wait(self) -> None:
         pass
 
 
-_DONE = _Done()
+_DONE = Done()
 
 
 @final

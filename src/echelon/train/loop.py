@@ -11,6 +11,7 @@ from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf, save_hf
 from echelon.optim.optimizers import make_optimizer
+from echelon.plan import Plan
 from echelon.train.batches import make_batches
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
@@ -31,7 +32,7 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
         optimizer=partial(make_optimizer, job.optimizer),
         loss=cross_entropy,
         clip=job.optimizer.clip,
-        schedule=job.schedule(),
+        schedule=_rates(job),
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
@@ -52,6 +53,14 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
     weights = engine.full_state_dict()
     if first:
         finish(model.config, weights, corpus, folder, tell)
+
+
+def _rates(job: Job) -> Callable[[int], float]:
+    """The learning rate over the steps. Where every push makes a version, a step is one of each replica."""
+    schedule, plan = job.schedule(), Plan.parse(job.plan)
+    if plan.sync == "async" and plan.staleness > 0:
+        return lambda version: schedule(version // plan.data)
+    return schedule
 
 
 def evaluate(engine: Engine, batches: Batches, count: int) -> float:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Case:
         that a plan which forgets to make them equal is found out."""
         torch.manual_seed(self.seed + rank)
         model = self.make_model().double()
-        random = [name for name, its in model.named_modules() if isinstance(its, _DROPOUT) and its.p > 0]
+        random = [name or "the model" for name, its in model.named_modules() if _dropout(its) > 0]
         if random:
             raise UserError(
                 f"dropout in {', '.join(random)}: its masks differ from layout to layout, so that two "
@@ -49,3 +48,11 @@ def _to_double(batch: tuple[Any, Any]) -> tuple[Any, Any]:
 
     converted: tuple[Any, Any] = tree_map(convert, batch)
     return converted
+
+
+def _dropout(module: nn.Module) -> float:
+    """With what probability a module of torch's own drops; recurrent ones and attention have it inside."""
+    if isinstance(module, _DropoutNd):
+        return module.p
+    inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+    return float(module.dropout) if inside else 0.0  # type: ignore[arg-type]

@@ -198,7 +198,7 @@ def _refuse_standstill(case: Case, reference: Trained) -> None:
     start = case.build().state_dict()
     if all(torch.equal(value, start[name]) for name, value in reference.weights.items()):
         raise UserError(
-            f"after {case.steps} steps on one device no weight has moved, so equality would prove nothing; "
+            f"after {case.steps} steps of the reference no weight has moved, so equality proves nothing; "
             "train for more steps, or with a learning rate above 0"
         )
 

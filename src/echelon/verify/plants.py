@@ -4,10 +4,13 @@ Each takes a finished engine and spoils it. They are for `echelon verify --plant
 """
 
 from collections.abc import Callable
+from typing import Any
 
-from echelon.data_parallel import Sync
-from echelon.data_parallel.update import Synchronous
+from echelon.collectives import Handle
+from echelon.collectives.local import Done
+from echelon.data_parallel import Sync, Synchronous
 from echelon.engine import Engine
+from echelon.errors import UserError
 
 Plant = Callable[[Engine], None]
 
@@ -27,21 +30,25 @@ def _divide_twice(engine: Engine) -> None:
 
 
 def _skip_bucket(engine: Engine) -> None:
-    """The first gradient buffer of every step is not reduced, so replicas drift apart."""
+    """The first gradient message of every step is never sent, so that part of the gradient is not summed."""
+    _sync(engine)
     group = engine.mesh.group("data")
-    reduce = group.all_reduce
+    do = group._do
 
-    def reduce_all_but_the_first(tensor, op="sum", *, wait=True):  # type: ignore[no-untyped-def]
-        about = [move.subject for move in group.ledger.moves]
-        if group.ledger.subject == "gradients" and "skipped" not in about:
-            with group.ledger.about("skipped"):
-                return reduce(tensor[:0].new_zeros(1), op, wait=wait)
-        return reduce(tensor, op, wait=wait)
+    def do_all_but_the_first(*args: Any, **options: Any) -> Handle:
+        operation, traffic, wait, begin, *tensors = args
+        sent = any(move.subject == "gradients" for move in group.ledger.moves)
+        if group.ledger.subject == "gradients" and not sent:
+            begin = Done
+        return do(operation, traffic, wait, begin, *tensors, **options)
 
-    group.all_reduce = reduce_all_but_the_first  # type: ignore[method-assign]
+    group._do = do_all_but_the_first  # type: ignore[method-assign]
 
 
 def _sync(engine: Engine) -> Sync:
+    """How the engine's replicas agree; the planted bugs are of replicas that sum among themselves."""
+    if engine.plan.sync != "all-reduce":
+        raise UserError(f"--plant with '{engine.plan}': the bugs are those of sync=all-reduce; use that")
     assert isinstance(engine._update, Synchronous)
     return engine._update.sync
 

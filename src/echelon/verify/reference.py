@@ -1,4 +1,4 @@
-"""The reference: the same training on one device, written in plain torch and nothing of echelon's.
+"""The reference: the same training on one device, written in plain torch, with no code of echelon's in it.
 
 It must stay independent of what it judges, so it repeats in the plainest way what a step means.
 """
