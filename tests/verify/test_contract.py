@@ -49,7 +49,7 @@ def test_other_optimizers_and_no_clipping() -> None:
 def test_a_planted_bug_is_found_and_its_parameter_named(plant: str, plan: str) -> None:
     verdict = verify(perceptron_case(steps=3), plan, plant=plant)
     assert not verdict.equal
-    names = {name for name, _ in perceptron_case().build().named_parameters()}
+    names = {name for name, _ in perceptron_case().build().named_parameters(remove_duplicate=False)}
     assert verdict.worst[0].split()[0] in names
     assert verdict.worst[0] in str(verdict)
     assert "DIFFERS" in str(verdict)
