@@ -129,7 +129,9 @@ def all_names(module: nn.Module) -> dict[str, str]:
     }
 
 
-def assemble(owned: Sequence[Owned], group: Group, *, sharded: bool) -> dict[tuple[str, str], Tensor]:
+def assemble(
+    owned: Sequence[Owned], group: Group, device: torch.device, *, sharded: bool
+) -> dict[tuple[str, str], Tensor]:
     """Every tensor whole, on every rank of the group, by (name, part); copies.
 
     Unless `sharded`, every rank holds everything whole. Else the ranks tell each other what they own; then
@@ -138,8 +140,7 @@ def assemble(owned: Sequence[Owned], group: Group, *, sharded: bool) -> dict[tup
     if not sharded:
         return {(its.slice.name, its.slice.part): its.tensor.detach().clone() for its in owned}
     mine = {(its.slice.name, its.slice.part, its.slice.offsets): its.tensor for its in owned}
-    lists = _exchange([(*its.slice, _dtype_name(its.tensor)) for its in owned], group)
-    device = owned[0].tensor.device if owned else torch.device("cpu")
+    lists = _exchange([(*its.slice, _dtype_name(its.tensor)) for its in owned], group, device)
     whole: dict[tuple[str, str], Tensor] = {}
     taken: set[tuple[Any, ...]] = set()
     for rank, boxes in enumerate(lists):
@@ -161,16 +162,16 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _exchange(value: Any, group: Group) -> list[Any]:
+def _exchange(value: Any, group: Group, device: torch.device) -> list[Any]:
     """What every rank of the group gave, as JSON, in rank order."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     with group.ledger.about("assembly"):
-        sizes = torch.empty(group.size, dtype=torch.int64)
-        group.all_gather(sizes, torch.tensor([len(data)]))
+        sizes = torch.empty(group.size, dtype=torch.int64, device=device)
+        group.all_gather(sizes, torch.tensor([len(data)], device=device))
         longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        all_data = torch.empty(group.size, longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: len(data)] = data.to(device)
+        all_data = torch.empty(group.size, longest, dtype=torch.uint8, device=device)
         group.all_gather(all_data, padded)
     return [
         json.loads(bytes(row[:size].tolist())) for row, size in zip(all_data, sizes.tolist(), strict=True)

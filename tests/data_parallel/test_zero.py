@@ -49,7 +49,7 @@ def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
     model = deep()
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
     sync = Zero(model, group, 3, cut_units(model), prefetch=prefetch)
-    flats = {parameter.untyped_storage() for parameter in model.parameters()}
+    flats = [flat.flat.untyped_storage() for unit in sync._flats for flat in unit]
     seen = [0]
 
     def count(*_: object) -> None:

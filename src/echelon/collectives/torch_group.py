@@ -18,6 +18,8 @@ from echelon.launching.failure import is_peer_error
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+_KEPT = 2  # buffers for incoming parts, of each type
+
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -128,18 +130,28 @@ class TorchGroup(Group):
 
 
 class _Scratch:
-    """Memory for what comes in, kept: taken anew each time, its pages would cost as much as the message."""
+    """Memory for what comes in, kept: taken anew each time, its pages would cost as much as the message.
+
+    A few buffers a type, as large as the largest message; smaller ones give way.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._lent: dict[int, Tensor] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """Memory as large as `like`, which nothing else uses until it is given back."""
-        free = self._free.get((like.numel(), like.dtype))
-        return free.pop() if free else torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        free = self._free.setdefault(like.dtype, [])
+        large = [buffer for buffer in free if buffer.numel() >= like.numel()]
+        buffer = min(large, key=Tensor.numel) if large else torch.empty(like.numel(), dtype=like.dtype)
+        self._free[like.dtype] = [other for other in free if other is not buffer]
+        self._lent[buffer.data_ptr()] = buffer
+        return buffer[: like.numel()]
 
     def give_back(self, memory: Tensor) -> None:
-        self._free.setdefault((memory.numel(), memory.dtype), []).append(memory.view(-1))
+        free = self._free[memory.dtype]
+        free.append(self._lent.pop(memory.data_ptr()))
+        self._free[memory.dtype] = sorted(free, key=Tensor.numel)[-_KEPT:]
 
 
 @final

@@ -80,5 +80,8 @@ class Bucketed(Sync):
             self._fill(self._reducer.agreed_order(self._group))
 
     def _fill(self, order: list[nn.Parameter]) -> None:
+        for parameter in order:
+            parameter.grad = None  # lets go of the buckets before
+        self._buckets = []
         self._buckets = fill_buckets(order, self._bucket_bytes)
         self._reducer.regroup([list(bucket.views) for bucket in self._buckets])

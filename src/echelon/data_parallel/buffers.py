@@ -11,27 +11,31 @@ class Buffers:
     """Keeps the buffers of replicas equal. Only those that a step may have changed are sent."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
-        self._buffers = list(module.buffers())
-        self._group = group
+        self._module, self._group = module, group
         # Their kernels change these without leaving a mark on the tensor's version.
         norms = [its for its in module.modules() if isinstance(its, _NormBase) and its.track_running_stats]
         self._statistics = {buffer for norm in norms for buffer in norm.buffers()}
-        self._send(self._buffers)
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._send(list(module.buffers()))
+        self._seen = self._look()
 
     def share(self) -> None:
         """Send replica 0's buffers to all, where any replica may have changed them."""
-        if not self._buffers:
+        buffers = list(self._module.buffers())  # anew: a model may assign a buffer instead of changing it
+        if not buffers:
             return
         moved = [
-            buffer in self._statistics or buffer._version != version
-            for buffer, version in zip(self._buffers, self._versions, strict=True)
+            buffer in self._statistics or mark != seen
+            for buffer, mark, seen in zip(buffers, self._look(), self._seen, strict=True)
         ]
-        flags = torch.tensor(moved, dtype=torch.uint8).to(self._buffers[0].device)
+        flags = torch.tensor(moved, dtype=torch.uint8).to(buffers[0].device)
         with self._group.ledger.about("buffers"):
             self._group.all_reduce(flags, "max")
-        self._send([b for b, flag in zip(self._buffers, flags.tolist(), strict=True) if flag])
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._send([buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag])
+        self._seen = self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        """What changes when a buffer does: which tensor it is, and its version."""
+        return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
 
     def _send(self, buffers: list[Tensor]) -> None:
         with self._group.ledger.about("buffers"):

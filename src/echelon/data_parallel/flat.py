@@ -25,11 +25,12 @@ class FlatUnit:
     def __init__(
         self, name: str, parameters: list[tuple[str, nn.Parameter]], group: Group, *, resident: bool
     ) -> None:
-        self.name, self.parameters, self._group, self._resident = name, parameters, group, resident
+        self.name, self.parameters, self._group, self.resident = name, parameters, group, resident
         first = parameters[0][1]
         self.trainable = first.requires_grad
         self._part_size = -(-sum(p.numel() for _, p in parameters) // group.size)
         self.flat = torch.zeros(self._part_size * group.size, dtype=first.dtype, device=first.device)
+        self._weights: list[Tensor] = []  # each parameter's place in the buffer
         self._move_in()
         group.broadcast(self.flat, source=0)
         self.shard = self._mine(self.flat) if resident else self._mine(self.flat).clone()
@@ -58,6 +59,8 @@ class FlatUnit:
         """Begin to make the weights whole, unless they are or are on the way."""
         if not self.whole:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+            for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
+                parameter.data = view
             self.whole = True
             self.spread()
 
@@ -73,44 +76,41 @@ class FlatUnit:
 
     def free(self) -> None:
         """Give the memory of the whole weights back; the shard stays."""
-        if not self._resident and self.whole:
+        if not self.resident and self.whole:
             self.settle()
+            # Whoever reads a weight that is not there finds not-a-number, not somebody else's memory.
+            nothing = self.flat.new_full((), float("nan") if self.flat.is_floating_point() else 0)
+            for _, parameter in self.parameters:
+                parameter.data = nothing.expand(parameter.shape)
             self.flat.untyped_storage().resize_(0)
             self.whole = False
 
     # Gradients.
 
-    def open_gradient(self) -> None:
-        """Zeroed memory that the backward pass adds to, since every `.grad` is a view into it."""
+    def open_gradient(self) -> Tensor:
+        """Zeroed memory that the backward pass adds to, since every `.grad` is a view into it.
+
+        A parameter that was used outside its unit may have a gradient already, elsewhere: it moves in.
+        """
         if self.gradient is None:
-            self.gradient = torch.zeros(
-                self._part_size * self._group.size, dtype=self.flat.dtype, device=self.flat.device
-            )
+            self.gradient = self.flat.new_zeros(self._part_size * self._group.size)
             for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
+                if parameter.grad is not None:
+                    view.add_(parameter.grad)
                 parameter.grad = view
+        return self.gradient
 
     def clear_gradient(self) -> None:
         """As `open_gradient`, for memory that is kept from step to step."""
-        if self.gradient is None:
-            return self.open_gradient()
-        self.gradient.zero_()
-        for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
-            parameter.grad = view
-        return None
-
-    def gather_gradient(self) -> Tensor:
-        """The whole gradient. A parameter that was used outside its unit has its gradient elsewhere still."""
-        stray = [p.grad for _, p in self.parameters]
+        if self.gradient is not None:
+            self.gradient.zero_()
+            for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
+                parameter.grad = view
         self.open_gradient()
-        assert self.gradient is not None
-        for view, gradient in zip(self._views(), stray, strict=True):
-            if gradient is not None and gradient.data_ptr() != view.data_ptr():
-                view.add_(gradient)
-        return self.gradient
 
     def take_gradient(self) -> Tensor:
         """The whole gradient, which is then no longer the parameters'."""
-        gradient = self.gather_gradient()
+        gradient = self.open_gradient()
         self.drop_gradient()
         return gradient
 
@@ -167,3 +167,4 @@ class FlatUnit:
             place = self.flat[begin:end].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
+            self._weights.append(place)

@@ -7,17 +7,28 @@ prefetch + 1 units are whole at a time, beside units that surround others or are
 
 from collections.abc import Sequence
 
-from echelon.collectives import Ledger
+import torch
+
+from echelon.collectives import Group, Ledger
 from echelon.data_parallel.flat import FlatUnit
+from echelon.errors import UserError
 
 
 class Residency:
     """Gathers and frees units as they are entered and left. A unit may be memory of several kinds."""
 
     def __init__(
-        self, units: Sequence[list[FlatUnit]], needs: list[list[int]], prefetch: int, ledger: Ledger
+        self,
+        units: Sequence[list[FlatUnit]],
+        needs: list[list[int]],
+        prefetch: int,
+        ledger: Ledger,
+        root: int | None,
     ) -> None:
+        """`root`: the unit that surrounds the others, if there is one."""
         self._units, self._needs, self._prefetch, self._ledger = units, needs, prefetch, ledger
+        self._root = root
+        self._gathered = 0  # a number made from all that was gathered in this step, in order
         self._users = [0] * len(units)
         self._sequence = list(range(len(units)))
         self._trace: list[int] = []
@@ -33,6 +44,7 @@ class Residency:
             self._sequence = list(dict.fromkeys(self._trace))
             self._trace = []
         self._users = [0] * len(self._units)
+        self._gathered = 0
         for index in range(len(self._units)):
             self._free(index)
 
@@ -60,12 +72,31 @@ class Residency:
         if index not in self._sequence:
             return []
         ahead = list(reversed(self._sequence)) if backward else self._sequence
+        if index == self._root:  # it is entered first, whichever way
+            return [unit for unit in ahead if unit != index][: self._prefetch]
         place = ahead.index(index)
         return ahead[place + 1 : place + 1 + self._prefetch]
+
+    def check_agreement(self, group: Group) -> None:
+        """Refuse a step in which ranks gathered different units: they have got each other's weights."""
+        if not any(not flat.resident for unit in self._units for flat in unit):
+            return
+        mine = torch.tensor([self._gathered, -self._gathered])
+        mine = mine.to(self._units[0][0].shard.device)
+        with self._ledger.about("agreement"):
+            group.all_reduce(mine, "max")
+        most, least = mine.tolist()
+        if most != -least:
+            raise UserError(
+                "ranks ran different modules in this step, and with zero=3 they gather weights together; "
+                "make every rank run the same modules, or use zero=2"
+            )
 
     def _gather(self, index: int) -> None:
         with self._ledger.about("parameters"):
             for flat in self._units[index]:
+                if not flat.whole:
+                    self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
                 flat.gather()
 
     def _free(self, index: int) -> None:

@@ -49,7 +49,7 @@ def cut_units(model: nn.Module, smallest: int = SMALLEST, largest: int = LARGEST
         units.append(UnitPlan(names[module], module, own))
     # The root needs only what is its own: the units inside it look after themselves.
     needs = [sorted({owner[p] for p in unit.module.parameters()}) for unit in units[:-1]]
-    needs.append([len(units) - 1])
+    needs.append([len(units) - 1] if units[-1].parameters else [])
     return _without_empty(Cut(units, needs))
 
 
@@ -67,14 +67,14 @@ def _by_size(module: nn.Module, smallest: int, largest: int) -> list[nn.Module]:
         divisible = any(True for _ in child.children()) and not isinstance(child, _OPAQUE)
         if isinstance(child, _LISTS) or (size > largest and divisible):
             found += _by_size(child, smallest, largest)
-        elif size >= smallest:
-            found.append(child)
+        elif size >= smallest and not isinstance(child, nn.ParameterList | nn.ParameterDict):
+            found.append(child)  # lists of parameters are never called: whoever has them reads them
     return found
 
 
 def _without_empty(cut: Cut) -> Cut:
     """Leave out units that own nothing and need nothing."""
-    keep = [index for index, unit in enumerate(cut.units) if unit.parameters]
+    keep = [index for index, unit in enumerate(cut.units) if unit.parameters or cut.needs[index]]
     place = {old: new for new, old in enumerate(keep)}
     return Cut(
         [cut.units[index] for index in keep],

@@ -10,13 +10,14 @@ A module that is called twice has two uses. One without inputs that need gradien
 leaves when the whole backward pass is over, or earlier when the owner of the hooks finds its unit complete.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Use:
@@ -30,37 +31,47 @@ class Use:
 
 
 class UseHooks:
-    """Watches modules and tells `enter(use, backward)` and `leave(use)`."""
+    """Watches modules and tells `enter(use, backward)`, `leave(use)` and `returned(use, tensor)`."""
 
     def __init__(
         self,
         modules: list[nn.Module],
         enter: Callable[[Use, bool], None],
         leave: Callable[[Use], None],
+        returned: Callable[[Use, Tensor], None],
     ) -> None:
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave, self._returned = enter, leave, returned
         self._calls: dict[nn.Module, list[Use]] = {module: [] for module in modules}
+        # A watched module's output → the uses that it is the only input of.
+        self._consumers: MutableMapping[Tensor, list[Use]] = WeakIdKeyDictionary()
         for unit, module in enumerate(modules):
             module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, unit: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             use = Use(unit)
             self._calls[module].append(use)
             self._enter(use, False)
-            return self._watch_inputs(use, args, kwargs) if torch.is_grad_enabled() else None
+            if torch.is_grad_enabled():
+                self._watch_inputs(use, args, kwargs)
 
         return hook
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         use = self._calls[module].pop()
+        for tensor in _tensors(output):  # nothing, when the forward has raised
+            self._returned(use, tensor)
+            # A hook on a leaf would stay for ever, and a leaf has no backward pass of this module behind it.
+            if tensor.requires_grad and not tensor.is_leaf:
+                consumers = self._consumers.setdefault(tensor, [])
+                tensor.register_hook(lambda _, consumers=consumers: self._begin_backward(use, consumers))
         self._leave(use)
-        for tensor in tree_leaves(output):  # nothing, when the forward has raised
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._begin_backward(use))
 
-    def _begin_backward(self, use: Use) -> None:
+    def _begin_backward(self, use: Use, consumers: list[Use]) -> None:
+        """The gradient of an output is there: whoever had only it as input is through, and lets go first."""
+        for consumer in consumers:
+            self.end_backward(consumer)
         if not use.in_backward and not use.over:
             use.in_backward = True
             self._enter(use, True)
@@ -72,29 +83,20 @@ class UseHooks:
             use.over = True
             self._leave(use)
 
-    def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> Any:
-        """The same inputs, behind a node whose backward runs when all their gradients are there."""
-        leaves, structure = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not places:
-            return None
-        use.watched = True
-        over = partial(self.end_backward, use)
-        watched: Any = _Watch.apply(over, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
-        for place, tensor in zip(places, watched, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, structure)
+    def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
+        """Learn when the gradients of all inputs are there: then the backward pass is through the module."""
+        inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
+        if inputs:
+            use.watched = True
+            if len(inputs) == 1 and inputs[0] in self._consumers:
+                self._consumers[inputs[0]].append(use)
+            register_multi_grad_hook(inputs, lambda _: self.end_backward(use))
 
 
-class _Watch(torch.autograd.Function):
-    """The identity; calls back when the backward pass comes through."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.call()
-        return (None, *gradients)
+def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Every tensor in a structure; also in objects that torch does not look into, a few levels deep."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            yield from _tensors(vars(leaf), depth - 1)

@@ -16,6 +16,7 @@ reverse of the model's, then, from the second step on, the order in which replic
 from collections import deque
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
@@ -26,6 +27,7 @@ from echelon.data_parallel.residency import Residency
 from echelon.data_parallel.sync import Storages, Sync, held_gradients
 from echelon.data_parallel.units import Cut, UnitPlan
 from echelon.data_parallel.uses import Use, UseHooks
+from echelon.errors import UserError
 from echelon.ownership import Held, Owned, Slice, own_run, run_slices, whole_slice
 
 _IN_FLIGHT = 1  # units whose gradients may be on the way while another is produced
@@ -57,17 +59,20 @@ class Zero(Sync):
                 if level < 3 and not parameter.requires_grad:
                     broadcast(parameter, group)
         self._buffers = Buffers(module, group)
-        self.residency = Residency(self._flats, self._needs, prefetch, group.ledger)
+        root = len(plans) - 1 if plans[-1].module is module else None
+        self.residency = Residency(self._flats, self._needs, prefetch, group.ledger, root)
         self.residency.reset()
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
         self._held = [(flat, held) for flat in self._reduced for held in flat.held()]
+        if level == 3:  # before the reducer, which may let go of a unit when its last gradient is there
+            self._watch_weights()
         self._reducer = Reducer(self.parameters(), self._reduce)
         self._order(self._reduced)
         self._observed = False
         self._in_flight: deque[_Reduction] = deque()
         self._uses: list[Use] = []
         if level > 1:
-            self._hooks = UseHooks([plan.module for plan in plans], self._enter, self._leave)
+            self._hooks = UseHooks([plan.module for plan in plans], self._enter, self._leave, self._returned)
 
     # What the engine asks.
 
@@ -83,10 +88,10 @@ class Zero(Sync):
         self._reducer.start_step()
         self.residency.reset()
         for flat in self._reduced:
+            if flat.gradient is None or self._level > 1:
+                flat.drop_gradient()
             if self._level == 1:
                 flat.clear_gradient()
-            else:
-                flat.drop_gradient()
             flat.has_part = False
 
     def start_backward(self, *, last: bool) -> None:
@@ -101,6 +106,7 @@ class Zero(Sync):
             self.start_backward(last=True)
             self.finish_backward()
         self._complete(0)
+        self.residency.check_agreement(self._group)
         used = self._reducer.used_anywhere(self._group)
         self._reducer.finish_step()
         for flat, held in self._held:
@@ -157,7 +163,7 @@ class Zero(Sync):
 
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
-        gradient = flat.gather_gradient() if self._level == 1 else flat.take_gradient()
+        gradient = flat.open_gradient() if self._level == 1 else flat.take_gradient()
         part = flat.new_part(in_place=self._level == 1)
         with self._group.ledger.about("gradients"):
             handle = self._group.reduce_scatter(part, gradient, wait=False)
@@ -177,6 +183,11 @@ class Zero(Sync):
     # Uses of units, where the weights or the memory of gradients come and go.
 
     def _enter(self, use: Use, backward: bool) -> None:
+        if self._level == 3 and backward and torch.is_grad_enabled():
+            raise UserError(
+                "zero=3 frees weights after the backward pass, and a backward pass through it "
+                "(create_graph=True) would need them again; use zero=2"
+            )
         if self._level == 3:
             self.residency.enter(use.unit, backward=backward)
         if backward:
@@ -190,17 +201,44 @@ class Zero(Sync):
         if self._level == 3:
             self.residency.leave(use.unit)
 
+    def _watch_weights(self) -> None:
+        of = {p: flat for unit in self._flats for flat in unit for _, p in flat.parameters}
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: _check_whole(of[p], p))
+
+    def _returned(self, use: Use, tensor: Tensor) -> None:
+        """A module has returned `tensor`: not a weight, which at level 3 is gone when the module is left."""
+        storage = tensor.untyped_storage()._cdata
+        owned = (flat for need in self._needs[use.unit] for flat in self._flats[need])
+        if self._level == 3 and any(flat.flat.untyped_storage()._cdata == storage for flat in owned):
+            raise UserError(
+                "a module returns one of its own weights, or a view of one, and with zero=3 weights are "
+                "freed when their module is left; return a clone, or use zero=2"
+            )
+
     def _end_uses(self) -> None:
         for use in self._uses:
             self._hooks.end_backward(use)
         self._uses = []
 
 
+def _check_whole(flat: FlatUnit, parameter: nn.Parameter) -> None:
+    """A gradient that was computed while the weights were not there is wrong."""
+    if not flat.whole:
+        name = next(name for name, p in flat.parameters if p is parameter)
+        raise UserError(
+            f"{name} was used while it was not gathered: at zero=3 a weight is there only while the "
+            "module that owns it runs; call that module instead of reading its weight, let its output "
+            "hold tensors that torch can see, or use zero=2"
+        )
+
+
 def _flatten(plan: UnitPlan, group: Group, level: int) -> list[FlatUnit]:
-    """The memory of one unit: its trainable parameters and, where weights are shared out, its frozen ones."""
-    flats = []
-    for trainable in (True, False) if level == 3 else (True,):
-        parameters = [(name, p) for name, p in plan.parameters if p.requires_grad is trainable]
-        if parameters:
-            flats.append(FlatUnit(plan.name, parameters, group, resident=level < 3))
-    return flats
+    """The memory of one unit: its trainable parameters and, where weights are shared out, its frozen ones;
+    each kind and type of its own."""
+    kinds: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in plan.parameters:
+        if parameter.requires_grad or level == 3:
+            kind = (parameter.requires_grad, parameter.dtype, parameter.device)
+            kinds.setdefault(kind, []).append((name, parameter))
+    return [FlatUnit(plan.name, parameters, group, resident=level < 3) for parameters in kinds.values()]

@@ -4,6 +4,7 @@ A step in one line: zero, forward and backward of each microbatch, sum gradients
 update. What each of these means under a plan is said by the strategies that `parallelize` composes.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,7 +78,8 @@ class Engine:
         self.ledger.start_step()
         self._meter.start_step()
         self._set_learning_rate()
-        self.module.train()
+        if not self.module.training:  # and else leave alone what the user has set to evaluate
+            self.module.train()
         normaliser = self._update.start_step()
         tally = self._accumulate(batch, normaliser)
         self._meter.sample()
@@ -92,14 +94,15 @@ class Engine:
         """The mean loss over the global batch, without training."""
         self.ledger.start_step()
         self._update.settle()
-        training = self.module.training
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             tally = self._new_tally()
             for _, total, count in self._forwards(batch):
                 _add(tally, total, count)
         finally:
-            self.module.train(training)
+            for module, training in modes.items():
+                module.training = training
         loss, counted = self._update.agree(tally)
         beat()
         return Evaluation(loss / counted, round(counted))
@@ -116,8 +119,9 @@ class Engine:
         weights = [its for its in self.owned() if its.slice.part == VALUE]
         whole = self._assemble(weights)
         first = all_names(self.module)
+        # Buffers, extra state, and parameters without elements, which nobody owns, are as they are here.
         return {
-            name: whole[first[name], VALUE] if name in first else value.detach().clone()
+            name: whole.get((first.get(name, name), VALUE), _copy(value))
             for name, value in self.module.state_dict().items()
         }
 
@@ -131,7 +135,8 @@ class Engine:
         return {name: whole.get(first, {}) for name, first in all_names(self.module).items()}
 
     def _assemble(self, owned: list[Owned]) -> dict[tuple[str, str], Tensor]:
-        return assemble(owned, self.mesh.group("data"), sharded=self._update.sharded)
+        group = self.mesh.group("data")
+        return assemble(owned, group, self.mesh.device, sharded=self._update.sharded)
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""
@@ -174,6 +179,12 @@ class Engine:
             factor = self._schedule(self.steps)
             for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = base * factor
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _add(tally: Tensor, total: Tensor, count: Any) -> None:

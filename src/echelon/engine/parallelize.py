@@ -48,7 +48,7 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     mesh = Mesh.join(plan)
-    model = model.to(mesh.device, DTYPES[plan.precision])
+    model = _converted(model, mesh.device, DTYPES[plan.precision])
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         update = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
@@ -56,6 +56,14 @@ def parallelize(
     sync = _replicate(model, mesh, prefetch, smallest_unit)
     update = _update(sync, mesh, _checked(optimizer), clip)
     return Engine(model, mesh, update, loss, schedule)
+
+
+def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on the device, its real numbers in `dtype`; whole and complex numbers stay what they are."""
+    converted: nn.Module = model._apply(
+        lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
+    )
+    return converted
 
 
 def _checked(make: Make) -> Make:

@@ -72,10 +72,17 @@ class Meter:
         if self._steps > METERED_STEPS:
             yield
             return
-        standing = {_address(tensor) for tensor in [*self._module.parameters(), *self._module.buffers()]}
+        standing = {
+            _identity(tensor)
+            for tensor in [
+                *self._storages()["parameters"],
+                *self._module.parameters(),
+                *self._module.buffers(),
+            ]
+        }
 
         def pack(tensor: Tensor) -> _Saved:
-            counts = tensor.layout == torch.strided and _address(tensor) not in standing
+            counts = tensor.layout == torch.strided and _identity(tensor) not in standing
             return _Saved(tensor, self if counts else None)
 
         def unpack(saved: _Saved) -> Tensor:
@@ -84,18 +91,18 @@ class Meter:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    def _keep(self, storage: torch.UntypedStorage) -> None:
-        if self._saved[storage.data_ptr()] == 0:
-            self._activations += storage.nbytes()
+    def _keep(self, identity: int, size: int) -> None:
+        if self._saved[identity] == 0:
+            self._activations += size
             self._peak["activations"] = max(self._peak["activations"], self._activations)
             self._peak_total = max(self._peak_total, self._standing + self._activations)
-        self._saved[storage.data_ptr()] += 1
+        self._saved[identity] += 1
 
-    def _drop(self, storage: torch.UntypedStorage) -> None:
-        self._saved[storage.data_ptr()] -= 1
-        if self._saved[storage.data_ptr()] == 0:
-            del self._saved[storage.data_ptr()]
-            self._activations -= storage.nbytes()
+    def _drop(self, identity: int, size: int) -> None:
+        self._saved[identity] -= 1
+        if self._saved[identity] == 0:
+            del self._saved[identity]
+            self._activations -= size
 
 
 class _Saved:
@@ -105,7 +112,8 @@ class _Saved:
         # Without its history: an output that holds its own graph would never be freed if nobody goes back.
         self._tensor, self._meter, self._version = tensor.detach(), meter, tensor._version
         if meter is not None:
-            meter._keep(tensor.untyped_storage())
+            self._storage = (_identity(tensor), tensor.untyped_storage().nbytes())
+            meter._keep(*self._storage)
 
     def take(self) -> Tensor:
         # Autograd does not look for this where hooks are set.
@@ -118,11 +126,12 @@ class _Saved:
 
     def __del__(self) -> None:
         if self._meter is not None:
-            self._meter._drop(self._tensor.untyped_storage())
+            self._meter._drop(*self._storage)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _identity(tensor: Tensor) -> int:
+    """Which storage a tensor lies in, also while the storage has no memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -59,10 +59,15 @@ def state_tensors(optimizer: torch.optim.Optimizer, held: nn.Parameter) -> dict[
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
+def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own that treat every element alike."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+
+
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
-    known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
-    if not known and not getattr(optimizer, "elementwise", False):
+    if not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
         raise UserError(
             f"optimizer {name} with zero=1 or more: each rank updates flat parts of parameters, which is "
             "right only for optimizers that treat every element alike; use one of torch's "

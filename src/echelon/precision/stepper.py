@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.optim.local import Make, make_local
+from echelon.optim.local import Make, make_local, works_by_element
 from echelon.ownership import Held
 
 _BYTES_AT_ONCE = 32 * 2**20  # of float32 gradients
@@ -88,13 +88,22 @@ class Masters(Stepper):
 
     def _portions(self) -> Iterator[list[Held]]:
         some: list[Held] = []
+        size = 0
         for held in self._held:
             some.append(held)
-            if 4 * sum(h.tensor.numel() for h in some) >= _BYTES_AT_ONCE:
+            size += 4 * held.tensor.numel()
+            if size >= _BYTES_AT_ONCE and self._divisible:
                 yield some
-                some = []
+                some, size = [], 0
         if some:
             yield some
+
+    @property
+    def _divisible(self) -> bool:
+        """Whether one step may be several calls: for optimizers that we know, with no one listening in."""
+        its = self.optimizer
+        heard = its._optimizer_step_pre_hooks or its._optimizer_step_post_hooks
+        return works_by_element(its) and not heard
 
 
 def _by_parameter(held: list[Held], tensors: list[Held]) -> dict[nn.Parameter, list[nn.Parameter]]:

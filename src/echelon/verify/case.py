@@ -26,7 +26,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # more arguments for `parallelize`
 
     def build(self, rank: int = 0) -> nn.Module:
-        """The model in float64, initialised from the case's seed; other ranks start from other weights, so
+        """The model in float64, training, from the case's seed; other ranks start from other weights, so
         that a plan which forgets to make them equal is found out."""
         torch.manual_seed(self.seed + rank)
         model = self.make_model().double()
@@ -36,7 +36,7 @@ class Case:
                 f"dropout in {', '.join(random)}: its masks differ from layout to layout, so that two "
                 "trainings cannot be compared; verify the model with dropout 0"
             )
-        return model
+        return model.train()
 
     def batches(self) -> list[tuple[Any, Any]]:
         return [_to_double(self.make_batch(step)) for step in range(self.steps)]

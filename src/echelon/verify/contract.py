@@ -171,8 +171,10 @@ def _gaps(mine: dict[str, Tensor], theirs: dict[str, Tensor], prefix: str) -> It
 
 
 def _gap(mine: Tensor, theirs: Tensor) -> float:
-    if mine.shape != theirs.shape:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return float("inf")
+    if mine.is_complex():
+        mine, theirs = torch.view_as_real(mine), torch.view_as_real(theirs)
     return float((mine.double() - theirs.double()).abs().max()) if mine.numel() else 0.0
 
 

@@ -1,0 +1,277 @@
+"""Models that once broke ZeRO, each with its story: equal to one device, or refused with the reason."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.verify import Case, assert_equal, verify
+from tests.cases import adamw
+from tests.contract_models import class_loss, vectors
+
+LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
+
+
+def case_of(model: type[nn.Module], **changes: object) -> Case:
+    given: dict[str, object] = {"steps": 4, "options": {"smallest_unit": 0}}
+    return Case(model, vectors, class_loss, adamw, **(given | changes))  # type: ignore[arg-type]
+
+
+class TiedWithoutBias(nn.Module):
+    """The last layer owns no parameter at all: its unit was left out, and its weight never gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+
+class Stray(nn.Module):
+    """The model reads a weight of a unit before the unit itself runs: that gradient was overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.ParameterDict({"w": torch.ones(6)})
+        self.inner = Inner()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x) * self.part["w"])  # type: ignore[no-any-return]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = nn.Parameter(torch.ones(6)), nn.Parameter(torch.full((6,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.v
+
+
+class ReadsAfterwards(nn.Module):
+    """Uses a weight of a unit that is not running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x) * self.inner.w)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+
+
+class InObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Output:
+        return Output(torch.tanh(self.layer(x)))
+
+
+class ObjectsBetween(nn.Module):
+    """A unit returns an object that torch does not look into: its backward pass read freed memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = InObject(), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).hidden)  # type: ignore[no-any-return]
+
+
+class ChangesItsInput(nn.Module):
+    """A unit changes its input in place: the watch on inputs was a view, which torch forbids to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.run(self.block, self.first(x))
+
+
+class Block:
+    """Calls a sequence as the one module that it is."""
+
+    @staticmethod
+    def run(block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)  # type: ignore[no-any-return]
+
+
+class MixedTypes(nn.Module):
+    """Frozen whole numbers beside frozen real ones in a unit: the latter were rounded to whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FrozenTypes()
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))  # type: ignore[no-any-return]
+
+
+class FrozenTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.scale = nn.Parameter(torch.linspace(0.1, 0.9, 6), requires_grad=False)
+        self.weight = nn.Parameter(torch.ones(6))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.scale + self.codes
+
+
+@LEVELS
+@pytest.mark.parametrize("model", [TiedWithoutBias, Stray, ObjectsBetween, ChangesItsInput, MixedTypes])
+def test_these_are_equal_to_one_device(model: type[nn.Module], level: int) -> None:
+    assert_equal(case_of(model), f"data=2 zero={level} microbatches=2")
+
+
+def test_a_weight_read_outside_its_unit_counts_at_level_2_and_is_not_a_number_at_level_3() -> None:
+    """It was a crash, or memory of something else."""
+    assert_equal(case_of(ReadsAfterwards), "data=2 zero=2")
+    assert math.isnan(verify(case_of(ReadsAfterwards), "data=2 zero=3").worst[1])
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Positions(), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.inner())  # type: ignore[no-any-return]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, 6))
+
+    def forward(self) -> Tensor:
+        return self.table[0]
+
+
+def test_a_module_that_returns_its_own_weight_is_refused_at_level_3() -> None:
+    assert_equal(case_of(ReturnsItsWeight), "data=2 zero=2")
+    with pytest.raises(echelon.UserError, match="returns one of its own weights"):
+        assert_equal(case_of(ReturnsItsWeight), "data=2 zero=3")
+
+
+class ByRank(nn.Module):
+    """Each rank runs another layer of the same size: they gathered halves of each other's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch import distributed as dist
+
+        first = dist.is_initialized() and dist.get_rank() == 0
+        return (self.left if first else self.right)(x)  # type: ignore[no-any-return]
+
+
+def one_step_by_rank() -> None:
+    engine = echelon.parallelize(
+        ByRank(), "data=2 zero=3", optimizer=adamw, loss=class_loss, smallest_unit=0, prefetch=0
+    )
+    engine.step(engine.local(vectors(0)))
+
+
+def test_ranks_that_run_different_modules_are_refused_at_level_3() -> None:
+    with pytest.raises(echelon.UserError, match="ranks ran different modules"):
+        echelon.launch(one_step_by_rank, 2, deadline=60.0)
+
+
+class Averaging(nn.Module):
+    """Assigns its buffer instead of changing it: replicas kept the old one in mind."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"answer": 42}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def trained(level: int) -> tuple[dict[str, object], dict[str, int]]:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(
+        Averaging(), f"data=2 zero={level}", optimizer=adamw, loss=class_loss, smallest_unit=0
+    )
+    for step in range(3):
+        engine.step(engine.local(vectors(step)))
+    return engine.full_state_dict(), engine.memory().now
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_buffers_that_are_assigned_are_shared_and_extra_state_is_kept(level: int) -> None:
+    (first, memory), (second, _) = echelon.launch(trained, 2, level)
+    assert isinstance(first["average"], Tensor)
+    assert torch.equal(first["average"], second["average"])  # type: ignore[arg-type]
+    assert first["_extra_state"] == {"answer": 42}
+    assert memory["activations"] == 0, "what was gathered is no activation"
+
+
+class Penalised(nn.Module):
+    """Takes a gradient of its own gradient, through its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        output = self.last(torch.tanh(self.first(x)))
+        (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return output + slope.mean()  # type: ignore[no-any-return]
+
+
+def step_with_penalty(level: int) -> float:
+    engine = echelon.parallelize(
+        Penalised(), f"data=2 zero={level}", optimizer=adamw, loss=class_loss, smallest_unit=0
+    )
+    return engine.step(engine.local(vectors(0))).loss
+
+
+def test_a_gradient_of_a_gradient_works_at_level_1_and_is_refused_at_level_3() -> None:
+    first, second = echelon.launch(step_with_penalty, 2, 1)
+    assert first == second
+    with pytest.raises(echelon.UserError, match="use zero=2"):
+        echelon.launch(step_with_penalty, 2, 3, deadline=60.0)
+
+
+def test_a_submodule_in_evaluation_mode_stays_there() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    model[1].eval()
+    engine = echelon.parallelize(model, "data=1", optimizer=adamw, loss=class_loss)
+    engine.step(vectors(0))
+    engine.evaluate(vectors(1))
+    assert [module.training for module in model] == [True, False, True]
