@@ -26,6 +26,6 @@ def alive_bytes() -> int:
     """
     gc.collect()
     found = [its for its in gc.get_objects() if type(its) in (Tensor, nn.Parameter)]
-    found += [its.grad for its in found if its.grad is not None and type(its.grad) is Tensor]
+    found += [its.grad for its in found if its.is_leaf and type(its.grad) is Tensor]
     storages = {(s.device, s.data_ptr()): s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}
     return sum(storages.values())
