@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Ledger, RecordingGroup, TorchGroup, naive_all_reduce, ring_all_reduce
+from echelon.collectives import Group, Ledger, RecordingGroup, TorchGroup, naive_all_reduce, ring_all_reduce
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]
@@ -167,8 +167,8 @@ def test_the_naive_one_loads_one_rank(warm_ranks: Warm) -> None:
     assert others == [(1000, 1000, 2)] * 3
 
 
-def entries() -> list[tuple[str, int, int, int]]:
-    group = world()
+def one_of_each(group: Group) -> list[tuple[str, int, int, int]]:
+    """What the ledger holds after one operation of each kind."""
     part, whole = torch.ones(6), torch.ones(6 * group.size)
     group.all_reduce(whole)
     group.reduce_scatter(part, whole)
@@ -178,6 +178,10 @@ def entries() -> list[tuple[str, int, int, int]]:
     group.scatter(part, whole if group.rank == 0 else None, 0)
     group.gather(part, whole if group.rank == 0 else None, 0)
     return [(m.operation, *m.traffic) for m in group.ledger.moves]
+
+
+def entries() -> list[tuple[str, int, int, int]]:
+    return one_of_each(world())
 
 
 def test_what_the_ledger_counts(warm_ranks: Warm) -> None:
@@ -200,21 +204,8 @@ def test_what_the_ledger_counts(warm_ranks: Warm) -> None:
     ]
 
 
-def recorded(rank: int, size: int) -> list[tuple[str, int, int, int]]:
-    group = RecordingGroup("data", rank, size)
-    part, whole = torch.ones(6), torch.ones(6 * group.size)
-    group.all_reduce(whole)
-    group.reduce_scatter(part, whole)
-    group.all_gather(whole, part)
-    group.broadcast(whole, 0)
-    group.reduce(whole, 0)
-    group.scatter(part, whole if group.rank == 0 else None, 0)
-    group.gather(part, whole if group.rank == 0 else None, 0)
-    return [(m.operation, *m.traffic) for m in group.ledger.moves]
-
-
 def test_a_recorder_counts_what_the_real_group_counts(warm_ranks: Warm) -> None:
-    assert warm_ranks(4).run(entries) == [recorded(rank, 4) for rank in range(4)]
+    assert warm_ranks(4).run(entries) == [one_of_each(RecordingGroup("data", rank, 4)) for rank in range(4)]
 
 
 def test_a_recorder_can_be_any_rank_of_thousands() -> None:
