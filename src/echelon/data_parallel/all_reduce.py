@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
+from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.buffers import broadcast
 from echelon.data_parallel.sync import Storages, own_module
 from echelon.ownership import Held, Owned, Slice, whole_slice
@@ -46,9 +47,9 @@ class AllReduce(Bucketed):
             for parameter in self._module.parameters():
                 broadcast(parameter, self._group)
 
-    def _reduce(self, index: int) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         with self._group.ledger.about("gradients"):
-            self._reductions.append(self._group.all_reduce(self._buckets[index].buffer, wait=False))
+            self._reductions.append(self._group.all_reduce(bucket.buffer, wait=False))
 
     def _complete(self) -> None:
         for reduction in self._reductions:

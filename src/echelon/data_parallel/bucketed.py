@@ -28,7 +28,7 @@ class Bucketed(Sync):
         self._trained = hold_whole(module)
         total = sum(p.numel() * p.element_size() for p in self.parameters())
         self._bucket_bytes = min(bucket_bytes, max(2**20, total // _FEWEST_BUCKETS))
-        self._reducer = Reducer(self.parameters(), self._reduce)
+        self._reducer = Reducer(self.parameters(), self._land, self._complete_bucket)
         self._buckets: list[Bucket] = []
         self._fill(list(reversed(self.parameters())))
         self._observed = False
@@ -40,8 +40,8 @@ class Bucketed(Sync):
         """Bring replica 0's weights to all."""
 
     @abstractmethod
-    def _reduce(self, index: int) -> None:
-        """Bucket `index` is complete: begin to sum it over replicas."""
+    def _reduce(self, bucket: Bucket) -> None:
+        """The bucket is complete: begin to sum it over replicas."""
 
     @abstractmethod
     def _complete(self) -> None:
@@ -54,7 +54,7 @@ class Bucketed(Sync):
         self._complete()  # what a step that failed half-way has left
         self._reducer.start_step()
         for bucket in self._buckets:
-            bucket.clear()
+            bucket.open()
 
     def start_backward(self, *, last: bool) -> None:
         self._reducer.start_backward(reducing=last)
@@ -79,9 +79,18 @@ class Bucketed(Sync):
             self._observed = True
             self._fill(self._reducer.agreed_order(self._group))
 
+    def _land(self, parameter: nn.Parameter) -> None:
+        self._bucket_of[parameter].land(parameter)
+
+    def _complete_bucket(self, index: int) -> None:
+        bucket = self._buckets[index]
+        bucket.close()
+        self._reduce(bucket)
+
     def _fill(self, order: list[nn.Parameter]) -> None:
         for parameter in order:
             parameter.grad = None  # lets go of the buckets before
         self._buckets = []
         self._buckets = fill_buckets(order, self._bucket_bytes)
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         self._reducer.regroup([list(bucket.views) for bucket in self._buckets])

@@ -1,7 +1,9 @@
 """Buckets: gradients of several parameters in one contiguous buffer, reduced at once.
 
-Each parameter's `.grad` is a view into its bucket, so the backward pass produces gradients where they are
-reduced and nothing is copied in or out. Buckets are filled in the order in which gradients are expected.
+A step's first gradient of a parameter lands in the parameter's view of the buffer, which from then on is its
+`.grad`: further microbatches add where the sum is reduced, and nothing is copied out. (To zero the buffer and
+have autograd add the first gradient too would move twice the memory.) Buckets are filled in the order in
+which gradients are expected.
 """
 
 from collections.abc import Sequence
@@ -12,23 +14,39 @@ from torch import Tensor, nn
 
 
 class Bucket:
-    """A buffer, and for each of its parameters the view that is its gradient."""
+    """A buffer, and for each of its parameters the view that is its gradient; the rest of `size` is zeros."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
         first = parameters[0]
-        size = sum(parameter.numel() for parameter in parameters)
-        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        used = sum(parameter.numel() for parameter in parameters)
+        self.buffer = torch.empty(size or used, dtype=first.dtype, device=first.device)
+        self.buffer[used:].zero_()
         self.views: dict[nn.Parameter, Tensor] = {}
         end = 0
         for parameter in parameters:
             begin, end = end, end + parameter.numel()
             self.views[parameter] = self.buffer[begin:end].view_as(parameter)
 
-    def clear(self) -> None:
-        """Zero the buffer and make it every parameter's gradient again."""
-        self.buffer.zero_()
-        for parameter, view in self.views.items():
+    def open(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.views:
+            parameter.grad = None
+
+    def land(self, parameter: nn.Parameter) -> None:
+        """A gradient has come: where it is not in the buffer already, it moves there."""
+        view = self.views[parameter]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            put(view, parameter.grad.detach())
             parameter.grad = view
+
+    def close(self) -> Tensor:
+        """The buffer, complete: parameters without a gradient have zeros there."""
+        for parameter, view in self.views.items():
+            if parameter.grad is not view:
+                view.zero_()
+                parameter.grad = view
+        return self.buffer
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[Bucket]:
@@ -45,6 +63,14 @@ def fill_buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[Bucket]
             size += _bytes(parameter)
         buckets.append(Bucket(taken))
     return buckets
+
+
+def put(place: Tensor, gradient: Tensor) -> None:
+    """Copy a gradient, which an embedding may have made sparse."""
+    if gradient.layout == torch.strided:
+        place.copy_(gradient)
+    else:
+        place.zero_().add_(gradient)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
     flat     | query | key | value | output … | padding |      whole weights; parameters are views into it
     parts    |     rank 0    |     rank 1     |  rank 2  …     equal parts; `shard` is this rank's
-    gradient                 the same layout; gradients are produced into it and it is what is reduced
+    gradient                 the same layout; gradients land in it and it is what is reduced
 
 Padding fills the last part. It is never part of a parameter, so no norm and no state ever sees it.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
+from echelon.data_parallel.buckets import Bucket
 from echelon.ownership import Held
 
 
@@ -36,7 +37,7 @@ class FlatUnit:
         self.shard = self._mine(self.flat) if resident else self._mine(self.flat).clone()
         self.whole = True
         self._gathering: Handle | None = None
-        self.gradient: Tensor | None = None  # whole, of this rank's samples
+        self._gradient: Bucket | None = None  # whole, of this rank's samples
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
         self.has_part = False  # in this step
         self._held = list(self._runs())
@@ -87,37 +88,39 @@ class FlatUnit:
 
     # Gradients.
 
-    def open_gradient(self) -> Tensor:
-        """Zeroed memory that the backward pass adds to, since every `.grad` is a view into it.
+    @property
+    def gradient(self) -> Tensor | None:
+        """The memory of the whole gradient, while there is any."""
+        return None if self._gradient is None else self._gradient.buffer
 
-        A parameter that was used outside its unit may have a gradient already, elsewhere: it moves in.
-        """
-        if self.gradient is None:
-            self.gradient = self.flat.new_zeros(self._part_size * self._group.size)
-            for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
-                if parameter.grad is not None:
-                    view.add_(parameter.grad)
-                parameter.grad = view
-        return self.gradient
+    def land(self, parameter: nn.Parameter) -> None:
+        """A gradient has come: it moves to its place in the buffer, for which this takes memory."""
+        self._bucket().land(parameter)
 
-    def clear_gradient(self) -> None:
-        """As `open_gradient`, for memory that is kept from step to step."""
-        if self.gradient is not None:
-            self.gradient.zero_()
-            for (_, parameter), view in zip(self.parameters, self._views(), strict=True):
-                parameter.grad = view
-        self.open_gradient()
+    def open_gradient(self) -> None:
+        """Forget all gradients, but keep their memory."""
+        self._bucket().open()
+
+    def close_gradient(self) -> Tensor:
+        """The whole gradient, complete."""
+        return self._bucket().close()
 
     def take_gradient(self) -> Tensor:
-        """The whole gradient, which is then no longer the parameters'."""
-        gradient = self.open_gradient()
+        """The whole gradient, complete, which is then no longer the parameters'."""
+        gradient = self.close_gradient()
         self.drop_gradient()
         return gradient
 
     def drop_gradient(self) -> None:
-        self.gradient = None
+        self._gradient = None
         for _, parameter in self.parameters:
             parameter.grad = None
+
+    def _bucket(self) -> Bucket:
+        if self._gradient is None:
+            parameters = [parameter for _, parameter in self.parameters]
+            self._gradient = Bucket(parameters, self._part_size * self._group.size)
+        return self._gradient
 
     def new_part(self, *, in_place: bool) -> Tensor:
         """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""
@@ -150,13 +153,6 @@ class FlatUnit:
         for _, parameter in self.parameters:
             begin, end = end, end + parameter.numel()
             yield begin, end
-
-    def _views(self) -> list[Tensor]:
-        assert self.gradient is not None
-        return [
-            self.gradient[begin:end].view(parameter.shape)
-            for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True)
-        ]
 
     def _mine(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size, self._part_size)[self._group.rank]

@@ -74,8 +74,7 @@ class ParameterServer(Bucketed):
 
     # Gradients to the server.
 
-    def _reduce(self, index: int) -> None:
-        bucket = self._buckets[index]
+    def _reduce(self, bucket: Bucket) -> None:
         with self._group.ledger.about("gradients"):
             if self._serves:
                 self._arrivals.append(self._receive(bucket))

@@ -17,9 +17,15 @@ from echelon.errors import UserError
 class Reducer:
     """Calls `reduce(index)` once for each group and backward pass, in the order of the groups."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], reduce: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        land: Callable[[nn.Parameter], None],
+        reduce: Callable[[int], None],
+    ) -> None:
+        """`land` is called for each gradient of a step that comes, before anything else is made of it."""
         self._parameters = list(parameters)
-        self._reduce = reduce
+        self._land, self._reduce = land, reduce
         self._groups: list[set[nn.Parameter]] = []
         self._place: dict[nn.Parameter, int] = {}
         self.used: set[nn.Parameter] = set()  # in this step
@@ -63,19 +69,23 @@ class Reducer:
         """The backward pass has added to this parameter's gradient."""
         if not self._in_step:
             return  # somebody else's backward pass over the same model
+        self._refuse_late(parameter)
+        self._land(parameter)
         self.used.add(parameter)
         self._arrivals.append(parameter)
         if not self._reducing:
             return
-        if self._place[parameter] < self._next:
+        self._missing[self._place[parameter]].discard(parameter)
+        while self._next < len(self._groups) and not self._missing[self._next]:
+            self._reduce_next()
+
+    def _refuse_late(self, parameter: nn.Parameter) -> None:
+        if self._reducing and self._place[parameter] < self._next:
             raise UserError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it was reduced: "
                 "its module runs inside a reentrant checkpoint, or backward ran twice; use "
                 "checkpoint(…, use_reentrant=False), and one backward pass a microbatch"
             )
-        self._missing[self._place[parameter]].discard(parameter)
-        while self._next < len(self._groups) and not self._missing[self._next]:
-            self._reduce_next()
 
     def _reduce_next(self) -> None:
         index = self._next

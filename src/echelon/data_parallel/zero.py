@@ -66,7 +66,7 @@ class Zero(Sync):
         self._held = [(flat, held) for flat in self._reduced for held in flat.held()]
         if level == 3:  # before the reducer, which may let go of a unit when its last gradient is there
             self._watch_weights()
-        self._reducer = Reducer(self.parameters(), self._reduce)
+        self._reducer = Reducer(self.parameters(), self._land, self._reduce)
         self._order(self._reduced)
         self._observed = False
         self._in_flight: deque[_Reduction] = deque()
@@ -88,10 +88,10 @@ class Zero(Sync):
         self._reducer.start_step()
         self.residency.reset()
         for flat in self._reduced:
-            if flat.gradient is None or self._level > 1:
-                flat.drop_gradient()
             if self._level == 1:
-                flat.clear_gradient()
+                flat.open_gradient()
+            else:
+                flat.drop_gradient()
             flat.has_part = False
 
     def start_backward(self, *, last: bool) -> None:
@@ -153,6 +153,7 @@ class Zero(Sync):
 
     def _order(self, flats: list[FlatUnit]) -> None:
         self._reduced = flats
+        self._flat_of = {p: flat for flat in flats for _, p in flat.parameters}
         self._reducer.regroup([[p for _, p in flat.parameters] for flat in flats])
 
     def _by_arrival(self) -> list[FlatUnit]:
@@ -161,9 +162,12 @@ class Zero(Sync):
         last_first = [of[p] for p in reversed(self._reducer.agreed_order(self._group))]
         return list(reversed(dict.fromkeys(last_first)))
 
+    def _land(self, parameter: nn.Parameter) -> None:
+        self._flat_of[parameter].land(parameter)
+
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
-        gradient = flat.open_gradient() if self._level == 1 else flat.take_gradient()
+        gradient = flat.close_gradient() if self._level == 1 else flat.take_gradient()
         part = flat.new_part(in_place=self._level == 1)
         with self._group.ledger.about("gradients"):
             handle = self._group.reduce_scatter(part, gradient, wait=False)
@@ -192,10 +196,6 @@ class Zero(Sync):
             self.residency.enter(use.unit, backward=backward)
         if backward:
             self._uses.append(use)
-            for need in self._needs[use.unit]:
-                for flat in self._flats[need]:
-                    if flat.trainable:
-                        flat.open_gradient()
 
     def _leave(self, use: Use) -> None:
         if self._level == 3:

@@ -11,6 +11,7 @@ batch, else of this worker's own. Whatever ranks do together between steps calls
 import atexit
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
@@ -23,6 +24,7 @@ from echelon.data_parallel.asynchronous.messages import open_group
 from echelon.data_parallel.asynchronous.port import SERVER, LocalPort, Port, RemotePort
 from echelon.data_parallel.asynchronous.rates import Rates
 from echelon.data_parallel.asynchronous.server import Gradient
+from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.buffers import Buffers, broadcast
 from echelon.data_parallel.parameter_server import move_in
 from echelon.data_parallel.update import Outcome, Update
@@ -61,7 +63,8 @@ class Asynchronous(Update):
             move_in(bucket)
         self._used: set[nn.Parameter] = set()
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._used.add)
+            # Not of `self`: a parameter may outlive this.
+            parameter.register_post_accumulate_grad_hook(partial(_arrived, self._used, self._gradients))
         self._share_frozen()
         self._buffers = Buffers(module, group)
         self._host: Host | None = None
@@ -90,7 +93,7 @@ class Asynchronous(Update):
         self._port.pull(self._step, self._memory())
         self._used.clear()
         for bucket in self._gradients:
-            bucket.clear()
+            bucket.open()
         return 1.0
 
     def start_backward(self, *, last: bool) -> None:
@@ -102,6 +105,8 @@ class Asynchronous(Update):
     def finish_step(self, tally: Tensor) -> Outcome:
         total, count = tally.tolist()
         used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.uint8)
+        for bucket in self._gradients:
+            bucket.close()
         landed = self._port.push(self._step, Gradient(self._gradients, used, total, count))
         self._step += 1
         _check_counted(landed.counted)
@@ -165,6 +170,13 @@ class Asynchronous(Update):
 
     def _memory(self) -> list[Tensor]:
         return [bucket.buffer for bucket in self._weights]
+
+
+def _arrived(used: set[nn.Parameter], gradients: list[Bucket], parameter: nn.Parameter) -> None:
+    used.add(parameter)
+    for bucket in gradients:
+        if parameter in bucket.views:
+            bucket.land(parameter)
 
 
 def _leave_at_exit(reference: weakref.ref[Port]) -> None:
