@@ -1,0 +1,82 @@
+"""Instructions and programs: one training step of every rank of a pipeline, as plain data.
+
+    F3      forward of microbatch 3                      RA3<0   receive its activation from rank 0
+    B3      backward                                     SA3>1   send it on to rank 1
+    I3 W3   backward for inputs, for weights             RG3<1   receive the gradient of what was sent
+    STASH2  keep the weights of now as version 2         SG3>0   send the gradient of what was received
+    POP2    let version 2 go                             GATHER  make the stage's weights whole (ZeRO 3)
+    REDUCE  sum the stage's gradients over replicas      FREE    give the memory of whole weights back
+    UPDATE  the optimizer's step
+
+A rank that holds several stages says which: `F3@5` is stage 5. A forward or backward that uses other weights
+than the newest says which version: `F3v1`, `B3@5v1`. Ranks are those of one pipeline, numbered within it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """What an instruction does; the value is how it is written."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+    GATHER = "GATHER"
+    FREE = "FREE"
+    REDUCE = "REDUCE"
+    STASH = "STASH"
+    POP = "POP"
+    UPDATE = "UPDATE"
+
+
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+RECEIVES = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)
+
+
+class Instruction(NamedTuple):
+    """One instruction of one rank.
+
+    `stage` is the stage that works, sends or receives: its own output goes out, its own input comes in.
+    `peer` is the other rank of a send or receive. `version` numbers weights by the updates before them.
+    """
+
+    op: Op
+    stage: int = 0
+    microbatch: int | None = None
+    peer: int | None = None
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank of a pipeline does in one step.
+
+    `placement` names for each stage the ranks that hold it: one, or its replicas, which take microbatches in
+    turn (microbatch k is that of replica k % replicas).
+    """
+
+    name: str
+    placement: tuple[tuple[int, ...], ...]
+    microbatches: int
+    ranks: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    def holder(self, stage: int, microbatch: int) -> int:
+        """The rank that works on `microbatch` at `stage`."""
+        replicas = self.placement[stage]
+        return replicas[microbatch % len(replicas)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, in the order of the model."""
+        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
