@@ -120,13 +120,23 @@ def own_run(run: Tensor, slices: Sequence[Slice]) -> list[Owned]:
     return [Owned(its, piece.view(its.sizes)) for its, piece in zip(slices, pieces, strict=True)]
 
 
-def all_names(module: nn.Module) -> dict[str, str]:
-    """Every name a parameter has in the state dict → the first, where tied weights have several."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+class StateNames(NamedTuple):
+    """A model's names, from before anything of it was given away; each → the first name of the same thing.
+
+    `parameters` are those of parameters, where tied weights have several; `state` all of the state dict.
+    """
+
+    parameters: dict[str, str]
+    state: dict[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "StateNames":
+        first: dict[int, str] = {}
+        parameters = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        return cls(parameters, {name: parameters.get(name, name) for name in module.state_dict()})
 
 
 def assemble(

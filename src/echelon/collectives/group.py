@@ -31,6 +31,10 @@ class Pending(ABC):
         """When it was complete, if that is known better than by when `wait` returned."""
         return None
 
+    def done(self) -> bool:
+        """Whether it is known to be complete, without waiting."""
+        return False
+
 
 @final
 class Handle:
@@ -50,6 +54,10 @@ class Handle:
             pulse.left()
         self._ledger.finish(self._move, waited_since=since, done=self._pending.done_at())
         self._pending = self._move = None
+
+    def done(self) -> bool:
+        """Whether it is known to be complete: then `wait` returns at once."""
+        return self._pending is None or self._pending.done()
 
 
 class Group(ABC):

@@ -4,6 +4,7 @@ A bucket's all-reduce starts as soon as the last microbatch's backward pass has 
 backward pass goes on. Earlier microbatches only accumulate: one synchronisation a step.
 """
 
+from collections.abc import Set
 from typing import final
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from echelon.collectives import Group, Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
 from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.buffers import broadcast
-from echelon.data_parallel.sync import Storages, own_module
+from echelon.data_parallel.sync import NOTHING, Storages, held_gradients, own_module
 from echelon.ownership import Held, Owned, Slice, whole_slice
 
 
@@ -29,9 +30,12 @@ class AllReduce(Bucketed):
     def held(self) -> list[Held]:
         return self._trained
 
-    def norm_share(self) -> list[Tensor]:
+    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
         # Every rank has every gradient: each takes one part of each bucket, and reads 1/N of the memory.
-        return [bucket.buffer.tensor_split(self._group.size)[self._group.rank] for bucket in self._buckets]
+        whole = [bucket.buffer for bucket in self._buckets]
+        if without:
+            whole = [gradient.flatten() for gradient in held_gradients(self._trained, without)]
+        return [gradient.tensor_split(self._group.size)[self._group.rank] for gradient in whole]
 
     def owned(self) -> list[Owned]:
         return own_module(self._module, replicated=("data",))

@@ -6,7 +6,7 @@ have autograd add the first gradient too would move twice the memory.) Buckets a
 which gradients are expected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -21,11 +21,20 @@ class Bucket:
         used = sum(parameter.numel() for parameter in parameters)
         self.buffer = torch.empty(size or used, dtype=first.dtype, device=first.device)
         self.buffer[used:].zero_()
-        self.views: dict[nn.Parameter, Tensor] = {}
+        self.views = self._cut(parameters)
+
+    def _cut(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        views: dict[nn.Parameter, Tensor] = {}
         end = 0
         for parameter in parameters:
             begin, end = end, end + parameter.numel()
-            self.views[parameter] = self.buffer[begin:end].view_as(parameter)
+            views[parameter] = self.buffer[begin:end].view_as(parameter)
+        return views
+
+    def renew(self) -> None:
+        """Move to new memory; whoever has a view of the old keeps that."""
+        self.buffer = self.buffer.clone()
+        self.views = self._cut(self.views)
 
     def open(self) -> None:
         """Forget all gradients."""

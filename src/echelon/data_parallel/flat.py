@@ -86,6 +86,19 @@ class FlatUnit:
             self.flat.untyped_storage().resize_(0)
             self.whole = False
 
+    def renew(self) -> None:
+        """Move to new memory; whoever has a view of the old keeps that."""
+        self.flat = self.flat.clone()
+        self._weights = []
+        for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+            parameter.data = self.flat[begin:end].view(parameter.shape)
+            self._weights.append(parameter.data)
+        start = int(self.shard.storage_offset())
+        self.shard = self._mine(self.flat)
+        for held in self._held:
+            first = int(held.tensor.storage_offset()) - start
+            held.tensor.data = self.shard[first : first + held.tensor.numel()]
+
     # Gradients.
 
     @property

@@ -11,6 +11,7 @@ steps (an evaluation, a save) sees the same weights on every rank.
 """
 
 from collections import deque
+from collections.abc import Set
 from typing import NamedTuple, final
 
 import torch
@@ -20,7 +21,7 @@ from echelon.collectives import Group, Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
 from echelon.data_parallel.buckets import Bucket, fill_buckets
 from echelon.data_parallel.buffers import broadcast
-from echelon.data_parallel.sync import Storages, held_gradients, own_module
+from echelon.data_parallel.sync import NOTHING, Storages, held_gradients, own_module
 from echelon.ownership import Held, Owned, Slice, whole_slice
 
 SERVER = 0
@@ -54,8 +55,8 @@ class ParameterServer(Bucketed):
     def held(self) -> list[Held]:
         return self._trained if self._serves else []
 
-    def norm_share(self) -> list[Tensor]:
-        return held_gradients(self.held())  # none on workers
+    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
+        return held_gradients(self.held(), without)  # none on workers
 
     def finish_step(self) -> None:
         self._share_weights()
@@ -71,6 +72,11 @@ class ParameterServer(Bucketed):
         gradients = [bucket.buffer for bucket in self._buckets]
         gradients += [part for arrival in self._arrivals for part in arrival.parts]
         return Storages(list(self._module.parameters()), gradients)
+
+    def renew(self) -> None:
+        for bucket in self._weights:
+            bucket.renew()
+            point_at(bucket)
 
     # Gradients to the server.
 
@@ -132,4 +138,10 @@ def move_in(bucket: Bucket) -> None:
     """Copy every parameter into the bucket and make it a view of its place there."""
     for parameter, view in bucket.views.items():
         view.copy_(parameter.detach())
+    point_at(bucket)
+
+
+def point_at(bucket: Bucket) -> None:
+    """Make every parameter a view of its place in the bucket."""
+    for parameter, view in bucket.views.items():
         parameter.data = view

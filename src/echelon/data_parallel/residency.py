@@ -61,6 +61,18 @@ class Residency:
             for flat in self._units[need]:
                 flat.settle()
 
+    def ahead(self, *, backward: bool) -> None:
+        """Begin to gather what a pass enters first."""
+        order = list(reversed(self._sequence)) if backward else self._sequence
+        for index in order[: self._prefetch + 1]:
+            self._gather(index)
+
+    def free_unused(self) -> None:
+        """Free what was gathered ahead and has no user."""
+        for index, users in enumerate(self._users):
+            if users == 0:
+                self._free(index)
+
     def leave(self, index: int) -> None:
         """Free what nobody uses any more."""
         for need in self._needs[index]:

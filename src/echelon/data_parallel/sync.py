@@ -5,11 +5,14 @@ backward pass, `finish_backward`; `finish_gradients`; the optimizer over `held()
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Set
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from echelon.ownership import Held, Owned, Slice, whole_slice
+
+NOTHING: frozenset[nn.Parameter] = frozenset()
 
 
 class Storages(NamedTuple):
@@ -53,8 +56,11 @@ class Sync(ABC):
         """Return when `.grad` of all that is held is the sum over replicas, or None if none used it."""
 
     @abstractmethod
-    def norm_share(self) -> list[Tensor]:
-        """Gradients whose squares, summed over ranks, are those of the whole: each counted by one rank."""
+    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
+        """Gradients whose squares, summed over ranks, are those of the whole: each counted by one rank.
+
+        Those of the parameters `without` are left out: others count them.
+        """
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -71,6 +77,17 @@ class Sync(ABC):
     @abstractmethod
     def storages(self) -> Storages:
         """What memory holds weights and gradients on this rank now."""
+
+    def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
+        """The model is about to be used: begin to make whole what comes first."""
+
+    def free(self) -> None:  # noqa: B027
+        """The model was used: give back what was gathered ahead and not used."""
+
+    def renew(self) -> None:
+        """Move the weights to new memory, and leave the old to whoever holds it."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
 
 
 @final
@@ -103,8 +120,8 @@ class Alone(Sync):
     def finish_gradients(self) -> None:
         pass
 
-    def norm_share(self) -> list[Tensor]:
-        return held_gradients(self._held)
+    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
+        return held_gradients(self._held, without)
 
     def finish_step(self) -> None:
         pass
@@ -124,9 +141,9 @@ def hold_whole(module: nn.Module) -> list[Held]:
     return [Held(name, p, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def held_gradients(held: list[Held]) -> list[Tensor]:
+def held_gradients(held: list[Held], without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
     """The gradients of what is held, where there are any."""
-    return [its.tensor.grad for its in held if its.tensor.grad is not None]
+    return [h.tensor.grad for h in held if h.tensor.grad is not None and h.parameter not in without]
 
 
 def own_module(module: nn.Module, replicated: tuple[str, ...]) -> list[Owned]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from echelon.layering import listed_layers
+
 SMALLEST = 16 * 2**10  # bytes: a message of this size costs about as much as an empty one
 LARGEST = 512 * 2**20
 
@@ -37,27 +39,20 @@ class Cut(NamedTuple):
 
 def cut_units(model: nn.Module, smallest: int = SMALLEST, largest: int = LARGEST) -> Cut:
     """Cut `model` by its layers if it lists them, else by size."""
-    modules = _listed_layers(model) or _by_size(model, smallest, largest)
+    modules = listed_layers(model) or _by_size(model, smallest, largest)
     modules = [*dict.fromkeys(modules), model]
     names = {module: name for name, module in model.named_modules()}
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, int] = {}
     units: list[UnitPlan] = []
     for index, module in enumerate(modules):
-        prefix = f"{names[module]}." if names[module] else ""
-        own = [(prefix + name, p) for name, p in module.named_parameters() if p not in owner]
+        own = [(name_of[p], p) for p in module.parameters() if p not in owner]
         owner |= dict.fromkeys((p for _, p in own), index)
         units.append(UnitPlan(names[module], module, own))
     # The root needs only what is its own: the units inside it look after themselves.
     needs = [sorted({owner[p] for p in unit.module.parameters()}) for unit in units[:-1]]
     needs.append([len(units) - 1] if units[-1].parameters else [])
     return _without_empty(Cut(units, needs))
-
-
-def _listed_layers(model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, nn.Sequential):
-        return list(model)
-    layers = getattr(model, "layers", None)
-    return list(layers()) if callable(layers) and not isinstance(layers, nn.Module) else []
 
 
 def _by_size(module: nn.Module, smallest: int, largest: int) -> list[nn.Module]:

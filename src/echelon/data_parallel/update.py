@@ -36,12 +36,6 @@ class Update(ABC):
         """Begin; returns what to divide the loss total by before the backward pass."""
 
     @abstractmethod
-    def start_backward(self, *, last: bool) -> None: ...
-
-    @abstractmethod
-    def finish_backward(self) -> None: ...
-
-    @abstractmethod
     def finish_step(self, tally: Tensor) -> Outcome:
         """All gradients of this rank are there, and its (loss total, count): bring new weights about."""
 
@@ -69,8 +63,22 @@ class Update(ABC):
 class Synchronous(Update):
     """Every step waits for every replica: the mean over the global batch, then one optimizer step."""
 
-    def __init__(self, sync: Sync, stepper: Stepper, group: Group, clip: float | None) -> None:
+    def __init__(
+        self,
+        sync: Sync,
+        stepper: Stepper,
+        group: Group,
+        clip: float | None,
+        *,
+        everyone: Group,
+        steady: bool = True,
+    ) -> None:
+        """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
+
+        `steady`: all of them are at the same update, so that one's count can scale the next one's losses.
+        """
         self.sync, self.stepper, self._group, self._clip = sync, stepper, group, clip
+        self._everyone, self._steady = everyone, steady
         self.optimizer = stepper.optimizer
         self.lockstep, self.sharded = sync.lockstep, sync.sharded
         # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
@@ -81,25 +89,20 @@ class Synchronous(Update):
         self.sync.start_step()
         return self._normaliser
 
-    def start_backward(self, *, last: bool) -> None:
-        self.sync.start_backward(last=last)
-
-    def finish_backward(self) -> None:
-        self.sync.finish_backward()
-
     def finish_step(self, tally: Tensor) -> Outcome:
         self.sync.finish_gradients()
         square = squared_norm(self.sync.norm_share(), tally.device)
-        total, count, square_of_all = self._sum(torch.cat([tally, square.view(1)]))
+        total, count, square_of_all = _sum(torch.cat([tally, square.view(1)]), self._group)
         to_mean = self._normaliser / count
         norm = to_mean * square_of_all**0.5
         self.stepper.step(to_mean * clip_factor(norm, self._clip))
-        self._normaliser = count
+        if self._steady:
+            self._normaliser = count
         self.sync.finish_step()
         return Outcome(total, count, norm)
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        total, count = self._sum(tally)
+        total, count = _sum(tally, self._everyone)
         return total, count
 
     def owned(self) -> list[Owned]:
@@ -122,10 +125,12 @@ class Synchronous(Update):
     def _state(self, held: Held) -> dict[str, Tensor]:
         return state_tensors(self.optimizer, self.stepper.updated(held))
 
-    def _sum(self, tally: Tensor) -> list[float]:
-        with self._group.ledger.about("metrics"):
-            self._group.all_reduce(tally)
-        values: list[float] = tally.tolist()
-        if values[1] == 0:
-            raise UserError("no replica had a sample that the loss counts; give the step one that has")
-        return values
+
+def _sum(tally: Tensor, group: Group) -> list[float]:
+    """(loss total, count, …) over all ranks of the group."""
+    with group.ledger.about("metrics"):
+        group.all_reduce(tally)
+    values: list[float] = tally.tolist()
+    if values[1] == 0:
+        raise UserError("no replica had a sample that the loss counts; give the step one that has")
+    return values

@@ -14,6 +14,7 @@ reverse of the model's, then, from the second step on, the order in which replic
 """
 
 from collections import deque
+from collections.abc import Set
 from typing import NamedTuple, final
 
 import torch
@@ -24,7 +25,7 @@ from echelon.data_parallel.buffers import Buffers, broadcast
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.reducer import Reducer
 from echelon.data_parallel.residency import Residency
-from echelon.data_parallel.sync import Storages, Sync, held_gradients
+from echelon.data_parallel.sync import NOTHING, Storages, Sync, held_gradients
 from echelon.data_parallel.units import Cut, UnitPlan
 from echelon.data_parallel.uses import Use, UseHooks
 from echelon.errors import UserError
@@ -47,14 +48,24 @@ class Zero(Sync):
 
     sharded = True
 
-    def __init__(self, module: nn.Module, group: Group, level: int, cut: Cut, *, prefetch: int = 1) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        level: int,
+        cut: Cut,
+        *,
+        prefetch: int = 1,
+        alone: Set[nn.Parameter] = NOTHING,
+    ) -> None:
+        """Each parameter of `alone` is in parts of its own: others, who hold it too, have the same."""
         assert level in (1, 2, 3), level
         self._group, self._level = group, level
         self.lockstep = level > 1
         plans, self._needs = cut
         self._named = [(name, p) for plan in plans for name, p in plan.parameters]
         with group.ledger.about("parameters"):
-            self._flats = [_flatten(plan, group, level) for plan in plans]
+            self._flats = [_flatten(plan, group, level, alone) for plan in plans]
             for _, parameter in self._named:
                 if level < 3 and not parameter.requires_grad:
                     broadcast(parameter, group)
@@ -112,8 +123,8 @@ class Zero(Sync):
         for flat, held in self._held:
             held.tensor.grad = flat.part_of_gradient(held) if held.parameter in used else None
 
-    def norm_share(self) -> list[Tensor]:
-        return held_gradients(self.held())
+    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
+        return held_gradients(self.held(), without)
 
     def finish_step(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
@@ -149,6 +160,18 @@ class Zero(Sync):
         gradients = [tensor for flat in flats for tensor in (flat.gradient, flat.part) if tensor is not None]
         return Storages(parameters, gradients)
 
+    def gather(self, *, backward: bool) -> None:
+        if self._level == 3:
+            self.residency.ahead(backward=backward)
+
+    def free(self) -> None:
+        self.residency.free_unused()
+
+    def renew(self) -> None:
+        assert self._level < 3, "weights that come and go have no memory of their own"
+        for flat in self._reduced:
+            flat.renew()
+
     # Gradients, in one agreed order.
 
     def _order(self, flats: list[FlatUnit]) -> None:
@@ -174,8 +197,13 @@ class Zero(Sync):
         self._in_flight.append(_Reduction(handle, flat, part))
         self._complete(_IN_FLIGHT)
         for use in self._uses:  # the embedding of tokens: no input tells that it is through
-            if not use.watched and flat in self._flats[use.unit]:
+            if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)
+
+    def _all_reduced(self, unit: int, index: int) -> bool:
+        """Whether all of a unit is among what was reduced up to number `index`."""
+        later = self._reduced[index + 1 :]
+        return not any(flat in later for flat in self._flats[unit])
 
     def _complete(self, at_most: int) -> None:
         """Wait until `at_most` reductions are on the way."""
@@ -233,12 +261,13 @@ def _check_whole(flat: FlatUnit, parameter: nn.Parameter) -> None:
         )
 
 
-def _flatten(plan: UnitPlan, group: Group, level: int) -> list[FlatUnit]:
+def _flatten(plan: UnitPlan, group: Group, level: int, alone: Set[nn.Parameter]) -> list[FlatUnit]:
     """The memory of one unit: its trainable parameters and, where weights are shared out, its frozen ones;
     each kind and type of its own."""
-    kinds: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in plan.parameters:
         if parameter.requires_grad or level == 3:
-            kind = (parameter.requires_grad, parameter.dtype, parameter.device)
+            own = name if parameter in alone else ""
+            kind = (parameter.requires_grad, parameter.dtype, parameter.device, own)
             kinds.setdefault(kind, []).append((name, parameter))
     return [FlatUnit(plan.name, parameters, group, resident=level < 3) for parameters in kinds.values()]

@@ -1,12 +1,14 @@
 """The engine: one training step, and the state it acts on, whatever the plan.
 
-A step in one line: zero, forward and backward of each microbatch, sum gradients over replicas, clip,
-update. What each of these means under a plan is said by the strategies that `parallelize` composes.
+A step is a program: forwards, backwards and messages of each microbatch, then the sum of gradients over
+replicas, clip, update. Its course (course.py) runs it; what each part means under a plan is said by the
+strategies that `parallelize` composes.
 """
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,15 +16,18 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger
 from echelon.data_parallel import Push, Update
-from echelon.engine.arguments import check_batch, check_loss
-from echelon.engine.batch import Batch, Loss, cast, microbatches, take_part, to_device, total_and_count
+from echelon.engine.batch import Batch, Loss, take_part
+from echelon.engine.course import Course, Endless, Flushed, Held
 from echelon.engine.metrics import Evaluation, Metrics
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import VALUE, Owned, all_names, assemble
+from echelon.ownership import VALUE, Owned, StateNames, assemble, whole_slice
+from echelon.pipeline_parallel import Span
 from echelon.plan import Plan
-from echelon.precision import DTYPES
+from echelon.program import ASYNCHRONOUS
+
+_Whole = dict[tuple[str, str], Tensor]  # by name and part
 
 
 class Engine:
@@ -31,16 +36,23 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
+        names: StateNames,
         mesh: Mesh,
+        held: Held,
         update: Update,
         loss: Loss,
         schedule: Callable[[int], float] | None,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._update, self._loss, self._schedule = update, loss, schedule
+        self._names, self._update, self._schedule = names, update, schedule
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._meter = Meter(module, update.storages)
+        self._course: Course
+        if mesh.plan.schedule in ASYNCHRONOUS:
+            self._course = Endless(mesh, held, update, loss, self._meter, self._set_learning_rate)
+        else:
+            self._course = Flushed(mesh, held, update, loss, self._meter)
 
     # What a training loop needs.
 
@@ -56,11 +68,11 @@ class Engine:
     @property
     def replica(self) -> int:
         """Which part of the global batch is this rank's."""
-        return self.mesh.group("data").rank
+        return self.mesh.position.replica
 
     @property
     def replicas(self) -> int:
-        return self.mesh.group("data").size
+        return self.plan.data
 
     @property
     def learning_rate(self) -> float:
@@ -77,13 +89,10 @@ class Engine:
         start = time.perf_counter()
         self.ledger.start_step()
         self._meter.start_step()
-        self._set_learning_rate()
+        self._set_learning_rate(self.steps)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self.module.train()
-        normaliser = self._update.start_step()
-        tally = self._accumulate(batch, normaliser)
-        self._meter.sample()
-        total, count, norm = self._update.finish_step(tally)
+        total, count, norm = self._course.train(batch)
         self._meter.sample()
         self.steps += 1
         beat()
@@ -93,13 +102,11 @@ class Engine:
     def evaluate(self, batch: Batch) -> Evaluation:
         """The mean loss over the global batch, without training."""
         self.ledger.start_step()
-        self._update.settle()
+        self.settle()
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
-            tally = self._new_tally()
-            for _, total, count in self._forwards(batch):
-                _add(tally, total, count)
+            tally = self._course.evaluate(batch)
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -113,70 +120,63 @@ class Engine:
         """Every slice of weights and optimizer state that this rank holds."""
         return self._update.owned()
 
+    def settle(self) -> None:
+        """Bring every rank to the newest weights: all ranks must call this, between steps."""
+        self._course.drain()
+        self._update.settle()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers, whole, under their original names, on every rank (copies)."""
-        self._update.settle()
+        self.settle()
+        mine = self.module.state_dict()
         weights = [its for its in self.owned() if its.slice.part == VALUE]
-        whole = self._assemble(weights)
-        first = all_names(self.module)
-        # Buffers, extra state, and parameters without elements, which nobody owns, are as they are here.
+        whole = self._assemble(weights, mine if self.plan.stages > 1 else {})
+        # Extra state, and parameters without elements, which nobody owns, are as they are here.
         return {
-            name: whole.get((first.get(name, name), VALUE), _copy(value))
-            for name, value in self.module.state_dict().items()
+            name: whole[first, VALUE] if (first, VALUE) in whole else _copy(mine[name])
+            for name, first in self._names.state.items()
+            if (first, VALUE) in whole or name in mine
         }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
-        self._update.settle()
+        self.settle()
         state = [its for its in self.owned() if its.slice.part != VALUE]
         whole: dict[str, dict[str, Tensor]] = {}
         for (name, part), tensor in self._assemble(state).items():
             whole.setdefault(name, {})[part] = tensor
-        return {name: whole.get(first, {}) for name, first in all_names(self.module).items()}
+        return {name: whole.get(first, {}) for name, first in self._names.parameters.items()}
 
-    def _assemble(self, owned: list[Owned]) -> dict[tuple[str, str], Tensor]:
-        group = self.mesh.group("data")
-        return assemble(owned, group, self.mesh.device, sharded=self._update.sharded)
+    def _assemble(self, owned: list[Owned], more: Mapping[str, Any] = MappingProxyType({})) -> _Whole:
+        """Put together what all replicas of a stage own, then what all stages do; `more` is of the stage."""
+        device, stages = self.mesh.device, self.mesh.group("pipeline")
+        whole = assemble(owned, self.mesh.group("data"), device, sharded=self._update.sharded)
+        if self.plan.stages == 1:
+            return whole
+        others = {(name, VALUE): its for name, its in more.items() if isinstance(its, Tensor)}
+        pieces = [
+            Owned(whole_slice(name, its, (), part), its)
+            for (name, part), its in {**others, **whole}.items()
+            if (name, part) in whole or name not in self._names.parameters
+        ]
+        return assemble(pieces, stages, device, sharded=True)
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""
         return self._update.log()
 
+    @property
+    def spans(self) -> list[Span]:
+        """When each instruction of the last step was executed on this rank."""
+        return self._course.spans
+
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak."""
         return self._meter.read()
 
-    # The parts of a step.
-
-    def _accumulate(self, batch: Batch, normaliser: float) -> Tensor:
-        """Forward and backward of every microbatch; returns (loss total, count) of this replica."""
-        tally = self._new_tally()
-        for last, total, count in self._forwards(batch):
-            _add(tally, total.detach(), count)
-            self._update.start_backward(last=last)
-            (total / normaliser).backward()
-            self._update.finish_backward()
-        return tally
-
-    def _forwards(self, batch: Batch) -> Iterator[tuple[bool, Tensor, Tensor | int]]:
-        """(is it the last, loss total, count) of each microbatch."""
-        check_batch(batch)
-        parts = microbatches(batch, self.plan.microbatches, always=self._update.lockstep)
-        for index, (part, weight) in enumerate(parts):
-            inputs, targets = to_device(part, self.mesh.device)
-            inputs = cast(inputs, DTYPES[self.plan.precision])
-            with self._meter.activations():
-                result = self._loss(self.module(inputs), targets)
-                check_loss(result)
-                total, count = total_and_count(result, targets)
-            yield index == len(parts) - 1, total * weight, count * weight
-
-    def _new_tally(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-
-    def _set_learning_rate(self) -> None:
+    def _set_learning_rate(self, step: int) -> None:
         if self._schedule is not None:
-            factor = self._schedule(self.steps)
+            factor = self._schedule(step)
             for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = base * factor
 
@@ -185,8 +185,3 @@ def _copy(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _add(tally: Tensor, total: Tensor, count: Any) -> None:
-    tally[0] += total
-    tally[1] += count

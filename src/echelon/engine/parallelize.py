@@ -1,6 +1,6 @@
 """parallelize(): composes the strategies of a plan around a model. Read top to bottom; each line one axis."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from echelon.data_parallel import (
     Alone,
     Asynchronous,
     ParameterServer,
+    Several,
     Sync,
     Synchronous,
     Update,
@@ -18,12 +19,17 @@ from echelon.data_parallel import (
 from echelon.data_parallel.units import SMALLEST, cut_units
 from echelon.engine.arguments import check_arguments, check_optimizer
 from echelon.engine.batch import Loss
+from echelon.engine.course import Held
+from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
 from echelon.engine.support import refuse_unsupported
+from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
+from echelon.ownership import StateNames
 from echelon.plan import Plan
 from echelon.precision import DTYPES, Direct, Masters
+from echelon.program import ASYNCHRONOUS, build
 
 
 def parallelize(
@@ -49,13 +55,28 @@ def parallelize(
     refuse_unsupported(plan)
     mesh = Mesh.join(plan)
     model = _converted(model, mesh.device, DTYPES[plan.precision])
+    names = StateNames.of(model)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
-        update = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
-        return Engine(model, mesh, update, loss, schedule=None)
-    sync = _replicate(model, mesh, prefetch, smallest_unit)
-    update = _update(sync, mesh, _checked(optimizer), clip)
-    return Engine(model, mesh, update, loss, schedule)
+        workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
+        held = Held({0: model}, {0: workers}, build("naive", (1,), plan.microbatches))
+        return Engine(model, names, mesh, held, workers, loss, schedule=None)
+    _check_clip(plan, clip)
+    stages = cut(model, mesh)
+    syncs = {
+        number: stages.tied(number, _replicate(stage, mesh, prefetch, smallest_unit, stages.alone))
+        for number, stage in stages.mine.items()
+    }
+    update = _update(list(syncs.values()), mesh, _checked(optimizer), clip)
+    return Engine(model, names, mesh, Held(stages.mine, syncs, stages.program), update, loss, schedule)
+
+
+def _check_clip(plan: Plan, clip: float | None) -> None:
+    if clip is not None and plan.schedule in ASYNCHRONOUS and plan.stages > 1:
+        raise UserError(
+            f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never stand "
+            "at the same update there; drop clip, or use schedule=1f1b"
+        )
 
 
 def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -78,29 +99,36 @@ def _checked(make: Make) -> Make:
     return make_and_check
 
 
-def _replicate(model: nn.Module, mesh: Mesh, prefetch: int, smallest_unit: int) -> Sync:
+def _replicate(
+    model: nn.Module, mesh: Mesh, prefetch: int, smallest_unit: int, alone: Set[nn.Parameter]
+) -> Sync:
     """How replicas along `data` hold weights and agree on gradients."""
     group = mesh.group("data")
     if group.size == 1:
         return Alone(model)
     if mesh.plan.zero:
-        cut = cut_units(model, smallest_unit)
-        return Zero(model, group, mesh.plan.zero, cut, prefetch=prefetch)
+        units = cut_units(model, smallest_unit)
+        return Zero(model, group, mesh.plan.zero, units, prefetch=prefetch, alone=alone)
     if mesh.plan.sync == "parameter-server":
         return ParameterServer(model, group)
     return AllReduce(model, group)
 
 
-def _update(sync: Sync, mesh: Mesh, make: Make, clip: float | None) -> Update:
+def _update(syncs: list[Sync], mesh: Mesh, make: Make, clip: float | None) -> Update:
     """How gradients become new weights."""
+    sync = syncs[0] if len(syncs) == 1 else Several(syncs)
     low = DTYPES[mesh.plan.precision].itemsize < 4
     stepper = (Masters if low else Direct)(make, sync.parameters(), sync.held(), in_parts=mesh.plan.zero > 0)
-    return Synchronous(sync, stepper, mesh.group("data"), clip)
+    # In a pipeline that never drains, stages are at different updates, and sum only over their replicas.
+    steady = mesh.plan.schedule not in ASYNCHRONOUS
+    everyone = mesh.group("all")
+    group = everyone if steady else mesh.group("data")
+    return Synchronous(sync, stepper, group, clip, everyone=everyone, steady=steady)
 
 
 def _asynchronous(
     model: nn.Module, mesh: Mesh, make: Make, clip: float | None, schedule: Callable[[int], float] | None
-) -> Update:
+) -> Asynchronous:
     """How workers along `data` train each at its own pace."""
     low = DTYPES[mesh.plan.precision].itemsize < 4
     return Asynchronous(

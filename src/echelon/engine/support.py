@@ -6,7 +6,6 @@ from echelon.plan import Plan
 # Field → the values that run. Every strategy that is added widens its line here.
 _RUNS: dict[str, tuple[object, ...]] = {
     "tensor": (1,),
-    "pipeline": (1,),
     "expert": (1,),
     "context": (1,),
     "sync": ("all-reduce", "parameter-server", "async"),

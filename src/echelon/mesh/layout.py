@@ -28,6 +28,7 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 # Ranks are in one group along an axis when they agree on all of these.
 _AGREE = {
+    "all": ("context", "tensor"),  # pipeline and data together: whoever works on the global batch
     "pipeline": ("replica", "context", "tensor"),
     "data": ("pipeline", "context", "tensor"),
     "context": ("pipeline", "data", "tensor"),

@@ -4,6 +4,8 @@ An even layout is a torch DeviceMesh, so that anything in torch that wants one c
 stages have different replicas is no grid; its groups are made one by one.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,12 +58,37 @@ class Mesh:
         return tuple(self._groups)
 
     def group(self, axis: str) -> Group:
-        """This rank's group along `axis`."""
+        """This rank's group along `axis`; along `all`, those that work on the global batch together."""
+        if axis == "all" and self.plan.stages == 1:
+            return self._groups["data"]
         return self._groups[axis]
+
+    def among(self, stages: Collection[int]) -> Group:
+        """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
+
+        Where all stages have as many replicas, those of the same number along `data`.
+        """
+        columns: dict[tuple[int, ...], list[int]] = {}
+        for rank, its in enumerate(self.layout.positions):
+            if its.pipeline in stages:
+                place = (its.data if self.layout.even else its.replica, its.context, its.tensor)
+                columns.setdefault(place, []).append(rank)
+        groups = tuple(tuple(ranks) for ranks in columns.values())
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        mine = next((ranks for ranks in groups if self.rank in ranks), None)
+        if mine is None:
+            return RecordingGroup("tied", ledger=self.ledger)
+        return TorchGroup("tied", made[mine], self.ledger)
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
-    return (*AXES, "expert", "expert_data") if layout.plan.expert > 1 else AXES
+    axes = (*AXES, "all") if layout.plan.stages > 1 else AXES
+    return (*axes, "expert", "expert_data") if layout.plan.expert > 1 else axes
+
+
+def _grid_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes whose groups are lines of the grid: replicas of a stage share one pipeline."""
+    return AXES if set(layout.plan.replicas) == {1} else AXES[1:]
 
 
 def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
@@ -72,7 +99,7 @@ def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
         sizes = {len(ranks) for ranks in layout.groups(axis)}
         if sizes == {1}:
             groups[axis] = RecordingGroup(axis, ledger=ledger)
-        elif grid is not None and axis in AXES:
+        elif grid is not None and axis in _grid_axes(layout):
             groups[axis] = TorchGroup(axis, grid.get_group(axis), ledger)
         else:
             groups[axis] = TorchGroup(axis, _new_group(layout.groups(axis), rank), ledger)

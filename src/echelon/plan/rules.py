@@ -85,6 +85,53 @@ def _stashed_versions_are_whole(plan: "Plan") -> str | None:
     )
 
 
+def _versions_are_one_rank_s(plan: "Plan") -> str | None:
+    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or set(plan.replicas) == {1}:
+        return None
+    return (
+        f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: replicas of a stage that take "
+        "microbatches in turn would be at different weight versions; use schedule=1f1b, or the same replicas "
+        f"for every stage: pipeline={plan.stages} data=N"
+    )
+
+
+def _gathers_are_alike(plan: "Plan") -> str | None:
+    if plan.zero < 3 or set(plan.replicas) == {1}:
+        return None
+    return (
+        f"zero=3 pipeline={'-'.join(map(str, plan.replicas))}: replicas gather weights together, and those "
+        "that take microbatches in turn use them at different times; use zero=2, or the same replicas for "
+        f"every stage: pipeline={plan.stages} data=N"
+    )
+
+
+def _weights_stay_for_both_halves(plan: "Plan") -> str | None:
+    if plan.zero < 3 or plan.schedule != "zero-bubble":
+        return None
+    return (
+        "zero=3 schedule=zero-bubble: weights are freed after the backward for inputs, and the backward for "
+        "weights comes later; use zero=2, or schedule=1f1b"
+    )
+
+
+def _workers_have_whole_models(plan: "Plan") -> str | None:
+    if plan.sync != "async" or plan.stages == 1:
+        return None
+    return (
+        f"sync=async pipeline={'-'.join(map(str, plan.replicas))}: an asynchronous worker pulls a whole "
+        "model, of one version; use pipeline=1, or schedule=pipedream for asynchronous stages"
+    )
+
+
+def _chunks_need_ranks(plan: "Plan") -> str | None:
+    if plan.chunks == 1 or plan.stages > 1 or plan.schedule_is_file:
+        return None
+    return (
+        f"chunks={plan.chunks} pipeline=1: chunks are spread over the ranks of a pipeline; set pipeline=2 or "
+        "more, or chunks=1 with schedule=1f1b"
+    )
+
+
 # The fields that a rule reads, and the rule.
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("data", "expert"), _expert_divides_data),
@@ -95,6 +142,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("schedule", "pipeline"), _interleaved_is_even),
     (("schedule", "microbatches", "pipeline"), _two_buffers_suffice),
     (("schedule", "zero"), _stashed_versions_are_whole),
+    (("schedule", "pipeline"), _versions_are_one_rank_s),
+    (("zero", "pipeline"), _gathers_are_alike),
+    (("schedule", "zero"), _weights_stay_for_both_halves),
+    (("sync", "pipeline"), _workers_have_whole_models),
+    (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
 )
 
 

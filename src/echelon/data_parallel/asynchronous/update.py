@@ -96,10 +96,18 @@ class Asynchronous(Update):
             bucket.open()
         return 1.0
 
+    # A worker's backward passes only add up: nothing is sent before its push.
+
     def start_backward(self, *, last: bool) -> None:
         pass
 
     def finish_backward(self) -> None:
+        pass
+
+    def gather(self, *, backward: bool) -> None:
+        pass
+
+    def free(self) -> None:
         pass
 
     def finish_step(self, tally: Tensor) -> Outcome:

@@ -1,0 +1,160 @@
+"""Stages: a model's layers cut into consecutive runs, of which a rank keeps its own.
+
+Every rank builds the whole model. Then each stage's weights come from the first rank, so that all start from
+one model, and each rank drops what is not its own: the model's tree stays, with nothing where others' weights
+were, so that names stay what they are. A parameter that several stages use is *tied*: each of them holds it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives import Group
+from echelon.errors import UserError
+from echelon.layering import listed_layers
+
+
+class Names(NamedTuple):
+    """A model's names, from before it was cut: of parameters (the first, where tied) and of modules."""
+
+    parameters: Mapping[nn.Parameter, str]
+    modules: Mapping[nn.Module, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Names":
+        return cls(
+            {parameter: name for name, parameter in model.named_parameters()},
+            {module: name for name, module in model.named_modules()},
+        )
+
+
+class Stage(nn.Module):
+    """Consecutive layers, called one after the other; parameters keep the names that the model gives them."""
+
+    def __init__(self, layers: Sequence[nn.Module], names: Names) -> None:
+        super().__init__()
+        self._layers = nn.ModuleList(layers)
+        self._names = names
+        # A received activation is a leaf, which nothing may change in place.
+        self.changes_input = any(getattr(module, "inplace", False) for module in layers[0].modules())
+
+    def layers(self) -> list[nn.Module]:
+        return list(self._layers)
+
+    def forward(self, value: Any) -> Any:
+        for layer in self._layers:
+            value = layer(value)
+        return value
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for parameter in self._layers.parameters():
+            yield self._names.parameters[parameter], parameter
+
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        for module in self._layers.modules():
+            prefix = self._names.modules.get(module)
+            for name, buffer in module.named_buffers(recurse=False):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+class Tie(NamedTuple):
+    """A parameter that several stages use."""
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """A model in stages, and what ties them."""
+
+    stages: list[Stage]
+    ties: list[Tie]
+
+
+def split(model: nn.Module, boundaries: Sequence[int]) -> Split:
+    """Cut the layers of `model` before each of `boundaries`."""
+    layers = listed_layers(model)
+    names = Names.of(model)
+    _check_names(model, layers, names)
+    edges = [0, *boundaries, len(layers)]
+    stages = [Stage(layers[a:b], names) for a, b in pairwise(edges)]
+    users: dict[nn.Parameter, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            users.setdefault(parameter, []).append(number)
+    ties = [
+        Tie(names.parameters[parameter], parameter, tuple(numbers))
+        for parameter, numbers in users.items()
+        if len(numbers) > 1
+    ]
+    return Split(stages, ties)
+
+
+def even_boundaries(model: nn.Module, stages: int) -> list[int]:
+    """Where to cut a model into stages of as many layers each; the first ones have one more."""
+    num_layers = len(listed_layers(model))
+    if num_layers == 0:
+        raise UserError(
+            f"pipeline: {type(model).__name__} lists no layers to cut between; make it an nn.Sequential, or "
+            "give it layers() -> list[nn.Module], each layer taking what the one before returned"
+        )
+    if num_layers < stages:
+        raise UserError(
+            f"pipeline: {num_layers} layers of {type(model).__name__} cannot make {stages} stages, which "
+            f"need one each; use fewer stages (pipeline × chunks ≤ {num_layers}), or cut the model finer"
+        )
+    base, more = divmod(num_layers, stages)
+    return [number * base + min(number, more) for number in range(1, stages)]
+
+
+def _check_names(model: nn.Module, layers: Sequence[nn.Module], names: Names) -> None:
+    """Every parameter must be in a layer, and every layer's in the model."""
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = [name for parameter, name in names.parameters.items() if parameter not in in_layers]
+    if outside:
+        raise UserError(
+            f"pipeline: {', '.join(outside)} of {type(model).__name__} belong to no layer, so no stage would "
+            "hold them; move them into one of the layers that layers() returns"
+        )
+    if not in_layers <= names.parameters.keys():
+        raise UserError(
+            f"pipeline: layers() of {type(model).__name__} returns modules with parameters that the model "
+            "itself does not have; assign these modules to the model, so that they have names"
+        )
+
+
+@torch.no_grad()
+def start_equal(stages: Sequence[Stage], holders: Sequence[int], group: Group) -> None:
+    """The first rank's weights and buffers to the first holder of each stage."""
+    with group.ledger.about("parameters"):
+        for stage, holder in zip(stages, holders, strict=True):
+            if holder == 0 or group.rank not in (0, holder):
+                continue
+            for tensor in [*stage.parameters(), *stage.buffers()]:
+                _carry(tensor, group, holder)
+
+
+def _carry(tensor: Tensor, group: Group, to: int) -> None:
+    packed = tensor.detach().contiguous()
+    if group.rank == 0:
+        group.send(packed, to)
+    else:
+        group.recv(packed, 0)
+        tensor.copy_(packed)
+
+
+def keep_only(model: nn.Module, kept: Sequence[Stage]) -> None:
+    """Drop all parameters and buffers of the model that no kept stage holds."""
+    modules = {module for stage in kept for module in stage.modules()}
+    parameters = {parameter for stage in kept for parameter in stage.parameters()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in parameters:
+                module._parameters[name] = None
+        if module not in modules:
+            for name in module._buffers:
+                module._buffers[name] = None
