@@ -79,11 +79,16 @@ def draw(spans: Sequence[Span], ranks: int, marks: Collection[Span] = ()) -> Gri
 
 def labels(spans: Sequence[Span]) -> list[str]:
     """F3, or F3b where the rank has several stages and this is its second; and so on."""
+    stages = stages_of_ranks(spans)
+    return [_label(span.instruction, stages[span.rank]) for span in spans]
+
+
+def stages_of_ranks(spans: Sequence[Span]) -> dict[int, list[int]]:
+    """By rank the stages that it works on, in the order of the model."""
     stages: dict[int, set[int]] = {}
     for span in spans:
         stages.setdefault(span.rank, set()).add(span.instruction.stage)
-    ordered = {rank: sorted(its) for rank, its in stages.items()}
-    return [_label(span.instruction, ordered[span.rank]) for span in spans]
+    return {rank: sorted(its) for rank, its in stages.items()}
 
 
 def _label(its: Instruction, stages: Sequence[int]) -> str:

@@ -69,6 +69,10 @@ class Span(NamedTuple):
     end: Seconds
     instruction: Instruction
 
+    @property
+    def op(self) -> Op:
+        return self.instruction.op
+
 
 @dataclass(frozen=True)
 class Timeline:
