@@ -67,6 +67,16 @@ def _interleaved_is_even(plan: "Plan") -> str | None:
     )
 
 
+def _replicas_flush(plan: "Plan") -> str | None:
+    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or isinstance(plan.pipeline, int):
+        return None
+    return (
+        f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.pipeline))}: replicas of a stage agree "
+        "when the pipeline is empty, and this one never drains; "
+        f"use pipeline={plan.stages}, or schedule=1f1b"
+    )
+
+
 def _two_buffers_suffice(plan: "Plan") -> str | None:
     if plan.schedule != "pipedream-2bw" or plan.microbatches >= plan.stages:
         return None
@@ -93,6 +103,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("schedule", "chunks"), _chunks_are_interleaved),
     (("schedule", "microbatches", "pipeline"), _interleaved_rounds),
     (("schedule", "pipeline"), _interleaved_is_even),
+    (("schedule", "pipeline"), _replicas_flush),
     (("schedule", "microbatches", "pipeline"), _two_buffers_suffice),
     (("schedule", "zero"), _stashed_versions_are_whole),
 )
