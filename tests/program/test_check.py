@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from echelon.errors import UserError
 from echelon.program import Instruction, Op, Program, add_gathers, build, check
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
+from echelon.program.load import complete
 from echelon.program.rules import find
-from tests.program.cases import Shape, program_of, shapes, with_rank
+from tests.program.cases import Shape, program_of, programs, shapes, with_rank
 
 
 def reasons(text: str) -> list[str]:
@@ -251,3 +252,14 @@ def test_a_good_program_is_let_through() -> None:
     with pytest.raises(UserError, match="the backward of microbatch 0"):
         check(program_of("rank 0: F0 REDUCE UPDATE"))
     check(program_of("rank 0: F0"), training=False)
+
+
+@settings(deadline=None)
+@given(programs(), st.booleans())
+def test_no_program_is_a_traceback(program: Program, training: bool) -> None:
+    """Whatever can be written is let through, or refused with sentences and a grid."""
+    try:
+        check(complete(program), training=training)
+    except UserError as error:
+        assert error.faults
+        assert "time" in error.title

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.program import Instruction, Op, Program, add_gathers, build, parse, show
-from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
-from tests.program.cases import Shape, program_of, shapes
+from tests.program.cases import Shape, program_of, programs, shapes
 
 GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = {
@@ -42,26 +41,6 @@ def test_golden_files_and_schedules_are_the_same() -> None:
 def test_every_schedule_comes_back_as_it_was(shape: Shape, gathered: bool) -> None:
     program = add_gathers(shape.program()) if gathered else shape.program()
     assert parse(show(program)).program == program
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Any instructions that can be written, whether or not they make sense together."""
-    ranks, stages = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    some_ranks = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks, unique=True)
-    placement = tuple(tuple(draw(some_ranks)) for _ in range(stages))
-    numbers = st.integers(0, 30)
-
-    def instruction() -> Instruction:
-        op, stage = draw(st.sampled_from(Op)), draw(st.integers(0, stages - 1))
-        if op in COMPUTE:
-            return Instruction(op, stage, draw(numbers), version=draw(st.none() | numbers))
-        if op in (*SENDS, *RECEIVES):
-            return Instruction(op, stage, draw(numbers), draw(st.integers(0, ranks - 1)))
-        return Instruction(op, stage, version=draw(numbers) if op in (Op.STASH, Op.POP) else None)
-
-    lists = tuple(tuple(instruction() for _ in range(draw(st.integers(0, 5)))) for _ in range(ranks))
-    return Program(draw(st.sampled_from(["a", "x-y 2", "1f1b"])), placement, draw(numbers), lists)
 
 
 @settings(deadline=None)

@@ -22,7 +22,7 @@ _STYLES = {
     "UPDATE": "bold",
     "REDUCE": "magenta",
 }
-_MOST_BLOCKS, _MOST_ROWS = 8, 64
+_MOST_RANKS, _MOST_LINES, _MOST_SPANS = 32, 72, 50_000  # of a grid on the screen
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,30 @@ def display(screen: Console, shown: Shown, line: Timeline) -> None:
     """What a person sees: figures, a table of the ranks, the grid in colour."""
     bubble = line.bubble_fraction
     exact = f"{bubble} = " if isinstance(bubble, Fraction) and bubble.denominator < 1000 else ""
-    screen.print(f"[bold]{escape(_headline(shown))}[/]: checked, nothing is wrong")
-    screen.print(f"bubble {exact}{float(bubble):.1%} of {shown.bubble_of}; {float(line.makespan):g} seconds")
-    ranks = len(shown.program.ranks)
-    if ranks <= _MOST_ROWS:
-        screen.print(_table(shown, line))
-        blocks = list(grid.draw(list(line.spans()), ranks).blocks(screen.width))
-        for block in blocks[:_MOST_BLOCKS]:
-            screen.print()
-            for front, row in block:
-                screen.print(_coloured(front, row), no_wrap=True, crop=False, soft_wrap=True)
-        if len(blocks) > _MOST_BLOCKS:
-            screen.print(
-                f"… and as much again, {len(blocks) - _MOST_BLOCKS} times: --out FILE.svg has it all"
-            )
-    else:
+    screen.print(f"[bold]{escape(_headline(shown))}[/]: checked, nothing is wrong", soft_wrap=True)
+    told = f"bubble {exact}{float(bubble):.1%} of {shown.bubble_of}; {float(line.makespan):g} seconds"
+    screen.print(told, soft_wrap=True)
+    if len(line.program.ranks) > _MOST_RANKS:
         screen.print(f"in flight at most {max(line.in_flight)}, versions at most {max(line.versions)}")
+        return
+    screen.print(_table(shown, line))
+    spans = list(line.spans())
+    if len(spans) <= _MOST_SPANS:
+        _display_grid(screen, grid.draw(spans, len(line.program.ranks)))
+
+
+def _display_grid(screen: Console, drawn: grid.Grid) -> None:
+    """The first parts of the grid, about a screen or two."""
+    blocks = list(drawn.blocks(screen.width))
+    count = max(1, _MOST_LINES // (len(drawn.lines) + 1))
+    for block in blocks[:count]:
+        screen.print()
+        for front, row in block:
+            screen.print(_coloured(front, row), no_wrap=True, crop=False, soft_wrap=True)
+    if len(blocks) > count:
+        screen.print(
+            f"\n{len(blocks) - count} more parts like these are left out: --out FILE.svg draws them all"
+        )
 
 
 def _table(shown: Shown, line: Timeline) -> Table:

@@ -45,7 +45,7 @@ class Grid:
         ticks = self.lines[0][1]
         head, column = len(self.lines[0][0]), len(ticks[0].text) if ticks else 1
         size = max(1, (width - head) // column)
-        for start in range(0, len(ticks), size):
+        for start in range(0, max(1, len(ticks)), size):
             yield tuple((front, row[start : start + size]) for front, row in self.lines)
 
     def text(self, width: int = 110) -> str:
