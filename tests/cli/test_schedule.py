@@ -120,7 +120,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], ["use schedule=interleaved"]),
         (["pipedream-2bw", "--stages", "4", "--microbatches", "3"], ["microbatches=4 or more"]),
         (["interleaved", "--replicas", "3-1", "--microbatches", "4", "--chunks", "2"], ["same ranks"]),
-        (["pipedream", "--replicas", "3-1", "--microbatches", "4"], ["never drains"]),
+        (["pipedream", "--replicas", "3-1", "--microbatches", "4"], ["different weight versions"]),
         (
             ["1f1b", "--replicas", "3-1", "--stages", "3", "--microbatches", "4"],
             ["--replicas 3-1 --stages 3"],

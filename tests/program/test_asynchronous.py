@@ -43,11 +43,11 @@ def test_each_microbatch_meets_the_versions_of_the_formula(name: str, versions, 
 
 
 def slices(name: str, stages: int, microbatches: int, ends: list[int]) -> list[Program]:
-    """Consecutive steps; the last one drains."""
+    """Consecutive steps; the last one drains. It may take in nothing more."""
     bounds = list(pairwise([0, *ends]))
     return [
-        asynchronous(name, stages, microbatches, begin=begin, taken=end - begin, drain=end == ends[-1])
-        for begin, end in bounds
+        asynchronous(name, stages, microbatches, begin=begin, taken=end - begin, drain=place == len(ends))
+        for place, (begin, end) in enumerate(bounds, 1)
     ]
 
 
@@ -64,7 +64,8 @@ def cuts(draw: st.DrawFn) -> tuple[str, int, int, list[int]]:
     stages = draw(st.integers(1, 5))
     microbatches = draw(st.integers(stages if name == "pipedream-2bw" else 1, 6))
     steps = draw(st.integers(1, 12))  # late ones are made from early ones
-    return name, stages, microbatches, [microbatches * (step + 1) for step in range(steps)]
+    ends = [microbatches * (step + 1) for step in range(steps)]
+    return name, stages, microbatches, ends + ends[-1:] * draw(st.booleans())
 
 
 def computation(program: Program) -> list[list[Instruction]]:

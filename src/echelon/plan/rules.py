@@ -67,16 +67,6 @@ def _interleaved_is_even(plan: "Plan") -> str | None:
     )
 
 
-def _replicas_flush(plan: "Plan") -> str | None:
-    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or isinstance(plan.pipeline, int):
-        return None
-    return (
-        f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.pipeline))}: replicas of a stage agree "
-        "when the pipeline is empty, and this one never drains; "
-        f"use pipeline={plan.stages}, or schedule=1f1b"
-    )
-
-
 def _two_buffers_suffice(plan: "Plan") -> str | None:
     if plan.schedule != "pipedream-2bw" or plan.microbatches >= plan.stages:
         return None
@@ -95,6 +85,16 @@ def _stashed_versions_are_whole(plan: "Plan") -> str | None:
     )
 
 
+def _versions_are_one_rank_s(plan: "Plan") -> str | None:
+    if plan.schedule not in ASYNCHRONOUS_SCHEDULES or set(plan.replicas) == {1}:
+        return None
+    return (
+        f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: replicas of a stage that "
+        "take microbatches in turn would be at different weight versions; use schedule=1f1b, or the same "
+        f"replicas for every stage: pipeline={plan.stages} data=N"
+    )
+
+
 # The fields that a rule reads, and the rule.
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("data", "expert"), _expert_divides_data),
@@ -103,9 +103,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("schedule", "chunks"), _chunks_are_interleaved),
     (("schedule", "microbatches", "pipeline"), _interleaved_rounds),
     (("schedule", "pipeline"), _interleaved_is_even),
-    (("schedule", "pipeline"), _replicas_flush),
     (("schedule", "microbatches", "pipeline"), _two_buffers_suffice),
     (("schedule", "zero"), _stashed_versions_are_whole),
+    (("schedule", "pipeline"), _versions_are_one_rank_s),
 )
 
 

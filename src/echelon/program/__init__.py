@@ -3,7 +3,7 @@
 from echelon.program.asynchronous import ASYNCHRONOUS, asynchronous
 from echelon.program.build import SCHEDULES, build
 from echelon.program.check import check
-from echelon.program.instruction import Instruction, Op, Program
+from echelon.program.instruction import COMPUTE, Instruction, Op, Program
 from echelon.program.load import load_schedule
 from echelon.program.lower import add_gathers, add_reductions, add_transfers
 from echelon.program.schedules import flushed, forward_only
@@ -12,6 +12,7 @@ from echelon.program.text import parse, show
 
 __all__ = [
     "ASYNCHRONOUS",
+    "COMPUTE",
     "SCHEDULES",
     "Costs",
     "Instruction",
