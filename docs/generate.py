@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from echelon.charts import Series, line_chart
 from echelon.doctor.quantities import show_bytes, show_rate, show_seconds
+from echelon.program import ASYNCHRONOUS, Costs, add_transfers, asynchronous, build, simulate
+from echelon.program.picture import draw as draw_timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
@@ -58,6 +60,7 @@ def pictures() -> dict[str, str]:
         "buckets.svg": draw_buckets(),
         "zero.svg": draw_zero(),
         "samples.svg": draw_samples(),
+        **{f"schedule-{name}.svg": draw_schedule(shown) for name, shown in SHOWN_SCHEDULES.items()},
     }
 
 
@@ -216,7 +219,7 @@ LAYERS = (
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
-    Layer(("plan",), (), "pure data"),
+    Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("errors",), (), "all faults at once"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
@@ -446,6 +449,54 @@ def draw_samples() -> str:
     picture.words(left + 7 * cell, 258, "With one replica, or three, the", 12, colour=QUIET)
     picture.words(left + 7 * cell, 276, "global batch of a step is the same.", 12, colour=QUIET)
     return picture.svg()
+
+
+# --- schedules ----------------------------------------------------------------------------------------
+
+
+class Shown(NamedTuple):
+    """A schedule to draw, and the costs of its stages."""
+
+    name: str
+    replicas: tuple[int, ...] = (1,) * 4
+    microbatches: int = 8
+    chunks: int = 1
+    batches: int = 1
+    cost: Sequence[int] | int = 1
+
+
+SHOWN_SCHEDULES = {
+    "naive": Shown("naive", microbatches=4),
+    "gpipe": Shown("gpipe"),
+    "1f1b": Shown("1f1b"),
+    "replicated": Shown("1f1b", (3, 1), 9, cost=(3, 1)),
+    "interleaved": Shown("interleaved", chunks=2),
+    "zero-bubble": Shown("zero-bubble"),
+    "pipedream": Shown("pipedream", microbatches=12),
+    "pipedream-2bw": Shown("pipedream-2bw", microbatches=4, batches=3),
+}
+
+
+def draw_schedule(shown: Shown) -> str:
+    stages, taken = len(shown.replicas), shown.microbatches * shown.batches
+    program = build(shown.name, shown.replicas, shown.microbatches, shown.chunks)
+    title = f"{shown.name}: {stages} stages, {taken} microbatches"
+    if shown.batches > 1:
+        program = add_transfers(asynchronous(shown.name, stages, shown.microbatches, taken=taken))
+        title += f", {shown.microbatches} a batch"
+    if shown.chunks > 1:
+        title += f", {shown.chunks} chunks a rank"
+    if sum(shown.replicas) > stages:
+        title += f", of {' and '.join(map(str, shown.replicas))} replicas"
+    line = simulate(program, Costs(forward=shown.cost, backward=shown.cost))
+    bubble = f"bubble {line.bubble_fraction} = {float(line.bubble_fraction):.1%}"
+    about = f"{bubble}; in flight {_list(line.in_flight)}"
+    about += f"; versions {_list(line.versions)}" if shown.name in ASYNCHRONOUS else ""
+    return draw_timeline(list(line.spans()), len(program.ranks), title, about).svg()
+
+
+def _list(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 if __name__ == "__main__":

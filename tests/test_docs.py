@@ -17,11 +17,12 @@ import pytest
 import typer
 
 from echelon.bench import benches
-from echelon.cli.main import app
+from echelon.cli.main import app, run
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.models import presets
 from echelon.plan import Plan
+from echelon.program import SCHEDULES, build, load_schedule, show
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
 from echelon.verify.plants import PLANTS
@@ -198,6 +199,38 @@ def test_the_plan_lines_of_the_systems_are_plans_and_those_that_work_run() -> No
 def test_the_line_that_the_readme_explains_takes_eight_ranks() -> None:
     (line,) = blocks(README, "")
     assert Plan.parse(line).ranks == 8
+
+
+PIPELINE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", blocks(PIPELINE, "schedule"))
+def test_the_schedule_files_of_the_page_are_schedules(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    load_schedule(path)
+
+
+def test_what_the_page_of_pipelines_shows_is_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, screen, fault = blocks(PIPELINE, "text")
+    assert show(build("1f1b", (1, 1), 2)) == program
+    monkeypatch.setenv("COLUMNS", "100")
+    assert run(["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
+    assert capsys.readouterr().out == screen
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1\n")
+    assert run(["schedule", "mine.txt"]) == 2
+    assert capsys.readouterr().err == fault
+
+
+def test_every_schedule_and_every_option_of_its_command_is_told() -> None:
+    assert [name.strip("`") for name, *_ in table(PIPELINE, "schedule")] == list(SCHEDULES)
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = {option for parameter in commands["schedule"].params for option in parameter.opts}
+    told = {option for row in table(PIPELINE, "option") for option in re.findall(r"--[a-z-]+", row[0])}
+    assert told == known - {"name", "--help"}
 
 
 def keys_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

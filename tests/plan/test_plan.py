@@ -71,6 +71,7 @@ def test_an_open_quote_is_a_fault_not_a_traceback() -> None:
         ("pipeline=2 schedule=interleaved microbatches=2", "chunks=2 or more"),
         ("pipeline=2 schedule=interleaved chunks=2 microbatches=3", "multiple of 2"),
         ("pipeline=2-1 schedule=interleaved chunks=2 microbatches=2", "every stage has the same ranks"),
+        ("pipeline=2-1 schedule=pipedream-vertical microbatches=2", "different weight versions"),
         ("pipeline=4 schedule=pipedream-2bw microbatches=2", "microbatches=4 or more"),
         ("pipeline=2 data=2 zero=3 schedule=pipedream", "stay whole"),
     ],
@@ -189,7 +190,8 @@ class Watched:
         self.plan, self.read = plan, set[str]()
 
     def __getattr__(self, name: str) -> object:
-        self.read.add({"stages": "pipeline", "schedule_is_file": "schedule"}.get(name, name))
+        derived = {"stages": "pipeline", "replicas": "pipeline", "schedule_is_file": "schedule"}
+        self.read.add(derived.get(name, name))
         return getattr(self.plan, name)
 
 

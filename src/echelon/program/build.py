@@ -1,4 +1,4 @@
-"""From a schedule's name to the whole program of a step: what a plan runs, and what `echelon schedule` shows."""
+"""From a schedule's name to the whole program of a step: what a plan runs and `echelon schedule` shows."""
 
 from collections.abc import Sequence
 

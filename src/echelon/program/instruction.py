@@ -35,6 +35,8 @@ class Op(StrEnum):
     POP = "POP"
     UPDATE = "UPDATE"
 
+    __hash__ = str.__hash__  # that of Enum is Python, and the slowest part of looking an instruction up
+
 
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)

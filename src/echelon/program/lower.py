@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from echelon.program.instruction import COMPUTE, Instruction, Op, Program
+from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
+from echelon.program.readiness import GRADIENT, Way, counterpart, source
 
-_LAST_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-_SENDS_GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)
-
-Channel = tuple[int, int]  # from rank, to rank
+_LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.SEND_GRADIENT)  # a send must not wait for the sum
 
 
 def add_transfers(program: Program) -> Program:
@@ -23,86 +21,84 @@ def add_transfers(program: Program) -> Program:
     What one rank sends another arrives in the order of the sends. So before a receive come those of all that
     was sent earlier on the same way, even if it is used later.
     """
-    waiting: dict[Channel, deque[Instruction]] = {}
-    for rank, instructions in enumerate(program.ranks):
-        for send in (send for its in instructions for send in _sends(program, rank, its)):
-            assert send.peer is not None
-            waiting.setdefault((rank, send.peer), deque()).append(_receive(send, rank))
-    ranks = tuple(
-        tuple(_with_transfers(program, rank, its, waiting)) for rank, its in enumerate(program.ranks)
-    )
-    return replace(program, ranks=ranks)
+    sends = [[_send(program, rank, its) for its in work] for rank, work in enumerate(program.ranks)]
+    coming: dict[Way, deque[Instruction]] = {}
+    for rank, its_sends in enumerate(sends):
+        for send in its_sends:
+            if send is not None:
+                assert send.peer is not None
+                coming.setdefault((rank, send.peer), deque()).append(counterpart(rank, send))
+
+    def lowered(rank: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        early: set[Instruction] = set()
+        for its, send in zip(instructions, sends[rank], strict=True):
+            need = _receive(program, rank, its)
+            if need is not None:
+                assert need.peer is not None
+                yield from _receives(need, coming.get((need.peer, rank), deque()), early)
+            yield its
+            if send is not None:
+                yield send
+
+    return _each(program, lowered)
 
 
-def _with_transfers(
-    program: Program,
-    rank: int,
-    instructions: Sequence[Instruction],
-    waiting: dict[Channel, deque[Instruction]],
-) -> Iterator[Instruction]:
-    received: set[Instruction] = set()
-    for its in instructions:
-        need = _need(program, rank, its)
-        if need is not None and need not in received:
-            assert need.peer is not None
-            queue = waiting.get((need.peer, rank), deque())
-            while queue and need not in received:
-                received.add(queue[0])
-                yield queue.popleft()
-            if need not in received:  # nobody sends it: leave the receive, for the check to find
-                yield need
-        yield its
-        yield from _sends(program, rank, its)
+def _receives(need: Instruction, queue: deque[Instruction], early: set[Instruction]) -> Iterator[Instruction]:
+    """The receives up to `need`; those of things that are used later are remembered as `early`."""
+    if early and need in early:
+        early.remove(need)
+    elif queue and (queue[0] == need or need in queue):
+        while queue[0] != need:
+            early.add(queue[0])
+            yield queue.popleft()
+        yield queue.popleft()
+    else:  # sent in an earlier step of a pipeline that never drains; or by nobody, for the check to find
+        yield need
 
 
-def _sends(program: Program, rank: int, its: Instruction) -> Iterator[Instruction]:
+def _send(program: Program, rank: int, its: Instruction) -> Instruction | None:
     """What a rank sends after an instruction."""
-    if its.op is Op.FORWARD and its.stage + 1 < program.stages:
-        yield from _send(program, rank, its, Op.SEND_ACTIVATION, its.stage + 1)
-    if its.op in _SENDS_GRADIENT and its.stage > 0:
-        yield from _send(program, rank, its, Op.SEND_GRADIENT, its.stage - 1)
-
-
-def _send(program: Program, rank: int, its: Instruction, op: Op, to: int) -> Iterator[Instruction]:
-    assert its.microbatch is not None
-    peer = program.holder(to, its.microbatch)
-    if peer != rank:
-        yield Instruction(op, its.stage, its.microbatch, peer)
-
-
-def _receive(send: Instruction, rank: int) -> Instruction:
-    """The receive that a send of `rank` is for."""
-    if send.op is Op.SEND_ACTIVATION:
-        return Instruction(Op.RECV_ACTIVATION, send.stage + 1, send.microbatch, rank)
-    return Instruction(Op.RECV_GRADIENT, send.stage - 1, send.microbatch, rank)
-
-
-def _need(program: Program, rank: int, its: Instruction) -> Instruction | None:
-    """The receive that must stand before an instruction."""
-    if its.op is Op.FORWARD and its.stage > 0:
-        op, other = Op.RECV_ACTIVATION, its.stage - 1
-    elif its.op in _SENDS_GRADIENT and its.stage + 1 < program.stages:
-        op, other = Op.RECV_GRADIENT, its.stage + 1
+    if its.op is Op.FORWARD:
+        op, to = Op.SEND_ACTIVATION, its.stage + 1
+    elif its.op in GRADIENT:
+        op, to = Op.SEND_GRADIENT, its.stage - 1
     else:
         return None
+    if not 0 <= to < len(program.placement):
+        return None
     assert its.microbatch is not None
-    peer = program.holder(other, its.microbatch)
+    peer = program.holder(to, its.microbatch)
     return None if peer == rank else Instruction(op, its.stage, its.microbatch, peer)
+
+
+def _receive(program: Program, rank: int, its: Instruction) -> Instruction | None:
+    """The receive that must stand before an instruction."""
+    if its.op not in COMPUTE:
+        return None
+    need = source(program, rank, its)
+    if need is None or need.stage != its.stage:  # nothing to wait for, or it is made on this rank
+        return None
+    (op,) = need.ops
+    other = its.stage - 1 if op is Op.RECV_ACTIVATION else its.stage + 1
+    assert its.microbatch is not None
+    return Instruction(op, its.stage, its.microbatch, program.holder(other, its.microbatch))
 
 
 def add_reductions(program: Program) -> Program:
     """Add REDUCE after the last backward of each stage, and UPDATE at the end of each rank."""
 
     def lowered(rank: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        last = {its.stage: place for place, its in enumerate(instructions) if its.op in _LAST_BACKWARDS}
+        last = {its.stage: place for place, its in enumerate(instructions) if its.op in _LAST_OF_BACKWARD}
         for place, its in enumerate(instructions):
             yield its
             if last.get(its.stage) == place:
                 yield Instruction(Op.REDUCE, its.stage)
-        for stage in program.stages_of(rank):
+        stages = program.stages_of(rank)
+        for stage in stages:
             if stage not in last:  # fewer microbatches than replicas: this one has none, and takes part
                 yield Instruction(Op.REDUCE, stage)
-        yield Instruction(Op.UPDATE)
+        if stages:
+            yield Instruction(Op.UPDATE, stages[0])
 
     return _each(program, lowered)
 
@@ -113,7 +109,7 @@ def add_gathers(program: Program) -> Program:
     def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         waiting: list[Instruction] = []
         for its in instructions:
-            if its.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+            if its.op in RECEIVES:
                 waiting.append(its)
             elif its.op in COMPUTE:
                 yield Instruction(Op.GATHER, its.stage)

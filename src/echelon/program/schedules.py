@@ -97,7 +97,7 @@ def flushed(name: str, replicas: Sequence[int], microbatches: int, chunks: int =
 def _interleaved(depth: int, microbatches: int, chunks: int) -> Program:
     """1f1b over d·v stages, of which rank r holds r, r+d, r+2d …: the bubble shrinks by v.
 
-    Microbatches go in rounds of d: the rank's first chunk works on all of a round, then its second, and so on.
+    Microbatches go in rounds of d: the rank's first chunk works on all of a round, then its second, …
     """
     assert microbatches % depth == 0, (microbatches, depth)
     total = microbatches * chunks

@@ -1,0 +1,203 @@
+"""echelon schedule"""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echelon.cli.options import Json, console, print_json
+from echelon.errors import UserError, did_you_mean, raise_faults
+
+if TYPE_CHECKING:
+    from echelon.cli.schedule_view import Shown
+
+_BATCHES = 3  # of a pipeline that never drains: enough to see what it keeps
+_MOST_WORK = 1_000_000
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?")
+_COST = "Seconds, or one for each stage: 1,2,1."
+
+Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a file that holds one.")]
+Stages = Annotated[int | None, typer.Option("--stages", help="How many stages the pipeline has.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", help="How many of them in a step.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", help="Stages a rank, of the interleaved schedule.")]
+Replicas = Annotated[str | None, typer.Option("--replicas", help="Replicas of each stage, like 3-1.")]
+Forward = Annotated[str, typer.Option("--forward", help=f"A forward. {_COST}")]
+Backward = Annotated[str, typer.Option("--backward", help=f"A whole backward. {_COST}")]
+Half = "half of --backward"
+Inputs = Annotated[
+    str | None, typer.Option("--backward-input", show_default=Half, help="Its part for inputs.")
+]
+Weights = Annotated[
+    str | None, typer.Option("--backward-weight", show_default=Half, help="Its part for weights.")
+]
+Transfer = Annotated[str, typer.Option("--transfer", help="Seconds from a rank to the next.")]
+Reduce = Annotated[str, typer.Option("--reduce", help=f"The sum over replicas. {_COST}")]
+Update = Annotated[str, typer.Option("--update", help=f"The optimizer's step. {_COST}")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write a picture (.svg, .png) or the program (.txt) to this file."),
+]
+AsText = Annotated[bool, typer.Option("--text", help="Print the program itself.")]
+
+
+def schedule(
+    name: Name,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    replicas: Replicas = None,
+    forward: Forward = "1",
+    backward: Backward = "1",
+    backward_input: Inputs = None,
+    backward_weight: Weights = None,
+    transfer: Transfer = "0",
+    reduce: Reduce = "0",
+    update: Update = "0",
+    out: Out = None,
+    as_text: AsText = False,
+    as_json: Json = False,
+) -> None:
+    """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
+    from echelon.cli.schedule_view import display, summary, write
+    from echelon.program import Costs, check, show, simulate
+
+    texts = {
+        "forward": forward,
+        "backward": backward,
+        "backward_input": backward_input,
+        "backward_weight": backward_weight,
+        "transfer": transfer,
+        "reduce": reduce,
+        "update": update,
+    }
+    costs, faults = _read_costs({key: text for key, text in texts.items() if text is not None})
+    if out is not None and out.suffix not in (".svg", ".png", ".txt"):
+        faults.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
+    make = _from_file if _is_file(name) else _from_name
+    shown = make(name, stages, microbatches, chunks, replicas, faults)
+    raise_faults(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
+    check(shown.program)
+    line = simulate(shown.program, Costs(**costs))
+    if out is not None:
+        write(out, shown, line)
+    if as_json:
+        print_json(summary(shown, line) | ({"text": show(shown.program)} if as_text else {}))
+    elif as_text:
+        print(show(shown.program), end="")
+    else:
+        display(console(as_json), shown, line)
+
+
+def _is_file(name: str) -> bool:
+    from echelon.program import SCHEDULES
+
+    return name not in SCHEDULES and ("/" in name or name.endswith(".txt") or Path(name).is_file())
+
+
+def _from_file(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    replicas: str | None,
+    faults: list[str],
+) -> "Shown":
+    """The program of a file; options may only repeat what it says. `faults` are those of other options."""
+    from echelon.cli.schedule_view import Shown
+    from echelon.program import load_schedule
+
+    raise_faults(f"what is asked of '{name}'", faults)
+    program = load_schedule(name)
+    held = max(len(program.stages_of(rank)) for rank in range(len(program.ranks)))
+    differing = [
+        f"--{what} {given}: the file says {there}; leave the option out"
+        for what, given, there in (
+            ("stages", stages, program.stages),
+            ("microbatches", microbatches, program.microbatches),
+            ("chunks", chunks, held),
+            ("replicas", replicas, "-".join(str(len(ranks)) for ranks in program.placement)),
+        )
+        if given is not None and given != there
+    ]
+    raise_faults(f"what is asked of '{name}'", differing)
+    return Shown(program, program.name, program.stages, program.microbatches, held)
+
+
+def _from_name(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    replicas: str | None,
+    faults: list[str],
+) -> "Shown":
+    """The program of a schedule that a plan can name, by the rules of plans. `faults`: of other options."""
+    from echelon.cli.schedule_view import Shown
+    from echelon.plan import Plan
+    from echelon.program import ASYNCHRONOUS, SCHEDULES, add_transfers, asynchronous, build
+
+    if name not in SCHEDULES:
+        faults.append(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt")
+    if stages is None and replicas is None:
+        faults.append("--stages is missing: how many stages the pipeline has")
+    if microbatches is None:
+        faults.append("--microbatches is missing: how many of them a step has")
+    if stages is not None and replicas is not None and len(replicas.split("-")) != stages:
+        faults.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
+    # Where they are missing, as many microbatches as stages break no further rule.
+    number = stages if microbatches is None else microbatches
+    fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}
+    given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+    try:
+        plan = Plan(schedule=name if name in SCHEDULES else "1f1b", **given)
+    except UserError as error:
+        plan = None
+        faults += error.faults
+    size = 0 if plan is None else plan.stages * plan.chunks * plan.microbatches
+    if size > _MOST_WORK:
+        faults.append(f"{size} forwards are too many to show: at most {_MOST_WORK}")
+    raise_faults(f"schedule '{name}'", faults)
+    assert plan is not None
+    if name in ASYNCHRONOUS:
+        taken = _BATCHES * plan.microbatches
+        program = add_transfers(asynchronous(name, plan.stages, plan.microbatches, taken=taken))
+        return Shown(program, name, plan.stages, plan.microbatches, 1, _BATCHES)
+    program = build(name, plan.replicas, plan.microbatches, plan.chunks)
+    return Shown(program, name, plan.stages, plan.microbatches, plan.chunks)
+
+
+def _read_costs(texts: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The numbers of each option, one or several, and the faults of those that are none."""
+    read: dict[str, Any] = {}
+    faults = []
+    for name, text in texts.items():
+        words = [word.strip() for word in text.split(",")]
+        if not all(_SECONDS.fullmatch(word) for word in words):
+            faults.append(f"{_option(name)} {text}: must be seconds, 0 or more, like 1.5")
+        elif len(words) == 1:
+            read[name] = _exact(words[0])
+        elif name == "transfer":
+            faults.append(f"{_option(name)} {text}: must be one number, the seconds of every hop")
+        else:
+            read[name] = [_exact(word) for word in words]
+    return read, faults
+
+
+def _miscounted(costs: dict[str, Any], stages: int) -> list[str]:
+    return [
+        f"{_option(name)}: {len(its)} numbers for {stages} stages; give one, or one for each stage"
+        for name, its in costs.items()
+        if isinstance(its, list) and len(its) != stages
+    ]
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _exact(text: str) -> Fraction | int:
+    """0.1 is a tenth."""
+    value = Fraction(text)
+    return int(value) if value.denominator == 1 else value

@@ -1,0 +1,83 @@
+"""The check of a program, before anything runs: all its faults at once, shown in a grid of ranks and time."""
+
+from collections.abc import Mapping, Sequence
+
+from echelon.errors import UserError
+from echelon.program.grid import Line, draw, plain
+from echelon.program.instruction import COMPUTE, Instruction, Program
+from echelon.program.readiness import Place, walk
+from echelon.program.rules import Fault, find
+from echelon.program.rules.fault import name
+from echelon.program.rules.work import placed
+from echelon.program.simulate import Span
+
+_WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
+
+
+def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:
+    """Raise one UserError with every fault of a program, if there is any.
+
+    `training=False`: forwards alone. `lines` says on which line of a file each rank stands.
+    """
+    faults = find(program, training=training)
+    if not faults:
+        return
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    title = f"{count} in schedule '{program.name}', marked [ ] in the grid:"
+    told = [_sentence(program, fault, lines or {}) for fault in faults]
+    raise UserError(f"{title}\n\n{picture(program, faults)}\n", told)
+
+
+def _sentence(program: Program, fault: Fault, lines: Mapping[int, int]) -> str:
+    line = f"line {lines[fault.rank]}, " if fault.rank in lines else ""
+    where = f"{line}rank {fault.rank}"
+    if fault.place is None:
+        return f"{where}: {fault.reason}"
+    return f"{where}, {name(program, fault.rank, program.ranks[fault.rank][fault.place])}: {fault.reason}"
+
+
+def picture(program: Program, faults: Sequence[Fault]) -> str:
+    """The grid with the places of the faults marked; of a large one, the parts with a mark."""
+    marked = {(fault.rank, fault.place) for fault in faults if fault.place is not None}
+    spans = _sketch(program, marked)
+    marks = {span for place, span in spans.items() if place in marked}
+    grid = draw(list(spans.values()), len(program.ranks), marks)
+    blocks = list(grid.blocks(_WIDTH))
+    chosen = [block for block in blocks if _is_marked(block)][:_MOST_BLOCKS] or blocks[:1]
+    near = {rank + step for rank in {fault.rank for fault in faults} for step in (-1, 0, 1)}
+    texts = []
+    for block in chosen:
+        ranks = list(enumerate(block[1:]))
+        if len(ranks) > _MOST_RANKS:
+            ranks = [(rank, row) for rank, row in ranks if rank in near][:_MOST_RANKS]
+        texts.append("\n".join([plain(block[0]), *(plain(row) for _, row in ranks)]))
+    return "\n\n".join(texts)
+
+
+def _is_marked(block: tuple[Line, ...]) -> bool:
+    return any(tick.marked for _, row in block for tick in row)
+
+
+def _sketch(program: Program, marked: set[Place]) -> dict[Place, Span]:
+    """A timeline of a faulty program: as far as it runs, one tick a computation; then the rest in order."""
+    clock = [0] * len(program.ranks)
+    ends: dict[Place, int] = {}
+    spans: dict[Place, Span] = {}
+
+    def put(rank: int, place: int) -> None:
+        its: Instruction = program.ranks[rank][place]
+        start = clock[rank]
+        clock[rank] += its.op in COMPUTE or (rank, place) in marked
+        ends[rank, place] = clock[rank]
+        if clock[rank] > start:
+            spans[rank, place] = Span(rank, start, clock[rank], its)
+
+    if not any(placed(program)):
+        for rank, place, causes in walk(program):
+            clock[rank] = max([clock[rank], *(ends[cause] for cause in causes)])
+            put(rank, place)
+    for rank, instructions in enumerate(program.ranks):
+        for place in range(len(instructions)):
+            if (rank, place) not in ends:
+                put(rank, place)
+    return spans

@@ -1,0 +1,134 @@
+"""A timeline as a picture: ranks below each other, time to the right, the bubble hatched.
+
+Planned and measured timelines are drawn by the same code, from spans. Here is what stands where;
+how boxes and words become SVG or PNG is in canvas.py. The look is that of echelon.charts.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from echelon.errors import UserError
+from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words
+from echelon.program.grid import labels, stages_of_ranks
+from echelon.program.instruction import COMPUTE, Op
+from echelon.program.simulate import Span
+
+# Light fills with dark edges, from the colours of Okabe and Ito: they differ for colour-blind readers too.
+_KINDS = {
+    Op.FORWARD: ("forward", "#d6e8f5", "#0072b2"),
+    Op.BACKWARD: ("backward", "#fbdcc8", "#d55e00"),
+    Op.BACKWARD_INPUT: ("backward for inputs", "#fdeecb", "#e69f00"),
+    Op.BACKWARD_WEIGHT: ("backward for weights", "#cdeee1", "#009e73"),
+    Op.REDUCE: ("reduce", "#f4dfeb", "#cc79a7"),
+    Op.UPDATE: ("update", "#e4e7ed", "#5b6472"),
+}
+_LEFT, _RIGHT, _TOP, _FOOT = 84, 24, 96, 46
+_CHARACTER = 6.4  # width of a character of 11 pixels
+_MOST_SPANS = 50_000
+
+
+class _Scale(NamedTuple):
+    """From seconds and ranks to pixels."""
+
+    start: float
+    pixels: float  # a second
+    row: float
+
+    def x(self, seconds: float) -> float:
+        return _LEFT + (float(seconds) - self.start) * self.pixels
+
+    def y(self, rank: int) -> float:
+        return _TOP + rank * self.row
+
+
+def draw(spans: Sequence[Span], ranks: int, title: str, about: str = "", axis: str = "time") -> Picture:
+    """The picture of a timeline: simulate(…).spans(), or spans as they were measured.
+
+    `about` stands below the title; `axis` names the time and its unit. Time starts at the first span.
+    """
+    shown = [span for span in spans if span.op in _KINDS and span.end > span.start]
+    if len(shown) > _MOST_SPANS:
+        raise UserError(f"{len(shown)} computations are too many for a picture: at most {_MOST_SPANS}")
+    start = min((float(span.start) for span in shown), default=0.0)
+    whole = max((float(span.end) for span in shown), default=1.0) - start
+    names = labels(shown)
+    width = _width(shown, whole, max(map(len, names), default=0))
+    scale = _Scale(start, (width - _LEFT - _RIGHT) / whole, max(14.0, min(34.0, 480 / max(1, ranks))))
+    height = math.ceil(scale.y(ranks) + _FOOT)
+    shapes = [
+        Words(24, 32, title, 16, bold=True),
+        Words(24, 54, about, 12, QUIET_INK),
+        *_legend(shown),
+        *_axis(scale, whole, ranks, width, axis),
+        *_bubble(scale, start, whole, ranks),
+        *_work(scale, shown, names),
+    ]
+    return Picture(width, height, title, tuple(shapes))
+
+
+def _width(spans: Sequence[Span], whole: float, longest: int) -> int:
+    """Wide enough for the names, where that is not too wide."""
+    durations = sorted(float(span.end - span.start) for span in spans)
+    typical = durations[len(durations) // 4] if durations else whole
+    return round(min(1600.0, max(900.0, _LEFT + _RIGHT + whole / typical * (8 * longest + 8))))
+
+
+def _legend(spans: Sequence[Span]) -> Iterator[Shape]:
+    x = 24.0
+    there = {span.op for span in spans}
+    for op, (name, fill, edge) in _KINDS.items():
+        if op in there:
+            yield Box(x, 66, 22, 14, fill, edge)
+            yield Words(x + 30, 77, f"{op.value if op in COMPUTE else op.value[0]}  {name}", 12)
+            x += 62 + 6.8 * (len(name) + 2)
+    yield Hatch(x, 66, 22, 14)
+    yield Words(x + 30, 77, "bubble", 12)
+    if any(len(held) > 1 for held in stages_of_ranks(spans).values()):
+        yield Words(x + 100, 77, "a, b ...: the stages of a rank in their order; later ones are darker", 12)
+
+
+def _axis(scale: _Scale, whole: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
+    foot = scale.y(ranks) + 4
+    yield Rule(_LEFT, foot, width - _RIGHT, foot, QUIET_INK)
+    step = _nice_step(whole * 60 / (width - _LEFT - _RIGHT))
+    for number in range(math.floor(whole / step + 1e-6) + 1):
+        x = scale.x(scale.start + number * step)
+        yield Rule(x, foot, x, foot + 5, QUIET_INK)
+        yield Words(x, foot + 18, f"{number * step:g}", 11, QUIET_INK, "middle")
+    yield Words(width - _RIGHT, foot + 36, axis, 11, QUIET_INK, "end")
+
+
+def _nice_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20 … (and 0.5, 0.2 …) that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+
+
+def _bubble(scale: _Scale, start: float, whole: float, ranks: int) -> Iterator[Shape]:
+    """Every row is hatched from end to end; work is drawn over it."""
+    for rank in range(ranks):
+        y = scale.y(rank)
+        yield Hatch(scale.x(start), y, whole * scale.pixels, scale.row - 4)
+        yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
+
+
+def _work(scale: _Scale, spans: Sequence[Span], names: Sequence[str]) -> Iterator[Shape]:
+    stages = stages_of_ranks(spans)
+    for span, label in zip(spans, names, strict=True):
+        _, fill, edge = _KINDS[span.op]
+        held = stages[span.rank]
+        depth = held.index(span.instruction.stage) / max(1, len(held) - 1)  # later chunks are darker
+        x, y = scale.x(float(span.start)), scale.y(span.rank)
+        width, height = float(span.end - span.start) * scale.pixels, scale.row - 4
+        yield Box(x, y, width, height, _mixed(fill, edge, 0.4 * depth), edge)
+        for text in (label, label[1:]):
+            if _CHARACTER * len(text) <= width - 2 and text:
+                yield Words(x + width / 2, y + height / 2 + 4, text, 11, INK, "middle")
+                break
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    """A colour between two, `share` of the way."""
+    pairs = [(int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in pairs)

@@ -1,0 +1,77 @@
+"""Rules between ranks: sends and receives are pairs, in one order; and nobody waits for ever."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from echelon.program.instruction import RECEIVES, SENDS, Instruction, Program
+from echelon.program.readiness import Way, counterpart, walk
+from echelon.program.rules.fault import Fault, each, name
+
+Listed = list[tuple[int, Instruction]]  # receives of one way, each with the place where it stands or is sent
+
+
+def matched(program: Program) -> Iterator[Fault]:
+    """On each way from rank to rank the receives are those of the sends, in their order."""
+    sends: dict[Way, Listed] = {}
+    receives: dict[Way, Listed] = {}
+    for rank, place, its in each(program):
+        if its.op in SENDS:
+            assert its.peer is not None
+            sends.setdefault((rank, its.peer), []).append((place, counterpart(rank, its)))
+        elif its.op in RECEIVES:
+            assert its.peer is not None
+            receives.setdefault((its.peer, rank), []).append((place, its))
+    for way in sorted(sends.keys() | receives.keys()):
+        yield from _matched_on(program, way, sends.get(way, []), receives.get(way, []))
+
+
+def _matched_on(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Fault]:
+    sender, receiver = way
+    spare = Counter(its for _, its in sent)
+    spare.subtract(its for _, its in received)
+    for place, its in sent:
+        if spare[its] > 0:
+            spare[its] -= 1
+            called = name(program, receiver, its)
+            yield Fault(sender, place, f"rank {receiver} never receives it: there is no {called} there")
+    for place, its in received:
+        if spare[its] < 0:
+            spare[its] += 1
+            called = name(program, sender, counterpart(receiver, its))
+            yield Fault(receiver, place, f"rank {sender} never sends it: there is no {called} there")
+    if Counter(its for _, its in sent) == Counter(its for _, its in received):
+        yield from _same_order(program, way, sent, received)
+
+
+def _same_order(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Fault]:
+    """Only the first that differs: those behind it follow from it."""
+    sender, receiver = way
+    for number, ((_, wanted), (place, its)) in enumerate(zip(sent, received, strict=True), 1):
+        if wanted != its:
+            called = name(program, sender, counterpart(receiver, wanted))
+            reason = f"takes the wrong thing: number {number} on the way from rank {sender} is {called}"
+            yield Fault(receiver, place, f"{reason}; things arrive in the order of their sends")
+            return
+
+
+def never_stuck(program: Program) -> Iterator[Fault]:
+    """All ranks come to the end, whatever anything costs."""
+    reached = Counter(rank for rank, _, _ in walk(program))
+    stuck = {rank: reached[rank] for rank, its in enumerate(program.ranks) if reached[rank] < len(its)}
+    for rank, place in stuck.items():
+        its = program.ranks[rank][place]
+        if its.peer is not None:
+            others, called = [its.peer], name(program, its.peer, counterpart(rank, its))
+        else:
+            others = [other for other in program.placement[its.stage] if other != rank]
+            called = f"REDUCE of stage {its.stage}"
+        yield Fault(rank, place, f"deadlock: waits for {called}; " + _whereabouts(program, others, stuck))
+
+
+def _whereabouts(program: Program, ranks: Sequence[int], stuck: dict[int, int]) -> str:
+    return ", ".join(
+        f"rank {rank} waits at {name(program, rank, program.ranks[rank][stuck[rank]])}"
+        if rank in stuck
+        else f"rank {rank} has come to its end"
+        for rank in ranks
+    )

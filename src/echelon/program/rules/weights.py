@@ -1,0 +1,86 @@
+"""Rules of the weights: versions exist when used, gathers are paired, gradients are reduced and applied."""
+
+from collections.abc import Iterator
+
+from echelon.program.instruction import COMPUTE, Op, Program
+from echelon.program.rules.fault import Fault, each
+
+
+def versions(program: Program) -> Iterator[Fault]:
+    """A version is there when it is used, and a backward uses that of its forward."""
+    for rank, instructions in enumerate(program.ranks):
+        newest, stashed = 0, set[tuple[int, int | None]]()
+        used: dict[tuple[int, int | None], int] = {}
+        for place, its in enumerate(instructions):
+            key = (its.stage, its.version)
+            if its.op is Op.UPDATE:
+                newest += 1
+            elif its.op is Op.STASH:
+                if its.version != newest or key in stashed:
+                    what = (
+                        "it is stashed already"
+                        if key in stashed
+                        else f"the weights of now are version {newest}"
+                    )
+                    yield Fault(rank, place, f"cannot stash version {its.version}: {what}")
+                stashed.add(key)
+            elif its.op is Op.POP:
+                if key not in stashed:
+                    yield Fault(rank, place, f"version {its.version} is not stashed")
+                stashed.discard(key)
+            elif its.op in COMPUTE:
+                version = newest if its.version is None else its.version
+                yield from _usable(rank, place, version, newest, (its.stage, version) in stashed)
+                first = used.setdefault((its.stage, its.microbatch), version)
+                if first != version:
+                    yield Fault(rank, place, f"uses version {version}, but its forward used version {first}")
+        for stage, left in sorted(stashed, key=str):
+            yield Fault(rank, None, f"version {left} of stage {stage} is stashed and never popped")
+
+
+def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Fault]:
+    if version > newest:
+        yield Fault(rank, place, f"version {version} does not exist yet: the newest is version {newest}")
+    elif version < newest and not stashed:
+        yield Fault(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
+
+
+def gathered(program: Program) -> Iterator[Fault]:
+    """GATHER and FREE come in pairs around each use, in a program that has any."""
+    if not any(its.op in (Op.GATHER, Op.FREE) for _, _, its in each(program)):
+        return
+    for rank, instructions in enumerate(program.ranks):
+        whole: dict[int, int] = {}
+        for place, its in enumerate(instructions):
+            if its.op is Op.GATHER:
+                if its.stage in whole:
+                    yield Fault(rank, place, f"the weights of stage {its.stage} are gathered already")
+                whole[its.stage] = place
+            elif its.op is Op.FREE:
+                if whole.pop(its.stage, None) is None:
+                    yield Fault(
+                        rank, place, f"the weights of stage {its.stage} are not gathered: nothing to free"
+                    )
+            elif its.op in COMPUTE and its.stage not in whole:
+                yield Fault(rank, place, f"uses the weights of stage {its.stage}, which are not gathered")
+        for stage, place in whole.items():
+            yield Fault(rank, place, f"the weights of stage {stage} are gathered and never freed")
+
+
+def applied(program: Program) -> Iterator[Fault]:
+    """Every gradient is reduced, then an update takes it."""
+    for rank, instructions in enumerate(program.ranks):
+        fresh: dict[int, int] = {}  # by stage: the last backward that no REDUCE has seen
+        reduced: dict[int, int] = {}
+        for place, its in enumerate(instructions):
+            if its.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                fresh[its.stage] = place
+            elif its.op is Op.REDUCE:
+                fresh.pop(its.stage, None)
+                reduced[its.stage] = place
+            elif its.op is Op.UPDATE:
+                for stage, last in fresh.items():
+                    yield Fault(rank, last, f"no REDUCE of stage {stage} between this and the UPDATE")
+                fresh, reduced = {}, {}
+        for last in {**reduced, **fresh}.values():
+            yield Fault(rank, last, "no UPDATE behind it: its gradient would be lost")

@@ -1,0 +1,61 @@
+"""Every schedule is what theory says of it: bubble, in flight, versions, for any numbers."""
+
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.program import SCHEDULES, check, formulas, simulate
+from tests.program.cases import Shape, shapes
+
+
+@settings(deadline=None)
+@given(shapes())
+def test_every_schedule_passes_the_check_and_keeps_what_its_formula_says(shape: Shape) -> None:
+    program = shape.program()
+    check(program)
+    line = simulate(program)
+    assert line.in_flight == formulas.in_flight(shape.name, shape.replicas, shape.taken, shape.chunks)
+    told = formulas.versions(shape.name, len(shape.replicas), shape.taken, shape.microbatches)
+    assert set(line.versions) == {1} if sum(shape.replicas) > len(shape.replicas) else line.versions == told
+
+
+@settings(deadline=None)
+@given(shapes(most_replicas=1))
+def test_the_bubble_of_every_schedule_is_that_of_its_formula(shape: Shape) -> None:
+    told = formulas.bubble(shape.name, len(shape.replicas), shape.taken, shape.chunks)
+    assert simulate(shape.program()).bubble_fraction == told
+
+
+def test_the_formulas_are_those_of_the_papers() -> None:
+    bubbles = {
+        "naive": Fraction(3, 4),
+        "gpipe": Fraction(3, 11),
+        "1f1b": Fraction(3, 11),
+        "interleaved": Fraction(3, 19),
+        "zero-bubble": Fraction(3, 19),
+        "pipedream": Fraction(3, 11),
+    }
+    assert {name: formulas.bubble(name, 4, 8, 2) for name in bubbles} == bubbles
+    assert formulas.in_flight("1f1b", (1,) * 4, 8) == (4, 3, 2, 1)
+    assert formulas.in_flight("gpipe", (1,) * 4, 8) == (8, 8, 8, 8)
+    assert formulas.in_flight("1f1b", (3, 1), 12) == (2, 2, 2, 1)
+    assert formulas.versions("pipedream", 4, 24, 8) == (4, 3, 2, 1)
+    assert formulas.versions("pipedream-vertical", 4, 24, 8) == (4, 4, 4, 4)
+    assert formulas.versions("pipedream-2bw", 4, 24, 8) == (2, 2, 2, 2)
+    assert formulas.versions("1f1b", 4, 24, 8) == (1, 1, 1, 1)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 8), st.integers(1, 20))
+def test_zero_bubble_always_has_less_than_1f1b(stages: int, microbatches: int) -> None:
+    assert formulas.bubble("zero-bubble", stages, microbatches) < formulas.bubble(
+        "1f1b", stages, microbatches
+    )
+
+
+def test_no_schedule_is_left_out() -> None:
+    """The strategy draws every name that a plan can have."""
+    from echelon.plan.fields import SCHEDULES as OF_PLANS
+
+    assert sorted(SCHEDULES) == sorted(OF_PLANS)

@@ -1,0 +1,81 @@
+"""Pictures of timelines, planned or measured: SVG that is XML, PNG that has its colours where they belong."""
+
+import io
+from xml.etree import ElementTree
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.program import Costs, Instruction, Op, Span, build, simulate
+from echelon.program.canvas import Box, Hatch, Words
+from echelon.program.picture import draw
+
+MEASURED = [
+    Span(0, 100.0, 100.5, Instruction(Op.FORWARD, 0, 0)),
+    Span(0, 100.5, 100.5, Instruction(Op.SEND_ACTIVATION, 0, 0, 1)),
+    Span(1, 100.6, 101.0, Instruction(Op.FORWARD, 1, 0)),
+    Span(1, 101.0, 102.0, Instruction(Op.BACKWARD, 1, 0)),
+]
+
+
+def test_every_computation_is_a_box_on_the_row_of_its_rank() -> None:
+    picture = draw(list(simulate(build("1f1b", (1,) * 4, 8)).spans()), 4, "title")
+    boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.height > 14]
+    assert len(boxes) == 4 * 8 * 2
+    assert len({box.y for box in boxes}) == 4
+    assert len([shape for shape in picture.shapes if isinstance(shape, Hatch)]) == 4 + 1
+    names = [shape.text for shape in picture.shapes if isinstance(shape, Words)]
+    assert names.count("F7") == 4
+    assert {"title", "bubble", "rank 3", "F  forward", "B  backward", "22", "time"} <= set(names)
+
+
+def test_measured_times_start_at_the_first_span_and_keep_their_proportions() -> None:
+    picture = draw(MEASURED, 2, "measured", axis="seconds")
+    first, second, third = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.height > 14]
+    assert (third.x + third.width - first.x) / third.width == pytest.approx(2.0)
+    assert second.x - first.x == pytest.approx(0.6 * third.width)
+    assert first.y < second.y == third.y
+
+
+def test_the_svg_is_xml_and_titles_are_escaped() -> None:
+    root = ElementTree.fromstring(draw(MEASURED, 2, "a < b & c\x00").svg())
+    assert root.tag.endswith("svg")
+    assert [title.text for title in root if title.tag.endswith("title")] == ["a < b & c "]
+
+
+def test_kinds_of_work_and_chunks_have_colours_of_their_own() -> None:
+    costs = Costs(reduce=1, update=1)
+    split = draw(list(simulate(build("zero-bubble", (1, 1), 2), costs).spans()), 2, "")
+    assert len({shape.edge for shape in split.shapes if isinstance(shape, Box)}) == 5
+    chunks = draw(list(simulate(build("interleaved", (1, 1), 2, 2)).spans()), 2, "")
+    forwards = {shape.fill for shape in chunks.shapes if isinstance(shape, Box) and shape.edge == "#0072b2"}
+    assert len(forwards) == 2
+    assert any(isinstance(shape, Words) and "darker" in shape.text for shape in chunks.shapes)
+
+
+def test_the_png_shows_what_the_svg_does() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    picture = draw(MEASURED, 2, "measured")
+    image = image_module.open(io.BytesIO(picture.png())).convert("RGB")
+    assert image.size == (picture.width * 2, picture.height * 2)
+    for box in (shape for shape in picture.shapes if isinstance(shape, Box)):
+        corner = image.getpixel((round(box.x * 2) + 4, round(box.y * 2) + 4))
+        assert corner == tuple(int(box.fill[at : at + 2], 16) for at in (1, 3, 5))
+    hatch = next(shape for shape in picture.shapes if isinstance(shape, Hatch) and shape.height > 14)
+    colours = image.crop(
+        (int(hatch.x * 2) + 800, int(hatch.y * 2) + 4, int(hatch.x * 2) + 900, int(hatch.y * 2) + 40)
+    )
+    assert len(colours.getcolors()) >= 2
+
+
+@pytest.mark.parametrize(("count", "shown"), [(10, "F211"), (66, "211"), (120, None)])
+def test_a_name_without_room_loses_its_letter_and_then_goes(count: int, shown: str | None) -> None:
+    spans = [Span(0, float(k), k + 1.0, Instruction(Op.FORWARD, 0, 211 + k)) for k in range(count)]
+    names = {shape.text for shape in draw(spans, 1, "").shapes if isinstance(shape, Words)}
+    assert names & {"F211", "211"} == ({shown} if shown else set())
+
+
+def test_nothing_at_all_and_far_too_much() -> None:
+    assert draw([], 2, "empty").svg().count("rank") == 2
+    with pytest.raises(UserError, match="too many for a picture"):
+        draw([MEASURED[0]] * 50_001, 1, "")

@@ -1,0 +1,117 @@
+"""Timelines from costs: exact, as early as the rule lets, and fast."""
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import UserError
+from echelon.program import Costs, Program, build, simulate
+from echelon.program.readiness import walk
+from tests.program.cases import Shape, program_of, shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "bubble", "in_flight"),
+    [
+        ("gpipe", 1, Fraction(3, 11), (8, 8, 8, 8)),
+        ("1f1b", 1, Fraction(3, 11), (4, 3, 2, 1)),
+        ("naive", 1, Fraction(3, 4), (1, 1, 1, 1)),
+        ("interleaved", 2, Fraction(3, 19), (11, 9, 7, 5)),
+        ("zero-bubble", 1, Fraction(3, 19), (4, 4, 4, 4)),
+    ],
+)
+def test_four_stages_and_eight_microbatches(
+    name: str, chunks: int, bubble: Fraction, in_flight: tuple[int, ...]
+) -> None:
+    line = simulate(build(name, (1,) * 4, 8, chunks))
+    assert line.bubble_fraction == bubble
+    assert isinstance(line.bubble_fraction, Fraction)
+    assert line.in_flight == in_flight
+
+
+def test_every_start_and_end_of_a_small_program() -> None:
+    line = simulate(build("1f1b", (1, 1), 2), Costs(forward=1, backward=2, transfer=3, reduce=5, update=7))
+    seen = {
+        f"{span.instruction.op.value}{span.instruction.microbatch}@{span.rank}": span[1:3]
+        for span in line.spans()
+    }
+    assert seen["F0@0"] == (0, 1)
+    assert seen["F1@0"] == (1, 2)
+    assert seen["RA0@1"] == (4, 4)  # sent at 1, three seconds on its way
+    assert seen["F0@1"] == (4, 5)
+    assert seen["B0@1"] == (5, 7)
+    assert seen["B0@0"] == (10, 12)
+    assert seen["REDUCENone@0"] == (15, 20)
+    assert seen["UPDATENone@0"] == (20, 27)
+    assert line.makespan == 27
+    assert line.busy == (2 * 3 + 7, 2 * 3 + 7)
+    assert line.bubble_fraction == 1 - Fraction(26, 54)
+
+
+def test_costs_of_each_stage_and_of_the_halves_of_a_backward() -> None:
+    slow_last = simulate(build("gpipe", (1, 1), 2), Costs(forward=[1, 3], backward=[2, 4]))
+    assert slow_last.makespan == 1 + 2 * 3 + 2 * 4 + 2
+    halves = Costs(forward=0, backward_input=5, backward_weight=1)
+    assert simulate(build("zero-bubble", (1,), 3), halves).makespan == 3 * 6
+    assert simulate(build("zero-bubble", (1,), 3), Costs(forward=0, backward=3)).makespan == 9
+    assert simulate(build("1f1b", (1,), 1), Costs(forward=0.25, backward=0.5)).makespan == 0.75
+
+
+def test_floats_give_floats() -> None:
+    line = simulate(build("1f1b", (1,) * 4, 8), Costs(forward=0.1, backward=0.1))
+    assert isinstance(line.bubble_fraction, float)
+    assert line.bubble_fraction == pytest.approx(3 / 11)
+
+
+def test_what_costs_nothing_has_no_bubble() -> None:
+    assert simulate(build("1f1b", (1,) * 4, 8), Costs(forward=0, backward=0)).bubble_fraction == 0
+
+
+def test_replicas_reduce_together() -> None:
+    text = "stage 0: 0 1\nrank 0: F0 B0 F2 B2 REDUCE UPDATE\nrank 1: F1 B1 REDUCE UPDATE"
+    line = simulate(program_of(text), Costs(reduce=3))
+    assert line.starts[0][-2:] == (4, 7)
+    assert line.starts[1][-2:] == (4, 7)  # the second waited from 2 on
+
+
+def test_costs_that_fit_no_stage_are_refused() -> None:
+    with pytest.raises(UserError, match="3 costs for 2 stages"):
+        simulate(build("1f1b", (1, 1), 2), Costs(forward=[1, 2, 3]))
+
+
+def test_a_program_that_gets_stuck_is_refused() -> None:
+    with pytest.raises(UserError, match="gets stuck"):
+        simulate(program_of("rank 0: RG0<1 F0 SA0>1 B0\nrank 1: RA0<0 F0 B0 SG0>0"))
+
+
+@settings(deadline=None)
+@given(shapes(), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3))
+def test_each_instruction_starts_when_the_last_of_what_it_waits_for_is_there(
+    shape: Shape, transfer: int, forward: int, backward: int
+) -> None:
+    program = shape.program()
+    line = simulate(program, Costs(forward=forward, backward=backward, transfer=transfer))
+    count = 0
+    for rank, place, causes in walk(program):
+        hop = transfer if program.ranks[rank][place].peer is not None else 0
+        before = [line.ends[rank][place - 1]] if place else [0]
+        assert line.starts[rank][place] == max([*before, *(line.ends[r][p] + hop for r, p in causes)])
+        count += 1
+    assert count == sum(map(len, program.ranks))
+
+
+@pytest.mark.parametrize("microbatches", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_a_large_program_is_built_and_simulated_in_seconds(microbatches: int) -> None:
+    """No bound on the time, which is the machine's: it is printed. Each instruction is visited once."""
+    began = time.process_time()
+    program: Program = build("interleaved", (1,) * 64, microbatches, 4)
+    line = simulate(program)
+    size = sum(map(len, program.ranks))
+    print(f"{size} instructions: {time.process_time() - began:.2f} s of one core")
+    # F, B, and their transfers but for the ends of the model; REDUCE of each chunk and UPDATE
+    assert size == 64 * (microbatches * 4 * 6 + 4 + 1) - 4 * microbatches
+    assert line.bubble_fraction == Fraction(63, 4 * microbatches + 63)
+    assert sum(1 for _ in walk(program)) == size
