@@ -1,11 +1,14 @@
 """`echelon partition`: a table and a plan for people, one object for programs, every fault at once."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from echelon.cli.main import run
+from echelon.cli.main import app, run
 from echelon.cli.partition import _ranges
 from echelon.planner import Node, chain, write_profile
 
@@ -114,3 +117,13 @@ def test_a_missing_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 def test_numbers_as_ranges() -> None:
     assert _ranges((0, 1, 2, 5, 8, 7)) == "0-2 5 7-8"
+
+
+def test_the_page_tells_every_option_and_every_key(capsys: pytest.CaptureFixture[str], profile: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "partition.md").read_text(encoding="utf-8")
+    command: Any = typer.main.get_command(app).commands["partition"]  # type: ignore[attr-defined]
+    known = {option for its in command.params for option in its.opts if option.startswith("--")}
+    assert set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)) == known - {"--json", "--help"}
+    value = json.loads(output(capsys, profile, "--workers", "4", "--bandwidth", "1e6", "--json")[1])
+    told = set(re.findall(r"`(\w+)`", page))
+    assert {*value, *value["stages"][0]} <= told
