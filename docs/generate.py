@@ -212,7 +212,7 @@ LAYERS = (
     Layer(("cli",), (), "commands; thin"),
     Layer(("verify", "bench"), ("report",), "what a person looks at"),
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
-    Layer((), ("planner",), "predicts, searches"),
+    Layer(("planner",), (), "measures layers, splits them"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
     Layer(("precision", "memory"), (), "types of numbers; bytes alive"),

@@ -142,7 +142,7 @@ def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
     told = {}
     for usage, _ in table(README, "command"):
         name = usage.split()[1].strip("`")
-        told[name] = set(re.findall(r"--[a-z]+", usage))
+        told[name] = set(re.findall(r"--[a-z-]+", usage))
     assert told.keys() == commands.keys()
     for name, options in told.items():
         known = {option for parameter in commands[name].params for option in parameter.opts}

@@ -90,8 +90,8 @@ def _versions_are_one_rank_s(plan: "Plan") -> str | None:
         return None
     return (
         f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: replicas of a stage that "
-        "take microbatches in turn would be at different weight versions; use schedule=1f1b, or the same replicas "
-        f"for every stage: pipeline={plan.stages} data=N"
+        "take microbatches in turn would be at different weight versions; use schedule=1f1b, or the same "
+        f"replicas for every stage: pipeline={plan.stages} data=N"
     )
 
 

@@ -1,0 +1,143 @@
+"""echelon partition"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from echelon.cli.options import Json, console, print_json
+from echelon.doctor.quantities import show_bytes, show_seconds
+from echelon.errors import UserError, did_you_mean, raise_faults
+
+if TYPE_CHECKING:
+    from echelon.planner import CostModel, Partition
+
+T = TypeVar("T")
+
+ProfileFile = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="A profile: echelon's JSON or PipeDream's graph.txt.")
+]
+Workers = Annotated[
+    str,
+    typer.Option("--workers", help="How many workers; in levels, innermost first: 4x2 is 4 in each of 2."),
+]
+Bandwidth = Annotated[
+    str,
+    typer.Option("--bandwidth", help="Bytes a second at each level, like 1e9, 10Gb/s or 1e10,1.25e9."),
+]
+Memory = Annotated[str | None, typer.Option("--memory", help="Bytes a worker has, like 16GB.")]
+Model = Annotated[str, typer.Option("--cost-model", help="echelon, or pipedream: that of its optimizer.")]
+Straight = Annotated[bool, typer.Option("--straight", help="One worker a stage, no replicas.")]
+Free = Annotated[bool, typer.Option("--free-activations", help="Passing activations takes no time.")]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches", help="How many share an update (echelon's model; one a worker if not told)."
+    ),
+]
+
+
+def partition(
+    profile: ProfileFile,
+    workers: Workers,
+    bandwidth: Bandwidth,
+    memory: Memory = None,
+    cost_model: Model = "echelon",
+    straight: Straight = False,
+    free_activations: Free = False,
+    microbatches: Microbatches = None,
+    as_json: Json = False,
+) -> None:
+    """Split a profile's layers into stages with replicas, the fastest that a cost model knows."""
+    from echelon.planner import partition as solve
+    from echelon.planner import read_profile
+    from echelon.planner.partitioning import cluster_faults
+    from echelon.planner.quantities import read_rates, read_size, read_workers
+
+    faults: list[str] = []
+    counts = _read("--workers", read_workers, workers, faults)
+    rates = _read("--bandwidth", read_rates, bandwidth, faults)
+    size = None if memory is None else _read("--memory", read_size, memory, faults)
+    model = _model(cost_model, free_activations, microbatches, faults)
+    layers = _read("", read_profile, profile, faults)
+    if counts is not None and rates is not None:
+        faults += cluster_faults(counts, rates, model, size)
+    raise_faults("echelon partition", faults)
+    assert layers is not None
+    assert counts is not None
+    assert rates is not None
+    found = solve(layers, counts, rates, cost_model=model, memory=size, straight=straight)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _show(found, counts, console(as_json))
+
+
+def _read(option: str, reader: Callable[[Any], T], given: Any, faults: list[str]) -> T | None:
+    try:
+        return reader(given)
+    except UserError as error:  # of a profile: it lists its own
+        faults += [f"{given}: {fault}" for fault in error.faults] or [error.title]
+    except ValueError as error:
+        faults.append(f"{option} {error}")
+    return None
+
+
+def _model(name: str, free: bool, microbatches: int | None, faults: list[str]) -> "CostModel":
+    from echelon.planner import MODELS, Echelon, PipeDream
+
+    if name not in MODELS:
+        faults.append(f"--cost-model '{name}' is not known{did_you_mean(name, MODELS)}")
+    if microbatches is not None and microbatches < 1:
+        faults.append(f"--microbatches {microbatches} must be a whole number, at least 1")
+    elif microbatches is not None and name == PipeDream.name:
+        faults.append("--microbatches: pipedream's model updates after each; drop it, or use echelon's model")
+    return PipeDream(free) if name == PipeDream.name else Echelon(free, microbatches)
+
+
+def _show(found: "Partition", counts: tuple[int, ...], screen: Console) -> None:
+    """One row a stage, and a sentence with the fields of a plan."""
+    table = Table()
+    for heading in ("stage", "layers", "replicas", "time", "limited by", "memory", "workers"):
+        table.add_column(
+            heading, justify="left" if heading in ("layers", "limited by", "workers") else "right"
+        )
+    for index, stage in enumerate(found.stages):
+        table.add_row(
+            str(index),
+            Text(_span(stage.layers)),  # names may look like markup
+            str(stage.replicas),
+            show_seconds(stage.seconds),
+            stage.limit,
+            show_bytes(stage.memory_bytes),
+            _ranges(stage.workers),
+        )
+    screen.print(table)
+    if len(counts) > 1:
+        screen.print(
+            f"Workers are numbered unit by unit: 0 to {counts[0] - 1} are the first {counts[0]} together."
+        )
+    if not found.exact:
+        screen.print("The graph branches too widely to try every split: there may be a faster one.")
+    screen.print(
+        f"A microbatch takes {show_seconds(found.pipeline_seconds)} ({found.cost_model}'s cost model), "
+        f"{found.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{found.plan}[/]"
+    )
+
+
+def _span(layers: tuple[str, ...]) -> str:
+    """'a … d (4)'"""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]} ({len(layers)})"
+
+
+def _ranges(workers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) → '0-2 5'"""
+    numbers = sorted(workers)
+    firsts = [n for n in numbers if n - 1 not in workers]
+    lasts = [n for n in numbers if n + 1 not in workers]
+    pairs = zip(firsts, lasts, strict=True)
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)

@@ -1,0 +1,150 @@
+"""Cost models: what a stage on r replicas takes a microbatch, what passing activations takes, what must fit.
+
+A pipeline is as slow as its slowest stage or transfer. Workers come in levels, innermost first (GPUs in a
+machine, then machines); at a higher level, `compute` is what the level below answered. Every function takes
+numbers or arrays of them.
+
+    c  compute, forward and backward      w  parameter bytes        r  replicas of the stage
+    a  bytes of activations               B  bytes a second         n  ranks inside one worker of the level
+
+| model     | stage                         | transfer                 | memory a rank              |
+|-----------|-------------------------------|--------------------------|----------------------------|
+| echelon   | max(c / r, 2(r−1)w / (r·B·M)) | 2a / (B·r), both sides   | 4w + in flight · stash     |
+| pipedream | (c + 4(r−1)w / (B·r·n)) / r   | 2a / (B·r), the receiver | ceil(behind / r) · (a + w) |
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+Many = Any  # a number, or an array of numbers
+
+
+class Level(NamedTuple):
+    """One level of the cluster: workers that talk at `bandwidth` bytes a second, each of `inside` ranks."""
+
+    workers: int
+    bandwidth: float
+    inside: int
+    ranks: int  # of the whole cluster
+
+
+class Bytes(NamedTuple):
+    """What a stage holds: parameters, all outputs, what a microbatch stashes, and what comes into it."""
+
+    parameters: Many
+    outputs: Many
+    stash: Many
+    received: Many
+
+
+class Place(NamedTuple):
+    """Where a stage stands: its replicas and the workers behind it, on its level and in its unit.
+
+    `outside`: ranks that work on later stages outside the unit, for each copy of the unit.
+    """
+
+    replicas: int
+    behind: int
+    outside: float
+
+    def ranks_behind(self, level: Level) -> float:
+        """How many ranks work on later stages, for each worker of this stage."""
+        return (self.outside + self.behind * level.inside) / self.replicas
+
+
+@dataclass(frozen=True)
+class CostModel(ABC):
+    """What both models share. `free_activations`: passing activations takes no time."""
+
+    free_activations: bool = False
+
+    name: ClassVar[str]
+    sender_pays: ClassVar[bool]
+    sees_outside: ClassVar[bool]  # whether memory depends on what happens outside a machine
+
+    @abstractmethod
+    def exchange(self, parameters: Many, replicas: int, level: Level) -> Many:
+        """Seconds a microbatch for the gradients of a stage."""
+
+    @abstractmethod
+    def join(self, compute: Many, exchange: Many) -> Many:
+        """Seconds of both: one after the other, or at the same time."""
+
+    @abstractmethod
+    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:
+        """Bytes that a worker of this stage needs."""
+
+    def stage(self, compute: Many, parameters: Many, replicas: int, level: Level) -> Many:
+        return self.join(compute / replicas, self.exchange(parameters, replicas, level))
+
+    def transfer(self, size: Many, replicas: int, level: Level) -> Many:
+        """Activations one way and their gradients back; each replica takes every r-th microbatch."""
+        return 0.0 * size if self.free_activations else 2 * size / (level.bandwidth * replicas)
+
+
+@dataclass(frozen=True)
+class Echelon(CostModel):
+    """Gradients move behind the computation, once an update, in a ring.
+
+    An update takes M microbatches (`microbatches`; one a rank, if not told), whatever the split: so all
+    splits train alike. `copies` are weights, gradients and two moments of the optimizer. A rank of 1F1B
+    keeps a microbatch for itself and, with its fellow replicas, one for each rank behind.
+    """
+
+    microbatches: int | None = None
+    copies: float = 4.0
+
+    name: ClassVar[str] = "echelon"
+    sender_pays: ClassVar[bool] = True
+    sees_outside: ClassVar[bool] = True
+
+    def exchange(self, parameters: Many, replicas: int, level: Level) -> Many:
+        ring = 2 * (replicas - 1) / replicas * parameters / level.bandwidth
+        return ring / (self.microbatches or level.ranks)
+
+    def join(self, compute: Many, exchange: Many) -> Many:
+        return np.maximum(compute, exchange)
+
+    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:
+        if level.inside > 1:  # a machine has no memory but its ranks'
+            return 0.0 * stage.parameters
+        in_flight = 1 + np.ceil(place.ranks_behind(level) - 1e-9)
+        return self.copies * stage.parameters + in_flight * (stage.stash + stage.received)
+
+
+@dataclass(frozen=True)
+class PipeDream(CostModel):
+    """The model of PipeDream's optimizer: gradients move after the computation, after each microbatch.
+
+    Between machines, the exchange is shared by the ranks of a machine; their program does so in one of its
+    two cases. Memory is judged at each level by itself.
+    """
+
+    name: ClassVar[str] = "pipedream"
+    sender_pays: ClassVar[bool] = False
+    sees_outside: ClassVar[bool] = False
+
+    def exchange(self, parameters: Many, replicas: int, level: Level) -> Many:
+        return 4 * (replicas - 1) * parameters / (level.bandwidth * replicas * level.inside) / replicas
+
+    def join(self, compute: Many, exchange: Many) -> Many:
+        return compute + exchange
+
+    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:  # noqa: ARG002
+        return np.ceil(place.behind / place.replicas) * (stage.outputs + stage.parameters)
+
+
+MODELS: dict[str, type[CostModel]] = {model.name: model for model in (Echelon, PipeDream)}
+
+
+def make_levels(workers: tuple[int, ...], bandwidths: tuple[float, ...]) -> tuple[Level, ...]:
+    """Levels from numbers of workers and bandwidths, innermost first."""
+    levels: list[Level] = []
+    inside, ranks = 1, int(np.prod(workers))
+    for count, bandwidth in zip(workers, bandwidths, strict=True):
+        levels.append(Level(count, bandwidth, inside, ranks))
+        inside *= count
+    return tuple(levels)

@@ -1,0 +1,141 @@
+"""A profile: what each layer of a model costs, and which layer takes what another returns.
+
+Plain data without torch. Layers stand in an order in which they can run: an edge always points to a later
+one. Times are seconds and sizes bytes, of one microbatch. How profiles are read and written is in
+`profile_file` and `graph_text`; how one is measured, in `profiling`.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from echelon.errors import raise_faults
+
+
+@dataclass(frozen=True)
+class Node:
+    """One layer. `stash_bytes` is what one microbatch leaves in memory until its backward pass."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    output_bytes: float
+    parameter_bytes: float
+    stash_bytes: float
+    about: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def is_free(self) -> bool:
+        """Costs nothing, wherever it is."""
+        return not any((self.seconds, self.output_bytes, self.parameter_bytes, self.stash_bytes))
+
+
+# The fields of a node that are numbers.
+AMOUNTS = tuple(field.name for field in fields(Node) if field.type is float)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Layers in an order in which they can run, and edges as (place of giver, place of taker).
+
+    `tied` names (first layer, later layer) of each parameter that layers share; its bytes are the first's.
+    Build one with `make_profile` or `chain`, which check what they are given.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+    tied: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """One microbatch on one device."""
+        return math.fsum(node.seconds for node in self.nodes)
+
+    @property
+    def parameter_bytes(self) -> float:
+        return math.fsum(node.parameter_bytes for node in self.nodes)
+
+    @property
+    def is_chain(self) -> bool:
+        return set(self.edges) == set(pairwise(range(len(self.nodes))))
+
+
+def chain(nodes: Iterable[Node], tied: Sequence[tuple[str, str]] = (), what: str = "the profile") -> Profile:
+    """The profile of layers that each take what the one before returned."""
+    given = tuple(nodes)
+    return make_profile(given, [(a.name, b.name) for a, b in pairwise(given)], tied, what)
+
+
+def make_profile(
+    nodes: Sequence[Node],
+    edges: Sequence[tuple[str, str]],
+    tied: Sequence[tuple[str, str]] = (),
+    what: str = "the profile",
+) -> Profile:
+    """A profile from nodes in any order and edges by name; every fault of them at once."""
+    faults = [*_faults_of_nodes(nodes), *_faults_of_edges(nodes, edges, tied)]
+    raise_faults(what, faults)
+    order = _runnable_order([node.name for node in nodes], edges)
+    stuck = [node.name for node in nodes if node.name not in order]
+    if stuck:
+        raise_faults(what, [f"layers {', '.join(stuck)} wait for each other: remove an edge of the circle"])
+    by_name = {node.name: node for node in nodes}
+    places = sorted({(order[giver], order[taker]) for giver, taker in edges})
+    return Profile(tuple(by_name[name] for name in order), tuple(places), tuple(tied))
+
+
+def _faults_of_nodes(nodes: Sequence[Node]) -> list[str]:
+    faults = []
+    for node in nodes:
+        for amount in AMOUNTS:
+            value = getattr(node, amount)
+            if not (math.isfinite(value) and value >= 0):
+                faults.append(f"layer {node.name}: {amount}={value} must be a finite number, at least 0")
+    names = [node.name for node in nodes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    faults += [f"layer {name} is there {names.count(name)} times: give each its own name" for name in twice]
+    if not nodes:
+        faults.append("there is no layer: list at least one")
+    elif not any(node.seconds for node in nodes):
+        faults.append("no layer takes any time: measure forward_seconds and backward_seconds")
+    return faults
+
+
+def _faults_of_edges(
+    nodes: Sequence[Node], edges: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]]
+) -> list[str]:
+    known = {node.name for node in nodes}
+    faults = [
+        f"{kind} {giver} -> {taker}: there is no layer {name}; list it, or drop the {kind}"
+        for kind, pairs in (("edge", edges), ("tie", tied))
+        for giver, taker in pairs
+        for name in (giver, taker)
+        if name not in known
+    ]
+    return faults + [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
+
+
+def _runnable_order(names: list[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Each name's place in the order: the first in the file among those whose givers all stand before."""
+    given = {name: place for place, name in enumerate(names)}
+    takers: dict[str, list[str]] = {name: [] for name in names}
+    waits = dict.fromkeys(names, 0)
+    for giver, taker in set(edges):
+        takers[giver].append(taker)
+        waits[taker] += 1
+    ready = [given[name] for name in names if waits[name] == 0]
+    order: dict[str, int] = {}
+    while ready:
+        name = names[heapq.heappop(ready)]
+        order[name] = len(order)
+        for taker in takers[name]:
+            waits[taker] -= 1
+            if waits[taker] == 0:
+                heapq.heappush(ready, given[taker])
+    return order

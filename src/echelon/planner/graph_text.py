@@ -1,0 +1,94 @@
+"""Reads the `graph.txt` files of PipeDream's profiler (github.com/msr-fiddle/pipedream).
+
+    node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, …
+    node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, …, activation_size=[6291456.0; 131072.0], …
+    ⇥node1 -- node7
+
+Times are milliseconds, `[a; b]` are the sizes of several outputs, lines stand in any order. Inputs are no
+layers and an output that nobody takes is none either: `Input*` without givers and `__getitem__` without
+takers are left out. The files do not say what a layer stashes: taken to be its output.
+"""
+
+import re
+from collections.abc import Iterable
+
+from echelon.errors import raise_faults
+from echelon.planner.graph import Node, Profile, make_profile
+
+_KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_NODE = "NAME -- description -- " + ", ".join(f"{key}=NUMBER" for key in _KEYS)
+
+
+def parse_graph_text(text: str, what: str = "the profile") -> Profile:
+    """The profile that a graph.txt tells; every fault with its line, all at once."""
+    nodes: dict[str, Node] = {}
+    named: set[str] = set()  # also by lines that are wrong: their edges are no faults of their own
+    edges: list[tuple[int, str, str]] = []
+    faults: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            if line.startswith("\t"):
+                edges.append((number, *_edge(line)))
+            elif line.strip():
+                named.add(line.split(" -- ")[0])
+                node = _node(line)
+                if node.name in nodes:
+                    raise ValueError(f"{node.name} is there already; give each node its own name")
+                nodes[node.name] = node
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    for number, *ends in edges:
+        faults += [
+            f"line {number}: there is no node {name}; add its line, or remove the edge"
+            for name in ends
+            if name not in named
+        ]
+    raise_faults(what, faults)
+    return _without_ends(list(nodes.values()), [(giver, taker) for _, giver, taker in edges], what)
+
+
+def _edge(line: str) -> tuple[str, str]:
+    ends = line.strip().split(" -- ")
+    if len(ends) != 2:
+        raise ValueError(f"'{line.strip()}' must be an edge, a tab and then GIVER -- TAKER")
+    return ends[0], ends[1]
+
+
+def _node(line: str) -> Node:
+    # Behind the numbers an optimizer may have left a stage.
+    line = re.sub(r" -- stage_id=\d+$", "", line.strip())
+    found = re.fullmatch(r"(\S+) -- (.*) -- (\w+=.*)", line)
+    if not found:
+        raise ValueError(f"'{line[:40]}' must be a node, {_NODE}, or an edge that starts with a tab")
+    name, about, rest = found.groups()
+    amounts = dict(part.partition("=")[::2] for part in rest.split(", "))
+    if set(amounts) != set(_KEYS):
+        raise ValueError(f"{name} has {', '.join(amounts)}; it must have {', '.join(_KEYS)}")
+    forward, backward, output, parameters = (_sum(key, amounts[key]) for key in _KEYS)
+    return Node(name, forward / 1e3, backward / 1e3, output, parameters, stash_bytes=output, about=about)
+
+
+def _sum(key: str, text: str) -> float:
+    """'[1.5; 2]' → 3.5"""
+    try:
+        total = sum(float(part) for part in text.removeprefix("[").removesuffix("]").split(";"))
+    except ValueError:
+        total = -1.0
+    if not 0 <= total < float("inf"):
+        raise ValueError(f"{key}={text} must be a number, at least 0, or several like [1; 2]") from None
+    return total
+
+
+def _without_ends(nodes: list[Node], edges: list[tuple[str, str]], what: str) -> Profile:
+    takers = {taker for _, taker in edges}
+    inputs = {n.name for n in nodes if n.about.startswith("Input") and n.name not in takers}
+    edges = _without(inputs, edges)
+    givers = {giver for giver, _ in edges}
+    unused = {n.name for n in nodes if n.about.startswith("__getitem__") and n.name not in givers}
+    kept = [node for node in nodes if node.name not in inputs | unused]
+    return make_profile(kept, _without(unused, edges), what=what)
+
+
+def _without(names: Iterable[str], edges: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    gone = set(names)
+    return [edge for edge in edges if not gone & set(edge)]

@@ -1,0 +1,109 @@
+"""`partition`: from a profile and a cluster to the fastest split into stages with replicas."""
+
+import math
+from collections.abc import Sequence
+
+from echelon.errors import UserError, raise_faults
+from echelon.planner.assess import assess
+from echelon.planner.cost import CostModel, Echelon, Level, make_levels
+from echelon.planner.graph import Profile
+from echelon.planner.result import Partition
+from echelon.planner.solver import Fastest, Leanest, Problem
+from echelon.planner.states import find_states
+
+# What is solved in about two seconds. A level below the last solves every pair of states.
+MOST_STATES, MOST_STATES_OF_PAIRS = 1024, 256
+
+
+def partition(
+    profile: Profile,
+    workers: int | Sequence[int],
+    bandwidth: float | Sequence[float],
+    *,
+    cost_model: CostModel | None = None,
+    memory: float | None = None,
+    straight: bool = False,
+) -> Partition:
+    """Split a profile over all workers so that a microbatch takes the least time in the steady pipeline.
+
+    `workers` and `bandwidth` (bytes a second) are innermost first: 4 GPUs in each of 2 machines are (4, 2).
+    `memory` bounds the bytes on each worker; `straight` forbids replicas.
+
+    partition(profile(model, batch), workers=4, bandwidth=1e9).plan  ->  'pipeline=3-1'
+    """
+    counts = (workers,) if isinstance(workers, int) else tuple(workers)
+    rates = (bandwidth,) if isinstance(bandwidth, int | float) else tuple(bandwidth)
+    model = cost_model or Echelon()
+    raise_faults("the cluster", cluster_faults(counts, rates, model, memory))
+    levels = make_levels(counts, rates)
+    states = find_states(profile, MOST_STATES if len(levels) == 1 else MOST_STATES_OF_PAIRS)
+    problem = Problem(states, levels, model, memory, straight)
+    solver = Fastest(problem)
+    best = solver.best()
+    if math.isinf(best):
+        _refuse(problem)
+    stages = assess(problem, profile, solver.split(best))
+    return Partition(
+        stages,
+        pipeline_seconds=max(stage.seconds for stage in stages),
+        data_parallel_seconds=_data_parallel(profile, levels, model),
+        single_device_seconds=profile.seconds,
+        cost_model=model.name,
+        exact=states.exact,
+    )
+
+
+def cluster_faults(
+    workers: tuple[int, ...], bandwidths: tuple[float, ...], model: CostModel, memory: float | None
+) -> list[str]:
+    """Every fault of what a cluster is said to be."""
+    faults = [
+        f"workers {count}: must be a whole number, at least 1"
+        for count in workers
+        if not isinstance(count, int) or count < 1
+    ]
+    faults += [
+        f"bandwidth {rate}: must be bytes a second, more than 0"
+        for rate in bandwidths
+        if not 0 < rate < math.inf
+    ]
+    if len(workers) != len(bandwidths) or not workers:
+        faults.append(
+            f"{len(workers)} levels of workers and {len(bandwidths)} bandwidths: give one bandwidth for each "
+            "level, innermost first"
+        )
+    if memory is not None and not memory > 0:
+        faults.append(f"memory {memory}: must be bytes, more than 0")
+    ranks = math.prod(workers) if not faults else 1
+    shared = model.microbatches if isinstance(model, Echelon) else None
+    if shared is not None and shared < ranks:
+        faults.append(
+            f"microbatches {shared}, workers {ranks}: a replica without a microbatch would stand idle; give "
+            f"at least {ranks} microbatches, or fewer workers"
+        )
+    return faults
+
+
+def _refuse(problem: Problem) -> None:
+    """Say why there is no split: too few layers for a straight pipeline, or too little memory."""
+    ranks, layers = problem.levels[0].ranks, problem.states.masks[-1].bit_count()
+    if problem.straight and layers < ranks:
+        raise UserError(
+            f"a straight pipeline has a stage for each of the {ranks} workers, and there are {layers} layers "
+            "to split; allow replicas, or use fewer workers"
+        )
+    assert problem.memory is not None
+    least = math.ceil(Leanest(problem).best())
+    raise UserError(
+        f"no split fits into {problem.memory:.0f} bytes a worker: over {ranks} workers the smallest need of "
+        f"any split is {least} bytes; give at least that much memory, use more workers, or profile a smaller "
+        "microbatch"
+    )
+
+
+def _data_parallel(profile: Profile, levels: tuple[Level, ...], model: CostModel) -> float:
+    """Every worker a replica of the whole model, whether that fits or not."""
+    seconds = profile.seconds
+    for level in levels:
+        seconds = float(model.stage(seconds, profile.parameter_bytes, level.workers, level))
+    return seconds

@@ -1,0 +1,115 @@
+"""Profiles as files: echelon's own JSON in and out, and PipeDream's graph.txt in.
+
+    {"format": "echelon-profile", "version": 1,
+     "nodes": [{"name": "0", "about": "Linear", "forward_seconds": 1e-3, "backward_seconds": 2e-3,
+                "output_bytes": 4096, "parameter_bytes": 65536, "stash_bytes": 8192}, …],
+     "edges": [["0", "1"], …], "tied": [["0", "5"]]}
+
+Without "edges" the nodes are a chain; without "stash_bytes" a layer stashes its output.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
+from echelon.planner.graph_text import parse_graph_text
+
+FORMAT, VERSION = "echelon-profile", 1
+_KEYS = ("format", "version", "nodes", "edges", "tied")
+_OPTIONAL = ("about", "stash_bytes")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The profile in a file, echelon's JSON or PipeDream's graph.txt, told apart by how it begins."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"profile {path} cannot be read: {error}") from None
+    what = f"profile {path}"
+    if not text.lstrip().startswith("{"):
+        return parse_graph_text(text, what)
+    try:
+        return profile_of(json.loads(text), what)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{what} is no JSON: {error}") from None
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    """Write `profile` as JSON, to be read again by `read_profile`."""
+    Path(path).write_text(json.dumps(to_dict(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def to_dict(profile: Profile) -> dict[str, Any]:
+    """Plain values, for JSON or to send to other ranks; `profile_of` is the way back."""
+    names = [node.name for node in profile.nodes]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "nodes": [asdict(node) for node in profile.nodes],
+        "edges": [[names[giver], names[taker]] for giver, taker in profile.edges],
+        "tied": [list(pair) for pair in profile.tied],
+    }
+
+
+def profile_of(value: Mapping[str, Any], what: str = "the profile") -> Profile:
+    """The profile that plain values tell; every fault at once."""
+    faults = [
+        f"'{key}' is no key of a profile{did_you_mean(key, _KEYS)}" for key in value if key not in _KEYS
+    ]
+    if (value.get("format"), value.get("version")) != (FORMAT, VERSION):
+        faults.append(f'it must say "format": "{FORMAT}" and "version": {VERSION}')
+    nodes = [
+        _node(index, its, faults) for index, its in enumerate(_list(value.get("nodes", []), "nodes", faults))
+    ]
+    edges = _pairs(value.get("edges"), "edges", faults)
+    tied = _pairs(value.get("tied"), "tied", faults)
+    raise_faults(what, faults)
+    if "edges" not in value:
+        return chain(nodes, tied, what)
+    return make_profile(nodes, edges, tied, what)
+
+
+def _list(value: Any, key: str, faults: list[str]) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    faults.append(f"{key} must be a list")
+    return []
+
+
+def _pairs(value: Any, key: str, faults: list[str]) -> list[tuple[str, str]]:
+    pairs = [] if value is None else _list(value, key, faults)
+    good = []
+    for pair in pairs:
+        if isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair):
+            good.append((pair[0], pair[1]))
+        else:
+            faults.append(f'{key}: {json.dumps(pair)} must be two names of layers, like ["0", "1"]')
+    return good
+
+
+def _node(index: int, value: Any, faults: list[str]) -> Node:
+    known = ("name", *AMOUNTS, "about")
+    if not isinstance(value, dict):
+        faults.append(f"node {index} must be an object with {', '.join(known)}")
+        value = {}
+    else:
+        wrong = [
+            f"node {index}: '{key}' is no key{did_you_mean(key, known)}" for key in value if key not in known
+        ]
+        missing = [key for key in known if key not in value and key not in _OPTIONAL]
+        faults += wrong + [f"node {index}: {key} is missing" for key in missing]
+    amounts = {key: _amount(index, key, value[key], faults) for key in AMOUNTS if key in value}
+    stash = amounts.pop("stash_bytes", amounts.get("output_bytes", 0.0))
+    filled = dict.fromkeys(AMOUNTS, 0.0) | amounts | {"stash_bytes": stash}
+    return Node(name=str(value.get("name", index)), about=str(value.get("about", "")), **filled)
+
+
+def _amount(index: int, key: str, value: Any, faults: list[str]) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value) if abs(value) < 1e300 else float("inf")
+    faults.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
+    return 0.0

@@ -1,0 +1,146 @@
+"""The dynamic programme over the levels of a cluster.
+
+At a level below the last every pair of states is solved for one unit of the level (a machine), and the answer
+is the compute of the level above. Where memory counts, a machine's answer depends on how many ranks work
+behind it, so each such number is solved by itself.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+
+from echelon.planner.cost import Bytes, CostModel, Level, Place
+from echelon.planner.dynamic import Costs, Team, fewest_stages, least_bottleneck
+from echelon.planner.states import Floats, States
+
+
+class Piece(NamedTuple):
+    """Layers from one state to another, where they stand on a level, and how each worker splits them."""
+
+    begin: int
+    end: int
+    place: Place
+    inner: tuple["Piece", ...]
+
+
+class Problem(NamedTuple):
+    """One profile's states, one cluster, one cost model, and what the split must keep to."""
+
+    states: States
+    levels: tuple[Level, ...]
+    model: CostModel
+    memory: float | None = None
+    straight: bool = False
+
+
+class _Solver(ABC):
+    """Recursion over the levels; what a stage costs is the subclass's."""
+
+    def __init__(self, problem: Problem) -> None:
+        states = problem.states
+        self.problem = problem
+        self.parameters = states.between(states.parameters)
+        self.bytes = Bytes(
+            self.parameters,
+            states.between(states.outputs),
+            states.between(states.stash),
+            np.broadcast_to(states.crossing[:, None], states.nested.shape),
+        )
+        self._solved: dict[tuple[int, float], Floats] = {}
+
+    @abstractmethod
+    def costs(self, depth: int) -> Costs:
+        """What level `depth` charges."""
+
+    def best(self) -> float:
+        """The least bottleneck over all levels; infinite when no split is allowed."""
+        depth = len(self.problem.levels) - 1
+        last = len(self.problem.states.masks) - 1
+        return float(least_bottleneck(self.costs(depth), self.team(depth, 0.0), [last])[0, 0])
+
+    def team(self, depth: int, outside: float) -> Team:
+        workers = self.problem.levels[depth].workers
+        return Team(workers, 1 if self.problem.straight else workers, outside)
+
+    def inside(self, depth: int, place: Place) -> float:
+        """The ranks behind one worker of level `depth`, if that matters."""
+        matters = self.problem.memory is not None and self.problem.model.sees_outside
+        return place.ranks_behind(self.problem.levels[depth]) if matters else 0.0
+
+    def below(self, depth: int, place: Place) -> Floats:
+        """[i, k]: what one worker of level `depth` > 0 takes, itself a team of the level below."""
+        outside = self.inside(depth, place)
+        key = (depth - 1, outside)
+        if key not in self._solved:
+            columns = list(range(len(self.problem.states.masks)))
+            team = self.team(depth - 1, outside)
+            self._solved[key] = least_bottleneck(self.costs(depth - 1), team, columns)
+        return self._solved[key]
+
+
+class Fastest(_Solver):
+    """Least time a microbatch, within memory."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._stages: dict[tuple[int, int, bool, float], Floats] = {}
+
+    def costs(self, depth: int) -> Costs:
+        return Costs(
+            lambda place: self._stage(depth, place), lambda replicas: self._transfer(depth, replicas)
+        )
+
+    def _transfer(self, depth: int, replicas: int) -> Floats:
+        problem = self.problem
+        seconds = problem.model.transfer(problem.states.crossing, replicas, problem.levels[depth])
+        return np.asarray(seconds)
+
+    def _stage(self, depth: int, place: Place) -> Floats:
+        levels, model, memory = self.problem.levels, self.problem.model, self.problem.memory
+        key = (depth, place.replicas, place.behind > 0, self.inside(depth, place) if depth else 0.0)
+        if key not in self._stages:
+            self._stages[key] = self._seconds(depth, place)
+        if memory is None:
+            return self._stages[key]
+        return np.where(model.memory(self.bytes, place, levels[depth]) <= memory, self._stages[key], np.inf)
+
+    def _seconds(self, depth: int, place: Place) -> Floats:
+        """Of stages, and of what they pass on, whether they fit or not."""
+        states, levels, model, *_ = self.problem
+        if depth:
+            compute = self.below(depth, place)
+        else:
+            compute = np.where(states.nested, states.between(states.seconds), np.inf)
+        seconds = np.asarray(model.stage(compute, self.parameters, place.replicas, levels[depth]))
+        if place.behind and model.sender_pays:
+            seconds = np.maximum(seconds, self._transfer(depth, place.replicas)[None, :])
+        return seconds
+
+    def split(self, limit: float) -> tuple[Piece, ...]:
+        """A split that takes no longer than `limit`, with the fewest stages."""
+        return self._split(len(self.problem.levels) - 1, 0, len(self.problem.states.masks) - 1, 0.0, limit)
+
+    def _split(self, depth: int, begin: int, end: int, outside: float, limit: float) -> tuple[Piece, ...]:
+        crossing = self.problem.states.crossing
+        stages = fewest_stages(self.costs(depth), self.team(depth, outside), begin, end, limit, crossing)
+        return tuple(Piece(*stage, self._inner(depth, *stage)) for stage in stages)
+
+    def _inner(self, depth: int, begin: int, end: int, place: Place) -> tuple[Piece, ...]:
+        if depth == 0:
+            return ()
+        limit = float(self.below(depth, place)[begin, end])
+        return self._split(depth - 1, begin, end, self.inside(depth, place), limit)
+
+
+class Leanest(_Solver):
+    """Least memory a rank, whatever time it takes: what to tell when nothing fits."""
+
+    def costs(self, depth: int) -> Costs:
+        free = np.zeros_like(self.problem.states.crossing)
+        return Costs(lambda place: self._stage(depth, place), lambda _: free)
+
+    def _stage(self, depth: int, place: Place) -> Floats:
+        states, levels, model, *_ = self.problem
+        below = self.below(depth, place) if depth else np.where(states.nested, 0.0, np.inf)
+        return np.asarray(np.maximum(below, model.memory(self.bytes, place, levels[depth])))

@@ -1,0 +1,11 @@
+"""Where published data lies, if it is there: beside the project, or where ECHELON_SHARED_DATA says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+_BESIDE = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+PIPEDREAM = Path(os.environ.get("ECHELON_SHARED_DATA", _BESIDE)) / "pipedream"
+
+needs_pipedream = pytest.mark.skipif(not PIPEDREAM.is_dir(), reason=f"no {PIPEDREAM}")
