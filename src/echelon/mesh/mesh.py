@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.collectives import Group, Ledger, RecordingGroup, TorchGroup
+from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.mesh.layout import AXES, Layout, Position
@@ -73,9 +73,9 @@ def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
         if sizes == {1}:
             groups[axis] = RecordingGroup(axis, ledger=ledger)
         elif grid is not None and axis in AXES:
-            groups[axis] = TorchGroup(axis, grid.get_group(axis), ledger)
+            groups[axis] = group_over(axis, grid.get_group(axis), ledger)
         else:
-            groups[axis] = TorchGroup(axis, _new_group(layout.groups(axis), rank), ledger)
+            groups[axis] = group_over(axis, _new_group(layout.groups(axis), rank), ledger)
     return groups
 
 
