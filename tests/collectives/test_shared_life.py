@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,19 @@ def abandoned() -> None:
 
 def test_what_is_under_way_fails_when_the_link_ends(warm_ranks: Warm) -> None:
     warm_ranks(2).run(abandoned)
+
+
+def nobody_sends() -> None:
+    process_group = dist.new_group(timeout=timedelta(seconds=1))
+    group = group_over("data", process_group, Ledger())  # type: ignore[arg-type]
+    with pytest.raises(PeerLost, match="along data timed out waiting for its peers after 1 seconds"):
+        group.recv(torch.zeros(3), 1 - group.rank)
+    dist.destroy_process_group(process_group)
+
+
+def test_the_timeout_of_the_process_group_holds(warm_ranks: Warm) -> None:
+    """Under torchrun no parent watches the ranks: without it a wait would be for ever."""
+    warm_ranks(2).run(nobody_sends)
 
 
 def out_of_step() -> None:

@@ -6,8 +6,6 @@ import sys
 
 from torch import Tensor
 
-from echelon.launching import PeerLost
-
 _PR_SET_PTRACER = 0x59616D61  # from linux/prctl.h
 
 
@@ -35,7 +33,5 @@ def read_memory(process: int, address: int, into: Tensor) -> None:
         got = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             number = ctypes.get_errno()
-            if isinstance(error := OSError(number, os.strerror(number)), ProcessLookupError):
-                raise PeerLost(f"process {process} is gone") from error
-            raise error
+            raise OSError(number, os.strerror(number))
         done += got

@@ -48,7 +48,8 @@ def _new_link(process_group: dist.ProcessGroup) -> Link | None:
     meeting = meet(process_group)
     if meeting is None:
         return None
-    link = Link(process_group.rank(), meeting)
+    backend = process_group._get_backend(torch.device("cpu"))
+    link = Link(process_group.rank(), meeting, backend.options._timeout.total_seconds())
     weakref.finalize(process_group, link.close)  # also at exit
     return link
 

@@ -77,8 +77,8 @@ class Speaker:
 class Passage(Pending):
     """One operation under way; `where` is for the message when a peer is lost."""
 
-    def __init__(self, steps: Steps, where: str) -> None:
-        self._steps, self._where = steps, where
+    def __init__(self, steps: Steps, where: str, timeout: float) -> None:
+        self._steps, self._where, self._timeout = steps, where, timeout
         self._error: Exception | None = None
         self._done: float | None = None
         self._gate = threading.Lock()
@@ -99,8 +99,9 @@ class Passage(Pending):
         self._finish(error)
 
     def wait(self) -> None:
-        with self._gate:
-            pass
+        if not self._gate.acquire(timeout=self._timeout):
+            raise PeerLost(f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds")
+        self._gate.release()  # for whoever waits again
         if isinstance(self._error, PeerLost):
             raise PeerLost(f"{self._where} lost a peer: {self._error}") from self._error
         if self._error is not None:
@@ -126,9 +127,13 @@ class Line:
 
 
 class Link:
-    """This rank's ends of all rings between the ranks of a group, and the thread that serves them."""
+    """This rank's ends of all rings between the ranks of a group, and the thread that serves them.
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    `timeout` is how many seconds an operation may be waited for.
+    """
+
+    def __init__(self, rank: int, meeting: Meeting, timeout: float) -> None:
+        self._timeout = timeout
         self.rank, self.size = rank, len(meeting.peers) + 1
         self._speakers = {met.rank: Speaker(met.rank, met.socket) for met in meeting.peers}
         self._open_rings(meeting)
@@ -140,7 +145,8 @@ class Link:
         self.sends = {peer: Line() for peer in self._speakers}
         self.receives = {peer: Line() for peer in self._speakers}
         self._lines = [self.collectives, *self.sends.values(), *self.receives.values()]
-        self._lock = threading.Lock()
+        # Anything may be collected while it is held, and then `close` is called by the same thread.
+        self._lock = threading.RLock()
         self._closed = False
         self._process = os.getpid()
         self._wake = os.eventfd(0)
@@ -150,7 +156,7 @@ class Link:
 
     def submit(self, line: Line, steps: Steps, where: str) -> Passage:
         """Begin an operation behind the others of its line."""
-        passage = Passage(steps, where)
+        passage = Passage(steps, where, self._timeout)
         with self._lock:
             if self._closed:
                 passage.abandon(PeerLost("the process group was destroyed"))
@@ -161,12 +167,17 @@ class Link:
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
         """Copy what `peer` has at `address`."""
-        read_memory(self._processes[peer], address, into)
+        try:
+            read_memory(self._processes[peer], address, into)
+        except OSError as error:  # we may read, the meeting showed that: so the memory is gone
+            raise PeerLost(f"the memory of rank {peer} cannot be read: {error}") from error
 
     def close(self) -> None:
         """End the thread; what is still under way fails."""
+        if os.getpid() != self._process:
+            return  # a forked child, where no thread is and the lock may be held for ever
         with self._lock:
-            if self._closed or os.getpid() != self._process:
+            if self._closed:
                 return
             self._closed = True
             os.eventfd_write(self._wake, 1)
