@@ -28,6 +28,7 @@ SWITCH = "ECHELON_TRANSPORT"  # "gloo" in any rank's environment switches this t
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another one on every host, and after every start
 _NO = b"no"
 _SECRET_BYTES = 16
+_RANK = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -111,7 +112,7 @@ def _call(names: list[str], rank: int, descriptor: int) -> list[socket.socket]:
             caller.connect(f"\0{name}")
             if not _is_ours(caller):
                 raise PermissionError("the listener belongs to another user")
-            socket.send_fds(caller, [bytes([rank])], [descriptor])
+            socket.send_fds(caller, [_RANK.pack(rank)], [descriptor])
         except OSError:
             caller.close()
             break
@@ -126,9 +127,9 @@ def _answer(listener: socket.socket, descriptor: int) -> Met:
         if _is_ours(caller):
             break
         caller.close()
-    hello, descriptors, _, _ = socket.recv_fds(caller, 1, 1)
+    hello, descriptors, _, _ = socket.recv_fds(caller, _RANK.size, 1)
     socket.send_fds(caller, [b"\0"], [descriptor])
-    return Met(hello[0], _credentials(caller).process, caller, _map(descriptors))
+    return Met(_RANK.unpack(hello)[0], _credentials(caller).process, caller, _map(descriptors))
 
 
 def _greet(called: socket.socket, rank: int) -> Met:
