@@ -19,4 +19,4 @@ def test_a_result_names_the_command_that_makes_it_again() -> None:
 
     assert (result.name, result.command) == ("collectives", "echelon bench collectives --quick")
     assert result.settings["rounds"] == 3
-    assert len(result.rows) == 6
+    assert len(result.rows) == 8

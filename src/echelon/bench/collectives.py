@@ -1,6 +1,7 @@
-"""The bench `collectives`: three ways to sum a buffer over ranks.
+"""The bench `collectives`: several ways to sum a buffer over ranks.
 
-The backend's own all_reduce is the baseline; the ring and the naive way are written over send and recv.
+The backend's own all_reduce is the baseline; the ring and the naive way are written over its send and recv.
+On one host there is shared memory too.
 """
 
 import dataclasses
@@ -13,7 +14,15 @@ import torch.distributed as dist
 
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, timed
-from echelon.collectives import Group, Ledger, TorchGroup, naive_all_reduce, ring_all_reduce
+from echelon.collectives import (
+    Group,
+    Ledger,
+    SharedGroup,
+    TorchGroup,
+    group_over,
+    naive_all_reduce,
+    ring_all_reduce,
+)
 from echelon.doctor.quantities import KIB, MIB, show_bytes
 from echelon.launching import Ranks
 
@@ -28,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
-    """All-reduce of the backend, as a ring, and the naive way, on 2 and 4 ranks."""
+    """All-reduce of the backend, as a ring, the naive way, and in shared memory, on 2 and 4 ranks."""
     counts = (2,) if quick else (2, 4)
     sizes = (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB, 16 * MIB)
     rounds = 3 if quick else 40
@@ -51,6 +60,9 @@ def measure(size: int, rounds: int) -> Measured:
         "ring": partial(ring_all_reduce, group, buffer),
         "naive": partial(naive_all_reduce, group, buffer),
     }
+    shared = group_over("data", dist.group.WORLD, group.ledger)
+    if isinstance(shared, SharedGroup):
+        contenders["shared"] = partial(shared.all_reduce, buffer)
     sent = {name: _sent_by(work, group) for name, work in contenders.items()}
     meeting = {name: timed(work, before=group.barrier) for name, work in contenders.items()}
     return Measured(alternate(meeting, rounds), sent)

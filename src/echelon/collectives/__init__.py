@@ -4,6 +4,7 @@ from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, Total, Traffic
 from echelon.collectives.local import RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
+from echelon.collectives.shared import SharedGroup, group_over
 from echelon.collectives.torch_group import TorchGroup
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "Move",
     "RecordingGroup",
     "Reduction",
+    "SharedGroup",
     "TorchGroup",
     "Total",
     "Traffic",
+    "group_over",
     "naive_all_reduce",
     "ring_all_reduce",
 ]

@@ -52,7 +52,7 @@ class TorchGroup(Group):
         # Everyone sends everyone its part, and each reduces what came: half the time of Gloo's own.
         parts = self._scratch.take(tensor).view(self.size, -1)
         work = self._begin(dist.all_to_all_single, parts.view(-1), tensor.view(-1))
-        return _Then(work, lambda: self._combine(parts, output.view(-1), op))
+        return Then(work, lambda: self._combine(parts, output.view(-1), op))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending:
         if not self._over_gloo(tensor):
@@ -91,7 +91,7 @@ class TorchGroup(Group):
             return self._begin(dist.irecv, place, group_src=source)
         incoming = torch.empty_like(place, device="cpu")
         work = self._begin(dist.irecv, incoming, group_src=source)
-        return _Then(work, lambda: place.copy_(incoming))
+        return Then(work, lambda: place.copy_(incoming))
 
     def _barrier(self) -> Pending:
         return self._begin(dist.barrier)
@@ -195,7 +195,7 @@ class _All(Pending):
 
 
 @final
-class _Then(Pending):
+class Then(Pending):
     """One, and then something on this rank, which whoever waits does."""
 
     def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:

@@ -57,17 +57,17 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's `data`, in rank order, on every rank."""
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    ranks = dist.get_world_size()
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """The `data` of every rank of `group` (or of all), in rank order, on every one of them."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    ranks = dist.get_world_size(group)
     size = torch.tensor([len(data)], device=device)
     sizes = [torch.empty_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size)
+    dist.all_gather(sizes, size, group=group)
     lengths = [int(each) for each in sizes]
 
     padded = bytearray(data.ljust(max(lengths), b"\0"))  # all_gather wants one length for all
     part = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     parts = [torch.empty_like(part) for _ in range(ranks)]
-    dist.all_gather(parts, part)
+    dist.all_gather(parts, part, group=group)
     return [each.cpu().numpy().tobytes()[:length] for each, length in zip(parts, lengths, strict=True)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.collectives import Group, Ledger, RecordingGroup, TorchGroup
+from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.mesh.layout import AXES, Layout, Position
@@ -78,7 +78,7 @@ class Mesh:
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         if mine is None:
             return RecordingGroup("tied", ledger=self.ledger)
-        return TorchGroup("tied", made[mine], self.ledger)
+        return group_over("tied", made[mine], self.ledger)
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
@@ -100,9 +100,9 @@ def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
         if sizes == {1}:
             groups[axis] = RecordingGroup(axis, ledger=ledger)
         elif grid is not None and axis in _grid_axes(layout):
-            groups[axis] = TorchGroup(axis, grid.get_group(axis), ledger)
+            groups[axis] = group_over(axis, grid.get_group(axis), ledger)
         else:
-            groups[axis] = TorchGroup(axis, _new_group(layout.groups(axis), rank), ledger)
+            groups[axis] = group_over(axis, _new_group(layout.groups(axis), rank), ledger)
     return groups
 
 

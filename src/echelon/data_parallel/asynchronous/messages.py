@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives import Group, Ledger, TorchGroup
+from echelon.collectives import Group, Ledger, SharedGroup, TorchGroup
 
 _FOREVER = timedelta(
     days=365
@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
 def open_group(group: Group) -> dist.ProcessGroup:
     """A process group of the same ranks, for these messages alone; all of them must call this."""
-    assert isinstance(group, TorchGroup), "more than one rank means real processes"
+    assert isinstance(group, TorchGroup | SharedGroup), "more than one rank means real processes"
     ranks = dist.get_process_group_ranks(group.process_group)
     made = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is one of them"

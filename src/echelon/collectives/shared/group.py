@@ -1,0 +1,126 @@
+"""A Group whose CPU tensors go through shared memory, and the choice of it."""
+
+import weakref
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives.group import Group, Pending, Reduction
+from echelon.collectives.ledger import Ledger
+from echelon.collectives.shared import steps
+from echelon.collectives.shared.link import Line, Link, Steps
+from echelon.collectives.shared.meeting import meet
+from echelon.collectives.torch_group import Then, TorchGroup
+
+_REDUCED = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+}
+
+# A link lives as long as its process group; None where the ranks are not all on this host.
+_links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.WeakKeyDictionary()
+
+
+def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
+    """The Group over `process_group`: through shared memory where that is Gloo on one host.
+
+    All ranks of the process group must call this, as the first time they meet here.
+    """
+    if process_group not in _links:
+        _links[process_group] = _new_link(process_group)
+    link = _links[process_group]
+    over_torch = TorchGroup(axis, process_group, ledger)
+    return over_torch if link is None else SharedGroup(over_torch, link)
+
+
+def _new_link(process_group: dist.ProcessGroup) -> Link | None:
+    if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
+        return None
+    meeting = meet(process_group)
+    if meeting is None:
+        return None
+    backend = process_group._get_backend(torch.device("cpu"))
+    link = Link(process_group.rank(), meeting, backend.options._timeout.total_seconds())
+    weakref.finalize(process_group, link.close)  # also at exit
+    return link
+
+
+@final
+class SharedGroup(Group):
+    """The ranks of one process group, all on this host; what is rare goes through `over_torch`."""
+
+    def __init__(self, over_torch: TorchGroup, link: Link) -> None:
+        super().__init__(over_torch.axis, over_torch.rank, over_torch.size, over_torch.ledger)
+        self.process_group = over_torch.process_group
+        self._over_torch, self._link = over_torch, link
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        if not _reducible(tensor, op):
+            return self._over_torch._all_reduce(tensor, op)
+        return self._collective(steps.all_reduce(self._link, tensor, op))
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Pending:
+        if not _reducible(tensor, op):
+            return self._over_torch._reduce_scatter(output, tensor, op)
+        return self._collective(steps.reduce_scatter(self._link, output, tensor, op))
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending:
+        if not _on_host(tensor):
+            return self._over_torch._all_gather(output, tensor)
+        return self._collective(steps.all_gather(self._link, output, tensor))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Pending:
+        if not _on_host(tensor):
+            return self._over_torch._broadcast(tensor, source)
+        return self._collective(steps.broadcast(self._link, tensor, source))
+
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int]
+    ) -> Pending:
+        return self._over_torch._all_to_all(output, tensor, output_rows, input_rows)
+
+    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Pending:
+        return self._over_torch._reduce(tensor, target, op)
+
+    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Pending:
+        return self._over_torch._scatter(output, tensor, source)
+
+    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Pending:
+        return self._over_torch._gather(tensor, output, target)
+
+    # The two ends of a message may be on different devices: all of them go the same way, over the host.
+
+    def _send(self, tensor: Tensor, target: int) -> Pending:
+        return self._begin(self._link.sends[target], steps.send(self._link, tensor.cpu(), target))
+
+    def _recv(self, tensor: Tensor, source: int) -> Pending:
+        host = tensor if _on_host(tensor) else torch.empty_like(tensor, device="cpu")
+        receiving = self._begin(self._link.receives[source], steps.recv(self._link, host, source))
+        return receiving if host is tensor else Then(receiving, lambda: tensor.copy_(host))
+
+    def _barrier(self) -> Pending:
+        return self._over_torch._barrier()
+
+    def _collective(self, operation: Steps) -> Pending:
+        return self._begin(self._link.collectives, operation)
+
+    def _begin(self, line: Line, operation: Steps) -> Pending:
+        where = f"rank {self.rank} of {self.size} along {self.axis}"
+        return self._link.submit(line, operation, where)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _reducible(tensor: Tensor, op: Reduction) -> bool:
+    return _on_host(tensor) and tensor.dtype in _REDUCED and (op != "mean" or tensor.dtype.is_floating_point)

@@ -1,0 +1,248 @@
+"""The link: one thread that moves whatever the ranks of a group pass each other through shared memory.
+
+An operation is a coroutine that runs until it needs something of a peer. The thread runs every operation
+that can go on, then sleeps until a peer says a word. Three kinds of lines keep order, each by itself, so
+that a receive nobody has sent for yet holds up no collective and no other pair:
+
+    collectives     one line: in the order of their calls, the same on every rank
+    sends           one line for each target
+    receives        one line for each source
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.group import Pending
+from echelon.collectives.shared.foreign import read_memory
+from echelon.collectives.shared.meeting import Meeting
+from echelon.collectives.shared.slots import COLLECTIVE, Inbox, Outbox, Word, collective_ring, lane
+from echelon.launching import PeerLost
+
+Steps = Coroutine[Any, None, None]
+
+_JOIN_SECONDS = 1.0  # the thread ends at once unless it is in the middle of a copy
+
+
+class Speaker:
+    """A peer, and how often it has said each word."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self._connection, self._lost = rank, connection, False
+        self._told = [0] * len(Word)
+
+    @property
+    def descriptor(self) -> int:
+        return self._connection.fileno()
+
+    def tell(self, word: Word, times: int) -> None:
+        # Few words are ever unread, since rings are short: this never blocks. One that is gone is found
+        # out by `listen`, after all that it had to say.
+        with contextlib.suppress(OSError):
+            self._connection.send(bytes([word]) * times)
+
+    def has_told(self, word: Word) -> int:
+        return self._told[word]
+
+    def check(self) -> None:
+        if self._lost:
+            raise PeerLost(f"rank {self.rank} is gone")
+
+    def listen(self) -> bool:
+        """Take in what it said; False when it is gone."""
+        try:
+            said = self._connection.recv(4096)
+        except ConnectionError:
+            said = b""
+        for word in Word:
+            self._told[word] += said.count(word)
+        self._lost = not said
+        return not self._lost
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@final
+class Passage(Pending):
+    """One operation under way; `where` is for the message when a peer is lost."""
+
+    def __init__(self, steps: Steps, where: str, timeout: float) -> None:
+        self._steps, self._where, self._timeout = steps, where, timeout
+        self._error: Exception | None = None
+        self._done: float | None = None
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def advance(self) -> bool:
+        """Go on as far as possible; whether it is over."""
+        try:
+            self._steps.send(None)
+        except StopIteration:
+            self._finish(None)
+        except Exception as error:
+            self._finish(error)
+        return self._done is not None
+
+    def abandon(self, error: Exception) -> None:
+        self._steps.close()
+        self._finish(error)
+
+    def done(self) -> bool:
+        return self._done is not None
+
+    def wait(self) -> None:
+        if not self._gate.acquire(timeout=self._timeout):
+            raise PeerLost(f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds")
+        self._gate.release()  # for whoever waits again
+        if isinstance(self._error, PeerLost):
+            raise PeerLost(f"{self._where} lost a peer: {self._error}") from self._error
+        if self._error is not None:
+            raise self._error
+
+    def done_at(self) -> float | None:
+        return self._done
+
+    def _finish(self, error: Exception | None) -> None:
+        self._error, self._done = error, time.perf_counter()
+        self._gate.release()
+
+
+class Line:
+    """Operations that go one after the other."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Passage] = deque()
+
+    def advance(self) -> None:
+        while self.waiting and self.waiting[0].advance():
+            self.waiting.popleft()
+
+
+class Link:
+    """This rank's ends of all rings between the ranks of a group, and the thread that serves them.
+
+    `timeout` is how many seconds an operation may be waited for.
+    """
+
+    def __init__(self, rank: int, meeting: Meeting, timeout: float) -> None:
+        self._timeout = timeout
+        self.rank, self.size = rank, len(meeting.peers) + 1
+        self._speakers = {met.rank: Speaker(met.rank, met.socket) for met in meeting.peers}
+        self._open_rings(meeting)
+        first, second = torch.empty(2, COLLECTIVE.slot_bytes, dtype=torch.uint8)
+        self.scratch = (first, second)
+        self.can_read = meeting.can_read
+        self._processes = {met.rank: met.process for met in meeting.peers}
+        self.collectives = Line()
+        self.sends = {peer: Line() for peer in self._speakers}
+        self.receives = {peer: Line() for peer in self._speakers}
+        self._lines = [self.collectives, *self.sends.values(), *self.receives.values()]
+        # Anything may be collected while it is held, and then `close` is called by the same thread.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._process = os.getpid()
+        self._wake = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run, name="echelon-shared-memory", daemon=True)
+        self._thread.start()
+        _links.add(self)
+
+    def submit(self, line: Line, steps: Steps, where: str) -> Passage:
+        """Begin an operation behind the others of its line."""
+        passage = Passage(steps, where, self._timeout)
+        with self._lock:
+            if self._closed:
+                passage.abandon(PeerLost("the process group was destroyed"))
+                return passage
+            line.waiting.append(passage)
+            os.eventfd_write(self._wake, 1)
+        return passage
+
+    def read(self, peer: int, address: int, into: Tensor) -> None:
+        """Copy what `peer` has at `address`."""
+        try:
+            read_memory(self._processes[peer], address, into)
+        except OSError as error:  # we may read, the meeting showed that: so the memory is gone
+            raise PeerLost(f"the memory of rank {peer} cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """End the thread; what is still under way fails."""
+        if os.getpid() != self._process:
+            return  # a forked child, where no thread is and the lock may be held for ever
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def forget(self) -> None:
+        """In a forked child: let go of sockets that would keep this rank alive in the eyes of its peers."""
+        for speaker in self._speakers.values():
+            speaker.close()
+
+    def _open_rings(self, meeting: Meeting) -> None:
+        together = {"wrote": Word.WROTE, "read": Word.READ}
+        in_pairs = {"wrote": Word.LANE_WROTE, "read": Word.LANE_READ}
+        speakers = self._speakers
+        self.outbox = Outbox(collective_ring(meeting.region), list(speakers.values()), **together)
+        self.inboxes: dict[int, Inbox] = {}
+        self.lanes_out: dict[int, Outbox] = {}
+        self.lanes_in: dict[int, Inbox] = {}
+        for met in meeting.peers:
+            peer, region = met.rank, met.region
+            self.inboxes[peer] = Inbox(collective_ring(region), speakers[peer], **together)
+            self.lanes_out[peer] = Outbox(lane(meeting.region, peer), [speakers[peer]], **in_pairs)
+            self.lanes_in[peer] = Inbox(lane(region, self.rank), speakers[peer], **in_pairs)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        speakers = {speaker.descriptor: speaker for speaker in self._speakers.values()}
+        for descriptor in speakers:
+            poller.register(descriptor, select.POLLIN)
+        try:
+            while not self._closed:
+                for line in self._lines:
+                    line.advance()
+                for descriptor, _ in poller.poll():
+                    if descriptor == self._wake:
+                        os.eventfd_read(self._wake)
+                    elif not speakers[descriptor].listen():
+                        poller.unregister(descriptor)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._closed = True
+        for line in self._lines:
+            while line.waiting:
+                line.waiting.popleft().abandon(PeerLost("the process group was destroyed"))
+        for speaker in self._speakers.values():
+            speaker.close()
+        os.close(self._wake)
+
+
+_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for link in _links:
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

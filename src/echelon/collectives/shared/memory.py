@@ -1,0 +1,51 @@
+"""Plain memory of tensors, and how parts of all ranks are combined in it."""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.group import Reduction
+
+_COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+Fetch = Callable[[int, Tensor], Tensor]  # the part of a rank; the memory given may be used for it
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory, flat, and free of what autograd and inference mode keep of a tensor.
+
+    Like a backend we write into memory, not into a node of the graph: no version is counted. The tensor
+    must be kept as long as this is used.
+    """
+    memory = (ctypes.c_char * bytes_of(tensor)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def fit(room: Tensor, like: Tensor, start: int = 0) -> Tensor:
+    """As much of `room` (bytes), in the type of `like` and from its element `start` on, as `like` fills."""
+    return room.view(like.dtype)[start : start + like.numel()]
+
+
+def combine(fetch: Fetch, size: int, output: Tensor, op: Reduction, scratch: tuple[Tensor, Tensor]) -> None:
+    """Reduce the parts of ranks 0 … size−1, in this order, into `output`.
+
+    Until the last addition the sum stands aside: `output` may be the memory of a part yet to be added.
+    """
+    aside, incoming = (fit(room, output) for room in scratch)
+    total = fetch(0, aside)
+    for rank in range(1, size):
+        place = output if rank == size - 1 else aside
+        total = _COMBINE[op](total, fetch(rank, incoming), out=place)
+    if op == "mean":
+        output.div_(size)

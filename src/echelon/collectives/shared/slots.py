@@ -1,0 +1,204 @@
+"""Memory that ranks share: rings of slots, each written by one rank and read by one or several others.
+
+A rank's region holds the ring of its collectives, which all peers read, and a lane to each other rank, for
+`send`. How far anyone has written or read is not in here: peers tell each other over sockets, whose system
+calls also order the accesses to this memory.
+"""
+
+from collections.abc import Generator, Sequence
+from enum import IntEnum
+from mmap import mmap
+from types import coroutine
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """How many slots a ring has, and what a slot holds."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def at_once(self) -> int:
+        """Slots that a reader gives back together: every word about them wakes the writer up."""
+        return self.slots // 2
+
+    @property
+    def free_bytes(self) -> int:
+        """What can be written at least, once all that was written before has been read."""
+        return (self.slots - self.at_once + 1) * self.slot_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.slots * (_LABEL_BYTES + self.slot_bytes)
+
+
+_LABEL_BYTES = 64  # a cache line, so that slots stay aligned for any type
+
+# Large slots need few wake-ups, small ones stay in the cache: measured, 1 MiB is near the best of both.
+COLLECTIVE = Shape(slots=4, slot_bytes=1 << 20)
+LANE = Shape(slots=4, slot_bytes=1 << 18)
+
+
+class Word(IntEnum):
+    """All that peers say to each other: that one more slot has been written, or read."""
+
+    WROTE = 0
+    READ = 1
+    LANE_WROTE = 2
+    LANE_READ = 3
+
+
+class Operation(IntEnum):
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    BROADCAST = 4
+    SEND = 5
+
+
+class Label(NamedTuple):
+    """What is written on a slot, so that ranks that do different things find out."""
+
+    operation: Operation
+    payload: int
+    address: int = 0  # of the writer's tensor, where it is to be read there and not in the slot
+
+    def means(self, other: "Label") -> bool:
+        return self.operation == other.operation and self.payload == other.payload
+
+    def __str__(self) -> str:
+        return f"{self.operation.name.lower()} of {self.payload} bytes"
+
+
+class Peer(Protocol):
+    """Another rank, as far as its words go."""
+
+    rank: int
+
+    def tell(self, word: Word, times: int) -> None: ...
+    def has_told(self, word: Word) -> int: ...
+    def check(self) -> None: ...
+
+
+class Mismatch(RuntimeError):  # noqa: N818 (said as it happened)
+    """Two ranks of a group did different things where they must do the same."""
+
+
+def region_bytes(size: int) -> int:
+    """What each of `size` ranks shares."""
+    return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
+
+
+class Ring:
+    """The slots of one ring, in a mapped region."""
+
+    def __init__(self, region: mmap, start: int, shape: Shape) -> None:
+        step = _LABEL_BYTES + shape.slot_bytes
+        starts = [start + index * step for index in range(shape.slots)]
+        self.shape = shape
+        self._labels = memoryview(region).cast("q")
+        self._places = [at // 8 for at in starts]
+        self._slots = [
+            torch.frombuffer(region, dtype=torch.uint8, count=shape.slot_bytes, offset=at + _LABEL_BYTES)
+            for at in starts
+        ]
+
+    def slot(self, turn: int) -> Tensor:
+        return self._slots[turn % self.shape.slots]
+
+    def label(self, turn: int) -> Label:
+        at = self._places[turn % self.shape.slots]
+        operation, payload, address = self._labels[at : at + 3]
+        return Label(Operation(operation), payload, address)
+
+    def set_label(self, turn: int, label: Label) -> None:
+        at = self._places[turn % self.shape.slots]
+        self._labels[at], self._labels[at + 1], self._labels[at + 2] = label
+
+
+def collective_ring(region: mmap) -> Ring:
+    return Ring(region, 0, COLLECTIVE)
+
+
+def lane(region: mmap, target: int) -> Ring:
+    return Ring(region, COLLECTIVE.ring_bytes + target * LANE.ring_bytes, LANE)
+
+
+class Outbox:
+    """The writing end of a ring."""
+
+    def __init__(self, ring: Ring, readers: Sequence[Peer], *, wrote: Word, read: Word) -> None:
+        self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
+        self._turn = 0
+
+    async def slot(self) -> Tensor:
+        """The next slot to write, once every reader has read what it held."""
+        await self._until_read(self._turn + 1 - self._ring.shape.slots)
+        return self._ring.slot(self._turn)
+
+    async def all_read(self) -> None:
+        """Return when everything written has been read, of which the readers tell only if asked to."""
+        await self._until_read(self._turn)
+
+    def publish(self, label: Label) -> None:
+        """Let the readers have the slot."""
+        self._ring.set_label(self._turn, label)
+        self._turn += 1
+        for reader in self._readers:
+            reader.tell(self._wrote, 1)
+
+    async def _until_read(self, turns: int) -> None:
+        for reader in self._readers:
+            await _until(reader, self._read, turns)
+
+
+class Inbox:
+    """A reading end of a ring."""
+
+    def __init__(self, ring: Ring, writer: Peer, *, wrote: Word, read: Word) -> None:
+        self._ring, self._writer, self._wrote, self._read = ring, writer, wrote, read
+        self._turn = 0
+        self._owed = 0  # slots read, of which the writer does not know yet
+
+    async def slot(self, label: Label) -> Tensor:
+        """The next slot to read, once it is written; it must be the one that `label` says."""
+        await self._next(label)
+        return self._ring.slot(self._turn)
+
+    async def address(self, label: Label) -> int:
+        """Where the writer has what the next slot stands for."""
+        return (await self._next(label)).address
+
+    def release(self, *, urgent: bool = False) -> None:
+        """Let the writer have the slot again; only when it is urgent, wake it up for that."""
+        self._turn += 1
+        self._owed += 1
+        if urgent or self._owed == self._ring.shape.at_once:
+            self._writer.tell(self._read, self._owed)
+            self._owed = 0
+
+    async def _next(self, label: Label) -> Label:
+        await _until(self._writer, self._wrote, self._turn + 1)
+        found = self._ring.label(self._turn)
+        if not found.means(label):
+            raise Mismatch(
+                f"rank {self._writer.rank} passed {found} where {label} was expected: all ranks must call "
+                "the same operations in the same order, with equal sizes"
+            )
+        return found
+
+
+@coroutine
+def _pause() -> Generator[None]:
+    yield
+
+
+async def _until(peer: Peer, word: Word, times: int) -> None:
+    """Return when `peer` has said `word` that often; what it said before it was lost still counts."""
+    while peer.has_told(word) < times:
+        peer.check()
+        await _pause()

@@ -1,0 +1,337 @@
+"""Every operation through shared memory, over real processes, both ways: through slots, and read directly."""
+
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.collectives import Group, Ledger, RecordingGroup, SharedGroup, group_over
+from echelon.collectives.shared.link import Link
+from echelon.collectives.shared.slots import COLLECTIVE, LANE
+from echelon.launching import Ranks
+
+from .test_groups import DTYPES, each_rank, one_of_each
+
+Warm = Callable[[int], Ranks]
+
+ALL_DTYPES = [*DTYPES, torch.int16, torch.int8]
+CARRIED = [*ALL_DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn]
+DIRECT = 40_000  # elements of four bytes: enough to be read directly
+HUGE = COLLECTIVE.slots * COLLECTIVE.slot_bytes // 4 + 3  # more than a whole ring holds, and not divisible
+
+
+able: "weakref.WeakKeyDictionary[Link, bool]" = weakref.WeakKeyDictionary()  # what each link found out
+
+
+def world(direct: bool | None = None) -> SharedGroup:
+    assert dist.group.WORLD is not None
+    group = group_over("data", dist.group.WORLD, Ledger())
+    assert isinstance(group, SharedGroup), "ranks of one host"
+    possible = able.setdefault(group._link, group._link.can_read)
+    group._link.can_read = possible if direct is None else direct
+    return group
+
+
+def can_read() -> bool:
+    return world()._link.can_read
+
+
+@pytest.fixture(params=[False, True], ids=["slots", "direct"])
+def direct(request: pytest.FixtureRequest, warm_ranks: Warm) -> bool:
+    """The way that large tensors go; not every system lets ranks read each other's memory."""
+    if request.param and not all(warm_ranks(2).run(can_read)):
+        pytest.skip("this system does not let processes read each other's memory")
+    return bool(request.param)
+
+
+def lengths(size: int) -> list[int]:
+    return [0, 1, size - 1, size, 7, 1000, DIRECT, DIRECT + 1, HUGE]
+
+
+def check_reductions(group: Group, length: int, dtype: torch.dtype) -> None:
+    inputs = torch.stack(each_rank(group.size, length * group.size, dtype))
+    exact = inputs.double()
+    wanted = {"sum": exact.sum(0), "min": exact.amin(0), "max": exact.amax(0)}
+    if dtype.is_floating_point:
+        wanted["mean"] = (exact.sum(0).to(dtype) / group.size).double()
+    for op, value in wanted.items():
+        reduced = inputs[group.rank].clone()
+        group.all_reduce(reduced, op)
+        assert torch.equal(reduced.double(), value), (op, length, dtype)
+        uneven = inputs[group.rank][: length + 1].clone()
+        group.all_reduce(uneven, op)
+        assert torch.equal(uneven.double(), value[: length + 1]), (op, length, dtype)
+
+        tensor = inputs[group.rank].clone()
+        mine = value.view(group.size, -1)[group.rank]
+        part = torch.empty(length, dtype=dtype)
+        group.reduce_scatter(part, tensor, op)
+        assert torch.equal(part.double(), mine), (op, length, dtype)
+        assert torch.equal(tensor, inputs[group.rank]), "the input stays"
+        part = tensor.view(group.size, -1)[group.rank]
+        group.reduce_scatter(part, tensor, op)
+        assert torch.equal(part.double(), mine), "in place"
+
+
+def reductions(direct: bool) -> None:
+    group = world(direct)
+    for length in lengths(group.size):
+        check_reductions(group, length, torch.float32)
+    for dtype in ALL_DTYPES:
+        for length in (5, DIRECT * 4 // dtype.itemsize):
+            check_reductions(group, length, dtype)
+
+
+def check_movements(group: Group, length: int, dtype: torch.dtype) -> None:
+    size, rank = group.size, group.rank
+    inputs = [tensor.to(dtype) for tensor in each_rank(size, length)]
+    wanted = torch.cat([tensor.view(torch.uint8) for tensor in inputs])
+
+    gathered = torch.zeros(size * length, dtype=dtype)
+    group.all_gather(gathered, inputs[rank])
+    assert torch.equal(gathered.view(torch.uint8), wanted), (length, dtype)
+    gathered = torch.zeros(size * length, dtype=dtype)
+    mine = gathered.view(size, length)[rank]
+    mine.copy_(inputs[rank])
+    group.all_gather(gathered, mine)
+    assert torch.equal(gathered.view(torch.uint8), wanted), "in place"
+
+    for source in range(size):
+        tensor = inputs[rank].clone()
+        group.broadcast(tensor, source)
+        assert torch.equal(tensor.view(torch.uint8), inputs[source].view(torch.uint8)), (length, dtype)
+
+    left, right = (rank - 1) % size, (rank + 1) % size
+    incoming = torch.zeros(length, dtype=dtype)
+    receiving = group.recv(incoming, left, wait=False)
+    group.send(inputs[rank], right)
+    receiving.wait()
+    receiving.wait()  # waiting again is harmless
+    assert torch.equal(incoming.view(torch.uint8), inputs[left].view(torch.uint8)), (length, dtype)
+
+
+def movements(direct: bool) -> None:
+    group = world(direct)
+    for length in lengths(group.size):
+        check_movements(group, length, torch.float32)
+    for dtype in CARRIED:
+        for length in (5, DIRECT * 4 // dtype.itemsize):
+            check_movements(group, length, dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reductions(warm_ranks: Warm, size: int, direct: bool) -> None:
+    warm_ranks(size).run(reductions, direct)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_movements(warm_ranks: Warm, size: int, direct: bool) -> None:
+    warm_ranks(size).run(movements, direct)
+
+
+def eight(direct: bool) -> None:
+    group = world(direct)
+    for length in (3, DIRECT):
+        check_reductions(group, length, torch.float32)
+        check_movements(group, length, torch.float32)
+
+
+def test_eight_ranks(warm_ranks: Warm, direct: bool) -> None:
+    warm_ranks(8).run(eight, direct)
+
+
+def many_in_flight(direct: bool) -> None:
+    """More than any ring holds, of all kinds, begun before the first is waited for."""
+    group = world(direct)
+    size, rank = group.size, group.rank
+    handles, checks = [], []
+    for turn, length in enumerate([1, DIRECT, 17, 3 * DIRECT, 1000] * 6):
+        tensor = torch.full((length,), float(rank + turn))
+        handles.append(group.all_reduce(tensor, wait=False))
+        checks.append((tensor, sum(float(other + turn) for other in range(size))))
+        whole = torch.full((length * size,), float(rank * turn))
+        part = torch.zeros(length)
+        handles.append(group.reduce_scatter(part, whole, wait=False))
+        checks.append((part, sum(float(other * turn) for other in range(size))))
+        sent = torch.full((length,), float(turn))
+        if rank != turn % size:
+            sent.zero_()
+        handles.append(group.broadcast(sent, turn % size, wait=False))
+        checks.append((sent, float(turn)))
+    for handle in reversed(handles):
+        handle.wait()
+    for tensor, value in checks:
+        assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_many_operations_in_flight(warm_ranks: Warm, size: int, direct: bool) -> None:
+    warm_ranks(size).run(many_in_flight, direct)
+
+
+def posted_early(direct: bool) -> None:
+    """Receives of all pairs stand first, in an order in which they cannot come; collectives go on."""
+    group = world(direct)
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sizes = [1, 2 * LANE.slots * LANE.slot_bytes // 4, 5, 100_000]
+    incoming = {peer: [torch.zeros(length) for length in sizes] for peer in others}
+    receiving = [
+        group.recv(tensor, peer, wait=False) for peer in reversed(others) for tensor in incoming[peer]
+    ]
+    total = torch.ones(DIRECT)
+    group.all_reduce(total)  # no message has been sent yet
+    assert torch.equal(total, torch.full_like(total, group.size))
+    sending = []
+    for turn, length in enumerate(sizes):
+        for peer in others:
+            sending.append(group.send(torch.full((length,), 10.0 * group.rank + turn), peer, wait=False))
+        group.all_reduce(total, "max")
+    for handle in sending + receiving:
+        handle.wait()
+    for peer, tensors in incoming.items():
+        for turn, tensor in enumerate(tensors):
+            assert torch.equal(tensor, torch.full_like(tensor, 10.0 * peer + turn)), (peer, turn)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_receives_posted_early_block_nobody(warm_ranks: Warm, size: int, direct: bool) -> None:
+    warm_ranks(size).run(posted_early, direct)
+
+
+def sends_need_no_receiver() -> None:
+    """Both send, and wait for it, before either receives: what fits the lane is on its way."""
+    group = world()
+    other = 1 - group.rank
+    for slots in (1, LANE.free_bytes // LANE.slot_bytes):
+        for times in (1, 2, 3):  # whatever is left over of the times before
+            tensor = torch.full((slots * LANE.slot_bytes // 4,), float(group.rank + times))
+            incoming = torch.zeros_like(tensor)
+            group.send(tensor, other)
+            tensor.fill_(-1)  # sent is sent
+            group.recv(incoming, other)
+            assert torch.equal(incoming, torch.full_like(incoming, float(other + times)))
+
+
+def test_a_send_that_fits_needs_no_receiver(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(sends_need_no_receiver)
+
+
+def two_groups(direct: bool) -> None:
+    """Rows and columns of a 2 × 2 grid, at the same time in every process."""
+    world(direct)
+    rank = dist.get_rank()
+    groups = {}
+    for name, pairs in {"tensor": [(0, 1), (2, 3)], "data": [(0, 2), (1, 3)]}.items():
+        for pair in pairs:
+            made = dist.new_group(list(pair))
+            if rank in pair:
+                groups[name] = group_over(name, made, Ledger()), pair
+    (tensor_group, row), (data_group, column) = groups["tensor"], groups["data"]
+    for group in (tensor_group, data_group):
+        assert isinstance(group, SharedGroup)
+        group._link.can_read = direct
+    across, down = torch.full((HUGE,), float(rank)), torch.full((HUGE,), float(rank))
+    first = tensor_group.all_reduce(across, wait=False)
+    second = data_group.all_reduce(down, wait=False)
+    second.wait()
+    first.wait()
+    assert torch.equal(across, torch.full_like(across, float(sum(row))))
+    assert torch.equal(down, torch.full_like(down, float(sum(column))))
+    for group, _ in groups.values():
+        dist.destroy_process_group(group.process_group)
+
+
+def test_two_groups_at_once(warm_ranks: Warm, direct: bool) -> None:
+    warm_ranks(4).run(two_groups, direct)
+
+
+def sums(direct: bool | None) -> list[torch.Tensor]:
+    group = world(direct)
+    generator = torch.Generator().manual_seed(group.rank)
+    inputs = torch.rand(group.size * DIRECT, generator=generator) * 10 ** torch.randint(
+        -3, 4, (group.size * DIRECT,), generator=generator
+    )
+    small, large, part = inputs[:1001].clone(), inputs.clone(), torch.empty(DIRECT)
+    group.all_reduce(small)
+    group.all_reduce(large)
+    group.reduce_scatter(part, inputs)
+    whole = torch.empty_like(inputs)
+    group.all_gather(whole, part)
+    gathered = torch.empty(group.size, inputs.numel())
+    group.all_gather(gathered, inputs)
+    return [small, large, whole, gathered]
+
+
+def test_sums_are_taken_in_rank_order_on_every_rank_and_every_way(warm_ranks: Warm) -> None:
+    """In float32 another order gives other bits."""
+    results = warm_ranks(4).run(sums, False) + warm_ranks(4).run(sums, None) + warm_ranks(4).run(sums, None)
+    inputs = results[0][3]
+    in_order = inputs[0] + inputs[1] + inputs[2] + inputs[3]
+    assert not torch.equal(in_order, inputs[3] + inputs[2] + inputs[1] + inputs[0])
+    for small, large, whole, _ in results:
+        assert torch.equal(small, in_order[:1001])
+        assert torch.equal(large, in_order)
+        assert torch.equal(whole, in_order)
+
+
+def entries() -> list[tuple[str, int, int, int]]:
+    return one_of_each(world())
+
+
+def test_the_ledger_shows_what_it_always_showed(warm_ranks: Warm) -> None:
+    assert warm_ranks(4).run(entries) == [one_of_each(RecordingGroup("data", rank, 4)) for rank in range(4)]
+
+
+def hides_behind_work() -> float:
+    group = world()
+    handle = group.all_reduce(torch.ones(1_000_000), wait=False)
+    time.sleep(0.3)
+    handle.wait()
+    (move,) = group.ledger.moves
+    assert move.seconds < 0.3, "the moment of completion is known, not the moment of waiting"
+    return move.waited
+
+
+def test_an_operation_goes_on_while_the_rank_does_other_work(warm_ranks: Warm) -> None:
+    assert max(warm_ranks(2).run(hides_behind_work)) < 0.2
+
+
+def leaves_autograd_alone() -> None:
+    group = world()
+    weight = torch.full((3,), float(group.rank), requires_grad=True)
+    result = (weight * weight).sum()  # saves the weight for the backward pass
+    group.broadcast(weight, source=1)
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+    result.backward()  # a version that was counted up would be refused here
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+        group.all_reduce(tensor)
+    assert tensor.tolist() == [float(group.size)] * 3
+
+
+def test_tensors_of_autograd_and_inference_are_plain_memory(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(leaves_autograd_alone)
+
+
+def falls_through() -> None:
+    """What shared memory does not take over still works, between operations that it does."""
+    group = world()
+    tensor = torch.tensor([group.rank + 1])
+    group.all_reduce(tensor)
+    flags = torch.tensor([group.rank == 0, False])
+    group.all_reduce(flags, "max")
+    assert flags.tolist() == [True, False]
+    group.barrier()
+    parts = torch.zeros(group.size, dtype=torch.int64)
+    group.gather(tensor, parts if group.rank == 0 else None)
+    assert group.rank != 0 or parts.tolist() == [3, 3]
+    swapped = torch.zeros(2)
+    group.all_to_all(swapped, torch.tensor([0.0, 1.0]) + 10 * group.rank)
+    assert swapped.tolist() == [float(group.rank), 10.0 + group.rank]
+
+
+def test_other_operations_and_types_go_through_the_backend(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(falls_through)

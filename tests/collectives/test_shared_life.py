@@ -1,0 +1,286 @@
+"""How links through shared memory begin and end: who is left out, who dies, and that nothing stays behind."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.collectives import Ledger, SharedGroup, TorchGroup, group_over
+from echelon.collectives.shared import meeting
+from echelon.launching import PeerLost, RankFailed, Ranks
+
+Warm = Callable[[int], Ranks]
+
+THREAD = "echelon-shared-memory"
+LARGE = 1_000_000
+
+
+def new_group(ranks: list[int] | None = None) -> SharedGroup:
+    process_group = dist.new_group(ranks)
+    assert isinstance(process_group, dist.ProcessGroup)
+    group = group_over("data", process_group, Ledger())
+    assert isinstance(group, SharedGroup)
+    return group
+
+
+def threads() -> int:
+    return sum(thread.name == THREAD for thread in threading.enumerate())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:echelon")
+
+
+def comes_and_goes() -> None:
+    """A process group of its own: made, used, destroyed, and everything is as before."""
+    plain = dist.new_group()  # torch's own share, to compare with
+    before = threads(), mapped()
+    group = new_group()
+    group.all_reduce(torch.ones(LARGE))
+    group.all_reduce(torch.ones(3))
+    assert threads() == before[0] + 1
+    assert mapped() > before[1]
+    open_then = descriptors()
+    process_group = group.process_group
+    del group
+    dist.destroy_process_group(process_group)
+    assert threads() == before[0] + 1, "the process group is still here"
+    del process_group
+    gc.collect()
+    assert (threads(), mapped()) == before
+    # Its eventfd, and a socket to each peer.
+    assert descriptors() <= open_then - dist.get_world_size()
+    dist.destroy_process_group(plain)
+
+
+def test_a_link_ends_with_its_process_group(warm_ranks: Warm) -> None:
+    for _ in range(3):
+        warm_ranks(3).run(comes_and_goes)
+
+
+def two_over_one() -> tuple[int, bool]:
+    """Groups over the same process group share its link: the second meets nobody."""
+    first = new_group()
+    before = threads()
+    second = group_over("tensor", first.process_group, Ledger())
+    tensor = torch.ones(2)
+    second.all_reduce(tensor)
+    first.all_reduce(tensor)
+    dist.destroy_process_group(first.process_group)
+    return threads() - before, tensor.tolist() == [4.0, 4.0]
+
+
+def test_groups_over_one_process_group_share_a_link(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(two_over_one) == [(0, True)] * 2
+
+
+def waits_for_the_dead(operation: str) -> str:
+    group = new_group()
+    tensor = torch.ones(LARGE)
+    group.all_reduce(tensor)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.perf_counter()
+    try:
+        if operation == "recv":
+            group.recv(tensor, 1)
+        elif operation == "broadcast":
+            group.broadcast(tensor, 1)
+        else:
+            group.all_reduce(tensor)
+    except PeerLost as lost:
+        raise PeerLost(f"{lost}; noticed in time: {time.perf_counter() - begun < 5}") from lost
+    return "went on"
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "recv", "broadcast"])
+def test_a_killed_peer_is_lost_to_the_others_and_the_root_cause(operation: str) -> None:
+    with pytest.raises(RankFailed) as caught, Ranks(3, deadline=30.0) as ranks:
+        ranks.run(waits_for_the_dead, operation)
+    assert caught.value.rank == 1
+    assert "SIGKILL" in caught.value.reason
+    lost = [other for other in caught.value.others if "raised" in other]
+    assert lost, caught.value.others
+    for other in lost:
+        assert "PeerLost" in other
+        assert "along data lost a peer" in other
+        assert "noticed in time: True" in other
+
+
+def what_the_dead_had_said() -> list[float]:
+    """Rank 1 sends and leaves; what it sent still arrives, and only what it did not send is missed."""
+    group = new_group()
+    tensor = torch.zeros(1000)
+    if group.rank == 1:
+        group.send(tensor.fill_(5), 0)
+        group._link.close()
+        return []
+    time.sleep(0.3)
+    group.recv(tensor, 1)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        group.recv(tensor, 1)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        group.all_reduce(tensor)
+    return tensor[:2].tolist()
+
+
+def test_what_a_rank_sent_before_it_left_arrives(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(what_the_dead_had_said)[0] == [5.0, 5.0]
+
+
+def abandoned() -> None:
+    """A receive that nobody serves, when the link is closed under it."""
+    group = new_group()
+    handle = group.recv(torch.zeros(3), 1 - group.rank, wait=False)
+    group._link.close()
+    with pytest.raises(PeerLost):
+        handle.wait()
+    with pytest.raises(PeerLost, match="destroyed"):
+        group.all_reduce(torch.zeros(3))
+
+
+def test_what_is_under_way_fails_when_the_link_ends(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(abandoned)
+
+
+def nobody_sends() -> None:
+    process_group = dist.new_group(timeout=timedelta(seconds=1))
+    group = group_over("data", process_group, Ledger())  # type: ignore[arg-type]
+    with pytest.raises(PeerLost, match="along data timed out waiting for its peers after 1 seconds"):
+        group.recv(torch.zeros(3), 1 - group.rank)
+    dist.destroy_process_group(process_group)
+
+
+def test_the_timeout_of_the_process_group_holds(warm_ranks: Warm) -> None:
+    """Under torchrun no parent watches the ranks: without it a wait would be for ever."""
+    warm_ranks(2).run(nobody_sends)
+
+
+def out_of_step() -> None:
+    group = new_group()
+    if group.rank == 0:
+        group.all_reduce(torch.ones(10))
+    else:
+        group.all_gather(torch.ones(8), torch.ones(4))
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    told = pytest.raises(RankFailed, match=r"Mismatch: .*(all_reduce of 40|all_gather of 32) bytes")
+    with told, Ranks(2, deadline=30.0) as ranks:
+        ranks.run(out_of_step)
+
+
+def a_child_and_a_death() -> None:
+    """Rank 1 forks a data worker and is killed: the worker, which lives on, must not hold its sockets."""
+    group = new_group()
+    if group.rank == 1:
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,)).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.perf_counter()
+    try:
+        group.all_reduce(torch.ones(3))
+    except PeerLost:
+        raise PeerLost(f"noticed in time: {time.perf_counter() - begun < 10}") from None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads
+def test_a_forked_child_does_not_keep_a_dead_rank_alive() -> None:
+    with pytest.raises(RankFailed) as caught, Ranks(2, deadline=15.0) as ranks:
+        ranks.run(a_child_and_a_death)
+    assert caught.value.rank == 1
+    assert "noticed in time: True" in caught.value.others[0]
+
+
+def leaves_one_running() -> list[str]:
+    """The names of its sockets, as the host knows them."""
+    group = new_group()
+    group.recv(torch.zeros(3), 1 - group.rank, wait=False)
+    names = [speaker._connection.getsockname() for speaker in group._link._speakers.values()]
+    return [name[1:].decode() for name in names if name]
+
+
+def test_exit_waits_for_nothing_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ranks(1):  # starts the fork server, whose own folder outlives this test
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Ranks(2, deadline=30.0) as ranks:
+        (name,), _ = ranks.run(leaves_one_running)
+        assert name in Path("/proc/net/unix").read_text()
+        begun = time.perf_counter()
+    assert time.perf_counter() - begun < 5
+    assert name not in Path("/proc/net/unix").read_text()
+    assert os.listdir(tmp_path) == []
+    assert not [shared for shared in os.listdir("/dev/shm") if "echelon" in shared]
+
+
+# Where shared memory cannot be used.
+
+
+def kind_of_group(change: Callable[[], None]) -> str:
+    if dist.get_rank() == 1:
+        change()
+    process_group = dist.new_group()
+    try:
+        group = group_over("data", process_group, Ledger())  # type: ignore[arg-type]
+        tensor = torch.ones(5)
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [float(group.size)] * 5
+        assert isinstance(group, TorchGroup) or not group._link.can_read
+        return type(group).__name__
+    finally:
+        dist.destroy_process_group(process_group)
+
+
+def switch_off() -> None:
+    os.environ[meeting.SWITCH] = "gloo"
+
+
+def another_host() -> None:
+    meeting._BOOT_ID = Path("/proc/sys/kernel/ostype")  # any text that is not this host's
+
+
+def another_network() -> None:
+    """Its calls end nowhere, as from another network namespace."""
+    real = socket.socket
+
+    class Elsewhere(real):
+        def connect(self, _: object) -> None:
+            raise ConnectionRefusedError
+
+    meeting.socket.socket = Elsewhere  # type: ignore[misc]
+
+
+def no_reading() -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    meeting.read_memory = refuse
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (switch_off, "TorchGroup"),
+        (another_host, "TorchGroup"),
+        (another_network, "TorchGroup"),
+        (no_reading, "SharedGroup"),
+    ],
+)
+def test_all_ranks_go_the_same_way_when_one_cannot(change: Callable[[], None], kind: str) -> None:
+    with Ranks(3, deadline=30.0) as ranks:
+        assert ranks.run(kind_of_group, change) == [kind] * 3
