@@ -7,6 +7,7 @@ update. What each of these means under a plan is said by the strategies that `pa
 import copy
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,8 +16,18 @@ from torch import Tensor, nn
 from echelon.collectives import Ledger
 from echelon.data_parallel import Push, Update
 from echelon.engine.arguments import check_batch, check_loss
-from echelon.engine.batch import Batch, Loss, cast, microbatches, take_part, to_device, total_and_count
+from echelon.engine.batch import (
+    Batch,
+    Loss,
+    cast,
+    microbatches,
+    num_samples,
+    take_part,
+    to_device,
+    total_and_count,
+)
 from echelon.engine.metrics import Evaluation, Metrics
+from echelon.engine.samples import Scopes, no_scope
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
@@ -35,10 +46,11 @@ class Engine:
         update: Update,
         loss: Loss,
         schedule: Callable[[int], float] | None,
+        scopes: Scopes,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._update, self._loss, self._schedule = update, loss, schedule
+        self._update, self._loss, self._schedule, self._scopes = update, loss, schedule, scopes
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._meter = Meter(module, update.storages)
 
@@ -92,13 +104,14 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
         """The mean loss over the global batch, without training."""
+        check_batch(batch)
         self.ledger.start_step()
         self._update.settle()
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             tally = self._new_tally()
-            for _, total, count in self._forwards(batch):
+            for _, total, count in self._forwards(batch, no_scope):
                 _add(tally, total, count)
         finally:
             for module, training in modes.items():
@@ -151,21 +164,24 @@ class Engine:
     def _accumulate(self, batch: Batch, normaliser: float) -> Tensor:
         """Forward and backward of every microbatch; returns (loss total, count) of this replica."""
         tally = self._new_tally()
-        for last, total, count in self._forwards(batch):
+        check_batch(batch)
+        scope = self._scopes.of_step(self.steps, num_samples(batch))
+        for last, total, count in self._forwards(batch, scope):
             _add(tally, total.detach(), count)
             self._update.start_backward(last=last)
             (total / normaliser).backward()
             self._update.finish_backward()
         return tally
 
-    def _forwards(self, batch: Batch) -> Iterator[tuple[bool, Tensor, Tensor | int]]:
-        """(is it the last, loss total, count) of each microbatch."""
-        check_batch(batch)
+    def _forwards(
+        self, batch: Batch, scope: Callable[[int], AbstractContextManager[None]]
+    ) -> Iterator[tuple[bool, Tensor, Tensor | int]]:
+        """(is it the last, loss total, count) of each microbatch, computed in its scope."""
         parts = microbatches(batch, self.plan.microbatches, always=self._update.lockstep)
         for index, (part, weight) in enumerate(parts):
             inputs, targets = to_device(part, self.mesh.device)
             inputs = cast(inputs, DTYPES[self.plan.precision])
-            with self._meter.activations():
+            with self._meter.activations(), scope(index):
                 result = self._loss(self.module(inputs), targets)
                 check_loss(result)
                 total, count = total_and_count(result, targets)

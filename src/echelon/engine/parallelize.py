@@ -1,6 +1,7 @@
 """parallelize(): composes the strategies of a plan around a model. Read top to bottom; each line one axis."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,9 +17,11 @@ from echelon.data_parallel import (
     Zero,
 )
 from echelon.data_parallel.units import SMALLEST, cut_units
+from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer
 from echelon.engine.batch import Loss
 from echelon.engine.engine import Engine
+from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_counts
 from echelon.engine.support import refuse_unsupported
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
@@ -36,6 +39,7 @@ def parallelize(
     schedule: Callable[[int], float] | None = None,
     prefetch: int = 1,
     smallest_unit: int = SMALLEST,
+    seed: int | None = 0,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -43,19 +47,21 @@ def parallelize(
     (total, count) for an exact mean over tokens; `clip` bounds the global gradient norm; `schedule` maps the
     step to a factor of the learning rate; `prefetch` is how many units zero=3 gathers ahead, and
     `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
+    `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
     """
-    check_arguments(model, plan, optimizer, loss, clip, prefetch)
+    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     mesh = Mesh.join(plan)
     model = _converted(model, mesh.device, DTYPES[plan.precision])
+    scopes = _scopes(model, mesh, seed)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         update = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
-        return Engine(model, mesh, update, loss, schedule=None)
+        return Engine(model, mesh, update, loss, None, scopes)
     sync = _replicate(model, mesh, prefetch, smallest_unit)
     update = _update(sync, mesh, _checked(optimizer), clip)
-    return Engine(model, mesh, update, loss, schedule)
+    return Engine(model, mesh, update, loss, schedule, scopes)
 
 
 def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -64,6 +70,17 @@ def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
         lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
     )
     return converted
+
+
+def _scopes(model: nn.Module, mesh: Mesh, seed: int | None) -> Scopes:
+    """Key the model's dropout, and tell where in the training its forward passes are."""
+    group = mesh.group("data")
+    counts: Counts = partial(gather_counts, group=group, device=mesh.device)
+    if mesh.plan.sync == "async":
+        counts = partial(assume_equal_counts, group=group)
+    if seed is not None:
+        key_dropout(model)
+    return Scopes(model, seed, counts, group.rank, mesh.plan.microbatches)
 
 
 def _checked(make: Make) -> Make:
