@@ -12,7 +12,7 @@ from torch import Tensor
 
 _BITS = 32  # of a hash, for one element
 _PER_WORD = 64 // _BITS
-_TILE = 1 << 20  # words hashed at a time: bounds the memory that is needed beside the mask
+_TILE = 1 << 22  # words hashed at a time: bounds the memory that is needed beside the mask
 
 _WEYL = 0x9E3779B97F4A7C15
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
