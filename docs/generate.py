@@ -215,7 +215,7 @@ LAYERS = (
     Layer(("planner",), (), "measures layers, splits them"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
-    Layer(("precision", "memory"), (), "types of numbers; bytes alive"),
+    Layer(("precision", "memory", "dropout"), (), "types of numbers; bytes; masks"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),

@@ -26,7 +26,8 @@ def good(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"plan": Plan(data=2)}, {"clip": 1}, {"clip": np.float32(0.5)}, {"prefetch": 0}]
+    "changes",
+    [{}, {"plan": Plan(data=2)}, {"clip": 1}, {"clip": np.float32(0.5)}, {"prefetch": 0}, {"seed": None}],
 )
 def test_good_arguments_pass(changes: dict[str, Any]) -> None:
     check_arguments(**good(**changes))
@@ -58,6 +59,8 @@ def test_all_faults_of_the_arguments_at_once() -> None:
         ({"clip": True}, "clip=True"),
         ({"prefetch": 1.5}, "prefetch=1.5"),
         ({"prefetch": True}, "prefetch=True"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"seed": False}, "seed=False"),
     ],
 )
 def test_one_bad_argument(changes: dict[str, Any], says: str) -> None:

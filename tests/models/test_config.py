@@ -73,6 +73,12 @@ def test_gpt_has_neither_grouped_heads_nor_rotary_scaling():
     assert [fault.split(":")[0] for fault in faults] == ["heads=4 kv_heads=2", "rope_scaling"]
 
 
+@pytest.mark.parametrize("dropout", [-0.1, 1, 1.5, True, "0.1", float("nan")])
+def test_dropout_is_a_part_below_the_whole(dropout):
+    (fault,) = faults_of(**vars(GPT) | {"dropout": dropout})
+    assert fault == f"dropout={dropout!r}: must be a number from 0 to below 1"
+
+
 def test_rope_scaling_faults():
     with pytest.raises(UserError) as caught:
         RopeScaling(factor=0, low_freq_factor=float("nan"), high_freq_factor="4", original_sequence=1.5)

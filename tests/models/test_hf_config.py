@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from echelon.errors import UserError
@@ -42,6 +44,18 @@ def test_left_out_keys_mean_what_transformers_means():
     gpt, llama = config_from_hf(GPT2), config_from_hf(LLAMA)
     assert (gpt.tied, gpt.norm_epsilon, gpt.ffn_width) == (True, 1e-5, 64)
     assert (llama.tied, llama.norm_epsilon, llama.num_kv_heads, llama.rope_theta) == (False, 1e-6, 4, 10000.0)
+
+
+def test_dropout_of_gpt2_is_that_of_embedding_and_residuals():
+    assert config_from_hf(GPT2).dropout == 0.1
+    none = GPT2 | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.1}
+    config = config_from_hf(none)
+    assert config.dropout == 0.0
+    dropping = dataclasses.replace(config, dropout=0.25)
+    assert config_from_hf(config_to_hf(dropping, "float32")) == dropping
+    assert config_to_hf(dropping, "float32")["attn_pdrop"] == 0.0
+    (fault,) = faults_of(none | {"embd_pdrop": 0.1})
+    assert fault.startswith("embd_pdrop=0.1 resid_pdrop=0.0: one dropout serves both")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 import copy
+import dataclasses
 
 import torch
+from torch import nn
 
 from echelon.models import build
 
@@ -100,3 +102,17 @@ def test_meta_model_filled_and_reset_equals_the_built_one(config):
     expected = built(config).state_dict()
     assert (model.head.projection.weight is model.embedding.tokens.weight) == config.tied
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_dropout_stands_after_embedding_attention_and_feed_forward(config, tokens):
+    model = built(dataclasses.replace(config, dropout=0.3))
+    dropping = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    parts = ("attention_dropout", "mlp_dropout")
+    assert dropping == {"embedding.dropout", *(f"blocks.{i}.{part}" for i in range(2) for part in parts)}
+    for name in dropping:
+        alone = built(config)
+        module = alone.get_submodule(name)
+        module.p = 0.5
+        assert not torch.equal(alone(tokens), built(config)(tokens)), name
+    assert torch.equal(model.eval()(tokens), built(config)(tokens))
+    assert model.state_dict().keys() == built(config).state_dict().keys()

@@ -54,8 +54,9 @@ def test_values_that_do_not_fit_together() -> None:
 
 
 def test_model_values_change_the_preset() -> None:
-    config = ModelJob(layers=2, width=64, tied=False).config()
+    config = ModelJob(layers=2, width=64, tied=False, dropout=0.1).config()
     assert (config.layers, config.width, config.heads, config.tied) == (2, 64, 4, False)
+    assert (config.dropout, ModelJob().config().dropout) == (0.1, 0.0)
 
 
 def test_weights_bring_their_own_sizes(tmp_path) -> None:  # type: ignore[no-untyped-def]

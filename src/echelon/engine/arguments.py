@@ -19,7 +19,13 @@ _PLAIN_LEAVES = (str, int, float, bool, type(None))
 
 
 def check_arguments(
-    model: object, plan: object, optimizer: object, loss: object, clip: object, prefetch: object
+    model: object,
+    plan: object,
+    optimizer: object,
+    loss: object,
+    clip: object,
+    prefetch: object,
+    seed: object = 0,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     faults = [
@@ -27,7 +33,7 @@ def check_arguments(
         *_plan_faults(plan),
         *_optimizer_faults(optimizer),
         *_loss_faults(loss),
-        *_number_faults(clip, prefetch),
+        *_number_faults(clip, prefetch, seed),
     ]
     raise_faults("the arguments of parallelize", faults)
 
@@ -75,12 +81,14 @@ def _loss_faults(loss: object) -> list[str]:
     return []
 
 
-def _number_faults(clip: object, prefetch: object) -> list[str]:
+def _number_faults(clip: object, prefetch: object, seed: object) -> list[str]:
     faults = []
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
         faults.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         faults.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        faults.append(f"seed={seed!r}: must be a whole number, or None to leave dropout to torch")
     return faults
 
 

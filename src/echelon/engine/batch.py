@@ -28,11 +28,16 @@ def num_samples(structure: Any) -> int:
     return sizes.pop()
 
 
+def part_bounds(samples: int, index: int, parts: int) -> tuple[int, int]:
+    """Where part `index` of `parts` begins and ends."""
+    base, more = divmod(samples, parts)
+    begin = index * base + min(index, more)
+    return begin, begin + base + (index < more)
+
+
 def take_part(batch: Any, index: int, parts: int) -> Any:
     """Part `index` of `parts` of the samples, as views."""
-    base, more = divmod(num_samples(batch), parts)
-    begin = index * base + min(index, more)
-    end = begin + base + (index < more)
+    begin, end = part_bounds(num_samples(batch), index, parts)
     return tree_map(lambda leaf: leaf[begin:end] if isinstance(leaf, Tensor) else leaf, batch)
 
 

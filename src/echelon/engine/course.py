@@ -6,8 +6,9 @@ of their own; `drain` finishes what is under way.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from echelon.data_parallel import Outcome, Synchronous, Update
 from echelon.engine.arguments import check_batch, check_loss
-from echelon.engine.batch import Batch, Loss, cast, microbatches, to_device, total_and_count
+from echelon.engine.batch import Batch, Loss, cast, microbatches, num_samples, to_device, total_and_count
+from echelon.engine.samples import Scopes, no_scope
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
@@ -45,9 +47,11 @@ class Held(NamedTuple):
 class Course(ABC):
     """Takes batches through the stages of this rank."""
 
-    def __init__(self, mesh: Mesh, held: Held, update: Update, loss: Loss, meter: Meter) -> None:
+    def __init__(
+        self, mesh: Mesh, held: Held, update: Update, loss: Loss, meter: Meter, scopes: Scopes
+    ) -> None:
         self._mesh, self._held, self._update = mesh, held, update
-        self._loss, self._meter = loss, meter
+        self._loss, self._meter, self._scopes = loss, meter, scopes
         self._rank = mesh.group("pipeline").rank
         self._several = held.program.stages > 1
         self._scripts: dict[object, Script] = {}
@@ -57,8 +61,8 @@ class Course(ABC):
         self._interpreter = Interpreter(task, wire, mesh.device, self._versions())
 
     @abstractmethod
-    def train(self, batch: Batch) -> Outcome:
-        """One training step."""
+    def train(self, batch: Batch, step: int) -> Outcome:
+        """One training step, the first of which is 0."""
 
     @abstractmethod
     def _make_update(self, tally: Tensor) -> None:
@@ -72,7 +76,7 @@ class Course(ABC):
 
     def evaluate(self, batch: Batch) -> Tensor:
         """(loss total, count) of what this rank computed the loss of."""
-        feed = self._feed(batch, "evaluation")
+        feed = self._feed(batch, "evaluation", no_scope)
         script = self._script(
             ("forward", len(feed)),
             lambda: add_transfers(forward_only(self._held.program.placement, len(feed))),
@@ -102,24 +106,36 @@ class Course(ABC):
             self._scripts[key] = Script(make(), self._rank)
         return self._scripts[key]
 
-    def _feed(self, batch: Batch, purpose: str, begin: int = 0) -> dict[int, Microbatch]:
+    def _training_feed(self, batch: Batch, step: int, begin: int = 0) -> dict[int, Microbatch]:
+        check_batch(batch)
+        return self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
+
+    def _feed(
+        self,
+        batch: Batch,
+        purpose: str,
+        scope: Callable[[int], AbstractContextManager[None]],
+        begin: int = 0,
+    ) -> dict[int, Microbatch]:
         """The microbatches of a batch, numbered from `begin`."""
         check_batch(batch)
         always = self._several or self._update.lockstep
         parts = microbatches(batch, self._mesh.plan.microbatches, always=always)
         return {
-            begin + number: self._microbatch(part, weight, purpose)
+            begin + number: self._microbatch(part, weight, purpose, partial(scope, number))
             for number, (part, weight) in enumerate(parts)
         }
 
-    def _microbatch(self, part: Batch, weight: int, purpose: str) -> Microbatch:
+    def _microbatch(
+        self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
+    ) -> Microbatch:
         inputs, targets = part
         look = purpose + Spec.of(inputs)[0].text if self._several else ""
         if 0 in self._held.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._held.program.stages - 1 in self._held.stages:
             targets = to_device(targets, self._mesh.device)
-        return Microbatch(inputs, targets, weight, look)
+        return Microbatch(inputs, targets, weight, look, scope)
 
     def _count_loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | int]:
         result = self._loss(output, microbatch.targets)
@@ -127,8 +143,10 @@ class Course(ABC):
         total, count = total_and_count(result, microbatch.targets)
         return total * microbatch.weight, count * microbatch.weight
 
-    def _around(self, _: Microbatch) -> AbstractContextManager[None]:
-        return self._meter.activations()
+    @contextmanager
+    def _around(self, microbatch: Microbatch) -> Iterator[None]:
+        with self._meter.activations(), microbatch.scope():
+            yield
 
 
 @final
@@ -137,9 +155,9 @@ class Flushed(Course):
 
     _outcome: Outcome
 
-    def train(self, batch: Batch) -> Outcome:
+    def train(self, batch: Batch, step: int) -> Outcome:
         normaliser = self._update.start_step()
-        feed = self._feed(batch, "training")
+        feed = self._training_feed(batch, step)
         script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
         self._run(script, feed, normaliser)
         return self._outcome
@@ -165,16 +183,17 @@ class Endless(Course):
         update: Update,
         loss: Loss,
         meter: Meter,
+        scopes: Scopes,
         set_rate: Callable[[int], None],
     ) -> None:
         self._set_rate = set_rate  # for the update of a step
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
         self._norm = 0.0
-        super().__init__(mesh, held, update, loss, meter)
+        super().__init__(mesh, held, update, loss, meter, scopes)
         self._update.start_step()
 
-    def train(self, batch: Batch) -> Outcome:
-        feed = self._feed(batch, "training", begin=self._taken)
+    def train(self, batch: Batch, step: int) -> Outcome:
+        feed = self._training_feed(batch, step, begin=self._taken)
         plan = self._mesh.plan
         begin, self._taken = self._taken, self._taken + len(feed)
         program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, drain=False)

@@ -1,16 +1,18 @@
 """How a model is cut into the stages of a plan, and what ties them together."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
-from echelon.errors import UserError
+from echelon.errors import UserError, raise_faults
 from echelon.mesh import Mesh
-from echelon.pipeline_parallel import Tie, even_boundaries, keep_only, split, start_equal
-from echelon.program import ASYNCHRONOUS, Program, build
+from echelon.pipeline_parallel import Stage, Tie, even_boundaries, keep_only, split, start_equal
+from echelon.plan import Plan
+from echelon.program import ASYNCHRONOUS, Op, Program, add_gathers, build, load_schedule
 
 
 class Stages(NamedTuple):
@@ -39,17 +41,40 @@ class Stages(NamedTuple):
 def cut(model: nn.Module, mesh: Mesh) -> Stages:
     """Cut the model, take this rank's stages from the first rank, and drop the others."""
     plan, group = mesh.plan, mesh.group("pipeline")
-    program = build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks, gather=plan.zero == 3)
+    program = _program(plan)
     if program.stages == 1:
         return Stages({0: model}, program, [], 0, even=True)
     stages, ties = split(model, even_boundaries(model, program.stages))
     _check_ties(ties, program, mesh)
+    _check_dropout(stages)
     start_equal(stages, [holders[0] for holders in program.placement], group)
     mine: dict[int, nn.Module] = {number: stages[number] for number in program.stages_of(group.rank)}
     # Every rank makes every group, in the same order.
     groups = [(tie, mesh.among({_position(program, mesh, stage) for stage in tie.stages})) for tie in ties]
     keep_only(model, [stages[number] for number in mine])
     return Stages(mine, program, groups, group.rank, mesh.layout.even)
+
+
+def _program(plan: Plan) -> Program:
+    """What the plan's schedule does in a step."""
+    if not plan.schedule_is_file:
+        return build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks, gather=plan.zero == 3)
+    program = load_schedule(plan.schedule)
+    faults = []
+    if len(program.ranks) != sum(plan.replicas):
+        faults.append(
+            f"it is for {len(program.ranks)} ranks, and pipeline={'-'.join(map(str, plan.replicas))} has "
+            f"{sum(plan.replicas)}; set pipeline={len(program.ranks)}"
+        )
+    if program.microbatches != plan.microbatches:
+        faults.append(
+            f"it is for {program.microbatches} microbatches, and the plan has {plan.microbatches}; set "
+            f"microbatches={program.microbatches}"
+        )
+    if any(its.op is Op.STASH or its.version is not None for rank in program.ranks for its in rank):
+        faults.append("it keeps weight versions, which only the schedules by name do; leave them out")
+    raise_faults(f"schedule={plan.schedule}", faults)
+    return add_gathers(program) if plan.zero == 3 else program
 
 
 def _position(program: Program, mesh: Mesh, stage: int) -> int:
@@ -79,3 +104,15 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
                 f"pipeline: {tie.name} is in the stages {', '.join(map(str, tie.stages))}, two of them on "
                 "one rank; use other chunks, so that layers that share a weight are on different ranks"
             )
+
+
+def _check_dropout(stages: Sequence[Stage]) -> None:
+    """A dropout module counts its uses, which it cannot do over several ranks."""
+    seen: dict[nn.Module, int] = {}
+    for number, stage in enumerate(stages):
+        for module in set(stage.modules()):
+            if isinstance(module, _DropoutNd) and module.p > 0 and seen.setdefault(module, number) != number:
+                raise UserError(
+                    f"pipeline: one dropout module is used in the stages {seen[module]} and {number}, and "
+                    "would repeat its masks there; give each layer its own"
+                )

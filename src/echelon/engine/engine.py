@@ -19,6 +19,7 @@ from echelon.data_parallel import Push, Update
 from echelon.engine.batch import Batch, Loss, take_part
 from echelon.engine.course import Course, Endless, Flushed, Held
 from echelon.engine.metrics import Evaluation, Metrics
+from echelon.engine.samples import Scopes
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
@@ -42,17 +43,18 @@ class Engine:
         update: Update,
         loss: Loss,
         schedule: Callable[[int], float] | None,
+        scopes: Scopes,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._names, self._update, self._schedule = names, update, schedule
+        self._names, self._update, self._schedule, self._scopes = names, update, schedule, scopes
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._meter = Meter(module, update.storages)
         self._course: Course
         if mesh.plan.schedule in ASYNCHRONOUS:
-            self._course = Endless(mesh, held, update, loss, self._meter, self._set_learning_rate)
+            self._course = Endless(mesh, held, update, loss, self._meter, scopes, self._set_learning_rate)
         else:
-            self._course = Flushed(mesh, held, update, loss, self._meter)
+            self._course = Flushed(mesh, held, update, loss, self._meter, scopes)
 
     # What a training loop needs.
 
@@ -92,7 +94,7 @@ class Engine:
         self._set_learning_rate(self.steps)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self.module.train()
-        total, count, norm = self._course.train(batch)
+        total, count, norm = self._course.train(batch, self.steps)
         self._meter.sample()
         self.steps += 1
         beat()

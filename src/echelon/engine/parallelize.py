@@ -1,6 +1,7 @@
 """parallelize(): composes the strategies of a plan around a model. Read top to bottom; each line one axis."""
 
 from collections.abc import Callable, Iterable, Set
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,11 +18,13 @@ from echelon.data_parallel import (
     Zero,
 )
 from echelon.data_parallel.units import SMALLEST, cut_units
+from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer
 from echelon.engine.batch import Loss
 from echelon.engine.course import Held
 from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
+from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_counts
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.mesh import Mesh
@@ -42,6 +45,7 @@ def parallelize(
     schedule: Callable[[int], float] | None = None,
     prefetch: int = 1,
     smallest_unit: int = SMALLEST,
+    seed: int | None = 0,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -49,18 +53,19 @@ def parallelize(
     (total, count) for an exact mean over tokens; `clip` bounds the global gradient norm; `schedule` maps the
     step to a factor of the learning rate; `prefetch` is how many units zero=3 gathers ahead, and
     `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
+    `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
     """
-    check_arguments(model, plan, optimizer, loss, clip, prefetch)
+    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     mesh = Mesh.join(plan)
     model = _converted(model, mesh.device, DTYPES[plan.precision])
-    names = StateNames.of(model)
+    names, scopes = StateNames.of(model), _scopes(model, mesh, seed)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
         held = Held({0: model}, {0: workers}, build("naive", (1,), plan.microbatches))
-        return Engine(model, names, mesh, held, workers, loss, schedule=None)
+        return Engine(model, names, mesh, held, workers, loss, None, scopes)
     _check_clip(plan, clip)
     stages = cut(model, mesh)
     syncs = {
@@ -68,14 +73,15 @@ def parallelize(
         for number, stage in stages.mine.items()
     }
     update = _update(list(syncs.values()), mesh, _checked(optimizer), clip)
-    return Engine(model, names, mesh, Held(stages.mine, syncs, stages.program), update, loss, schedule)
+    held = Held(stages.mine, syncs, stages.program)
+    return Engine(model, names, mesh, held, update, loss, schedule, scopes)
 
 
 def _check_clip(plan: Plan, clip: float | None) -> None:
     if clip is not None and plan.schedule in ASYNCHRONOUS and plan.stages > 1:
         raise UserError(
-            f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never stand "
-            "at the same update there; drop clip, or use schedule=1f1b"
+            f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
+            "stand at the same update there; drop clip, or use schedule=1f1b"
         )
 
 
@@ -85,6 +91,17 @@ def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
         lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
     )
     return converted
+
+
+def _scopes(model: nn.Module, mesh: Mesh, seed: int | None) -> Scopes:
+    """Key the model's dropout, and tell where in the training its forward passes are."""
+    group = mesh.group("data")
+    counts: Counts = partial(gather_counts, group=group, device=mesh.device, replicas=mesh.plan.data)
+    if mesh.plan.sync == "async":
+        counts = partial(assume_equal_counts, group=group)
+    if seed is not None:
+        key_dropout(model)
+    return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)
 
 
 def _checked(make: Make) -> Make:

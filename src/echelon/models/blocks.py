@@ -62,9 +62,10 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = Embedding(config.vocab, config.width)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.tokens(tokens)
+        x: Tensor = self.dropout(self.tokens(tokens))
         return x
 
 
@@ -106,16 +107,20 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention, then feed-forward, each on a normed copy and added back."""
 
-    def __init__(self, attention: Attention, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, attention: Attention, mlp: nn.Module, norm: Callable[[], nn.Module], dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.attention_norm = norm()
         self.attention = attention
+        self.attention_dropout = nn.Dropout(dropout)
         self.mlp_norm = norm()
         self.mlp = mlp
+        self.mlp_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        after: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        after: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return after
 
 

@@ -56,6 +56,7 @@ class ModelConfig:
     kv_heads: int | None = None
     ffn: int | None = None
     tied: bool = False
+    dropout: float = 0.0  # after the embedding, and of what attention and feed-forward add
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -69,6 +70,8 @@ class ModelConfig:
         ]
         if not isinstance(self.tied, bool):
             faults.append(f"tied={self.tied!r}: must be true or false")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            faults.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
         # How values fit together is asked only of values that make sense alone.
         raise_faults("model config", faults or _fit_faults(self))
 
@@ -138,10 +141,12 @@ def _number_faults(config: object, *names: str) -> list[str]:
     return [
         f"{name}={value!r}: must be a number above 0"
         for name in names
-        if isinstance(value := getattr(config, name), bool)
-        or not isinstance(value, int | float)
-        or not 0 < value < math.inf
+        if not _is_number(value := getattr(config, name)) or not 0 < value < math.inf
     ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fit_faults(config: ModelConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """The GPT family (GPT-2, GPT-3): learned positions, LayerNorm, GELU, biases everywhere.
 
-No dropout: at the scale this library is for, models see their data about once.
+Dropout stands where GPT-2 has it, but not on attention's weights: those exist inside a kernel only.
 """
 
 from functools import partial
@@ -27,7 +27,10 @@ class GPT(Transformer):
         super().__init__(
             config,
             PositionedEmbedding(config),
-            (Block(Attention(config, rotary=None), MLP(config), norm) for _ in range(config.layers)),
+            (
+                Block(Attention(config, rotary=None), MLP(config), norm, config.dropout)
+                for _ in range(config.layers)
+            ),
             norm(),
         )
 
@@ -46,7 +49,8 @@ class PositionedEmbedding(TokenEmbedding):
                 f"a sequence of {length} tokens: this GPT has learned {known} positions; "
                 f"give it at most {known} tokens, or build it with sequence={length}"
             )
-        x: Tensor = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        positions = self.positions(torch.arange(length, device=tokens.device))
+        x: Tensor = self.dropout(self.tokens(tokens) + positions)
         return x
 
 

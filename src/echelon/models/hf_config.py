@@ -81,7 +81,8 @@ _ROPE_SCALING = {
     "original_sequence": "original_max_position_embeddings",
 }
 
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# Of GPT-2, where left out: 0.1. `attn_pdrop` is passed over, because our attention has no dropout inside.
+_DROPOUTS = ("embd_pdrop", "resid_pdrop")
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -93,8 +94,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     dialect = _DIALECTS[model_type]
     faults = _demand_faults(dialect, raw)
     values = _read_sizes(dialect, raw, faults)
-    if model_type == "llama":
-        values |= _read_rope(raw, faults)
+    values |= _read_rope(raw, faults) if model_type == "llama" else _read_dropout(raw, faults)
     config = _checked(ModelConfig, {"family": dialect.family, **values}, faults)
     if model_type == "llama" and config is not None and raw.get("head_dim") not in (None, config.head_width):
         faults.append(
@@ -123,7 +123,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.family == "llama":
         raw["intermediate_size"] = config.ffn_width  # where ffn is None: their rule is not ours
     raw |= {key: values[0] for key, values in dialect.demanded.items() if values[0] is not None}
-    return raw | (_write_rope(config) if config.family == "llama" else _NO_DROPOUT)
+    return raw | (_write_rope(config) if config.family == "llama" else _write_dropout(config))
 
 
 def _demand_faults(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
@@ -139,6 +139,19 @@ def _read_sizes(dialect: _Dialect, raw: Mapping[str, Any], faults: list[str]) ->
     required = {ours: raw.get(theirs) for ours, theirs in dialect.required.items()}
     optional = {ours: raw.get(theirs, default) for ours, (theirs, default) in dialect.optional.items()}
     return required | optional
+
+
+def _read_dropout(raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    embedding, residual = (raw.get(key, 0.1) for key in _DROPOUTS)
+    if embedding != residual:
+        faults.append(
+            f"embd_pdrop={embedding!r} resid_pdrop={residual!r}: one dropout serves both; make them equal"
+        )
+    return {"dropout": residual}
+
+
+def _write_dropout(config: ModelConfig) -> dict[str, Any]:
+    return dict.fromkeys(_DROPOUTS, config.dropout) | {"attn_pdrop": 0.0}
 
 
 def _read_rope(raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:

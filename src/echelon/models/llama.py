@@ -26,7 +26,10 @@ class Llama(Transformer):
         super().__init__(
             config,
             TokenEmbedding(config),
-            (Block(Attention(config, rotary), SwiGLU(config), norm) for _ in range(config.layers)),
+            (
+                Block(Attention(config, rotary), SwiGLU(config), norm, config.dropout)
+                for _ in range(config.layers)
+            ),
             norm(),
         )
 

@@ -26,12 +26,16 @@ Place = tuple[int, int]  # stage, microbatch
 
 
 class Microbatch(NamedTuple):
-    """One microbatch as a stage may need it. `look` says what its inputs look like, the same on all ranks."""
+    """One microbatch as a stage may need it.
+
+    `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training.
+    """
 
     inputs: Any
     targets: Any
     weight: int
     look: str
+    scope: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Span(NamedTuple):

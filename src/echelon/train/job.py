@@ -33,6 +33,7 @@ class ModelJob:
     vocab: int | None = None
     sequence: int | None = None
     tied: bool | None = None
+    dropout: float | None = None
 
     def without_sizes(self) -> "ModelJob":
         return ModelJob(self.preset, self.weights)

@@ -33,6 +33,7 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
         loss=cross_entropy,
         clip=job.optimizer.clip,
         schedule=_rates(job),
+        seed=job.seed,
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
+from echelon.dropout import unkeyed_dropout
 from echelon.errors import UserError
 
 
@@ -30,11 +30,11 @@ class Case:
         that a plan which forgets to make them equal is found out."""
         torch.manual_seed(self.seed + rank)
         model = self.make_model().double()
-        random = [name or "the model" for name, its in model.named_modules() if _dropout(its) > 0]
+        random = unkeyed_dropout(model)
         if random:
             raise UserError(
-                f"dropout in {', '.join(random)}: its masks differ from layout to layout, so that two "
-                "trainings cannot be compared; verify the model with dropout 0"
+                f"dropout inside {', '.join(random)}: only the masks of torch's own dropout layers are the "
+                "same in every layout, and can be compared; set it to 0, or use nn.Dropout there"
             )
         return model.train()
 
@@ -48,11 +48,3 @@ def _to_double(batch: tuple[Any, Any]) -> tuple[Any, Any]:
 
     converted: tuple[Any, Any] = tree_map(convert, batch)
     return converted
-
-
-def _dropout(module: nn.Module) -> float:
-    """With what probability a module of torch's own drops; recurrent ones and attention have it inside."""
-    if isinstance(module, _DropoutNd):
-        return module.p
-    inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-    return float(module.dropout) if inside else 0.0  # type: ignore[arg-type]

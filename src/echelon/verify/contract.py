@@ -121,14 +121,16 @@ def verify(
     return Verdict(plan, case.steps, tensors, numbers, tolerance, against)
 
 
-def _reference(case: Case, plan: Plan, trained: Trained) -> tuple[Trained, str]:
+def _reference(case: Case, plan: Plan, ran: Trained) -> tuple[Trained, str]:
     """What a plan must be equal to, and its name."""
     if plan.sync == "async" and plan.staleness > 0:
-        return replay(trained.log, case, plan.data), _LOG
+        return replay(ran.log, case, plan.data), _LOG
     if plan.schedule in ASYNCHRONOUS:
         return train_by_formula(case, plan), _FORMULA
-    batches = case.batches()
-    return train_on_one_device(case.build(), case.make_optimizer, case.loss, batches, case.clip), ONE_DEVICE
+    trained = train_on_one_device(
+        case.build(), case.make_optimizer, case.loss, case.batches(), case.clip, case.seed
+    )
+    return trained, ONE_DEVICE
 
 
 def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) -> Verdict:
@@ -147,6 +149,7 @@ def _train_rank(case: Case, plan: Plan, plant: str | Plant | None) -> Trained:
         optimizer=case.make_optimizer,
         loss=case.loss,
         clip=case.clip,
+        seed=case.seed,
         **case.options,
     )
     if plant is not None:

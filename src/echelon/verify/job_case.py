@@ -49,7 +49,7 @@ def _open(batches: JobBatches) -> Batches:
 def case_of(job: Job, plan: Plan, steps: int) -> Case:
     """The case of `job` under `plan`; refused here, not in a rank, where the corpus is too short for it."""
     sequence = min(job.sequence_length, SEQUENCE)
-    batches = JobBatches(job, _num_samples(plan), sequence)
+    batches = JobBatches(job, _num_samples(plan, drops=job.model.config().dropout > 0), sequence)
     _open(batches)
     return Case(
         make_model=_model_maker(job),
@@ -66,7 +66,10 @@ def _model_maker(job: Job) -> Callable[[], nn.Module]:
     return partial(load_hf, job.model.weights) if job.model.weights else partial(build, job.model.config())
 
 
-def _num_samples(plan: Plan) -> int:
-    """8 or more, and one more than replicas and microbatches share evenly: their means must be weighed."""
+def _num_samples(plan: Plan, *, drops: bool = False) -> int:
+    """8 or more, and one more than replicas and microbatches share evenly: their means must be weighed.
+
+    One more for each replica where asynchronous workers drop: they number samples as if all had as many.
+    """
     parts = plan.data * plan.microbatches
-    return parts * math.ceil(7 / parts) + 1
+    return parts * math.ceil(7 / parts) + (plan.data if drops and plan.sync == "async" else 1)

@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.batch import take_part, total_and_count
+from echelon.dropout import key_dropout, scope
+from echelon.engine.batch import num_samples, part_bounds, take_part, total_and_count
 from echelon.pipeline_parallel import even_boundaries, split
 from echelon.plan import Plan
 from echelon.verify.case import Case
 from echelon.verify.reference import Trained, evaluate, state_by_name, weights_of
 
-Part = tuple[Any, Any]
+Part = tuple[Any, int]  # (inputs, targets), and the place of its first sample in the global batch
 
 
 def train_by_formula(case: Case, plan: Plan) -> Trained:
     """What the pipeline of `plan` must come to, after all steps of `case` and a drain."""
     model = case.build()
+    key_dropout(model)
     stages = [model] if plan.stages == 1 else split(model, even_boundaries(model, plan.stages)).stages
     stage_of = {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -33,13 +35,14 @@ def train_by_formula(case: Case, plan: Plan) -> Trained:
     version_of = _version_rule(plan)
     batches = case.batches()
     losses = []
-    for batch in batches:
+    for step, batch in enumerate(batches):
         total = count = 0.0
         for parts in _updates(batch, plan):
             update = len(versions) - 1
             used = [version_of(update, stage_of[p]) for p in parameters]
             _restore(parameters, [versions[version][place] for place, version in enumerate(used)])
-            its_total, its_count = _gradients(model, case.loss, parts, optimizer)
+            optimizer.zero_grad()
+            its_total, its_count = _gradients(model, case, step, parts)
             _restore(parameters, versions[-1])
             optimizer.step()
             versions.append(_copy(parameters))
@@ -60,23 +63,28 @@ def _version_rule(plan: Plan) -> Callable[[int, int], int]:
     return lambda update, stage: max(0, rules[plan.schedule](update, stage))
 
 
-def _updates(batch: Part, plan: Plan) -> Iterator[list[Part]]:
+def _updates(batch: Any, plan: Plan) -> Iterator[list[Part]]:
     """For each update of a step, the samples that it is the mean of: a part from every replica, or all."""
     if plan.schedule == "pipedream-2bw":
-        yield [batch]
+        yield [(batch, 0)]
         return
-    replicas = [take_part(batch, replica, plan.data) for replica in range(plan.data)]
+    samples = num_samples(batch)
     for number in range(plan.microbatches):
-        parts = [take_part(replica, number, plan.microbatches) for replica in replicas]
-        yield [part for part in parts if len(part[1])]
+        parts: list[Part] = []
+        for replica in range(plan.data):
+            begin, end = part_bounds(samples, replica, plan.data)
+            first, _ = part_bounds(end - begin, number, plan.microbatches)
+            its = take_part(take_part(batch, replica, plan.data), number, plan.microbatches)
+            parts += [(its, begin + first)] if num_samples(its) else []
+        yield parts
 
 
-def _gradients(
-    model: nn.Module, loss: Callable[[Any, Any], Any], parts: list[Part], optimizer: torch.optim.Optimizer
-) -> tuple[float, float]:
+def _gradients(model: nn.Module, case: Case, step: int, parts: list[Part]) -> tuple[float, float]:
     """Leave the gradient of the mean loss of `parts`; returns the loss total and count."""
-    optimizer.zero_grad()
-    results = [total_and_count(loss(model(inputs), targets), targets) for inputs, targets in parts]
+    results = []
+    for (inputs, targets), first_sample in parts:
+        with scope(seed=case.seed, step=step, first_sample=first_sample):
+            results.append(total_and_count(case.loss(model(inputs), targets), targets))
     count = sum(float(count) for _, count in results)
     torch.stack([total for total, _ in results]).sum().div(count).backward()
     return sum(float(total.detach()) for total, _ in results), count

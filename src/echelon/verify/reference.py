@@ -1,6 +1,7 @@
-"""The reference: the same training on one device, written in plain torch, with no code of echelon's in it.
+"""The reference: the same training on one device, written in plain torch.
 
-It must stay independent of what it judges, so it repeats in the plainest way what a step means.
+It must stay independent of what it judges, so it repeats in the plainest way what a step means. Of echelon's
+code it shares only the masks of dropout, where it says itself which step and samples they are for.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.asynchronous import Push
+from echelon.dropout import key_dropout, scope
 
 
 @dataclass
@@ -35,15 +37,18 @@ def train_on_one_device(
     loss: Callable[[Any, Any], Any],
     batches: list[tuple[Any, Any]],
     clip: float | None,
+    seed: int = 0,
 ) -> Trained:
-    """Train in float64 on the whole of each batch at once."""
+    """Train in float64 on the whole of each batch at once; `seed` is dropout's."""
     model = model.double().train()
+    key_dropout(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters)
     losses, grad_norms = [], []
-    for inputs, targets in batches:
+    for step, (inputs, targets) in enumerate(batches):
         optimizer.zero_grad()
-        mean = _mean(loss(model(inputs), targets))
+        with scope(seed=seed, step=step, first_sample=0):
+            mean = _mean(loss(model(inputs), targets))
         mean.backward()
         norm = nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
         optimizer.step()

@@ -2,6 +2,7 @@
 
 The gradient of an entry is that of the weights of version `pulled`, on the worker's part of the batch of its
 step. Entries that made the same version are one update of their mean, weighed by what the loss counted.
+For dropout, a worker with n samples counts them from worker · n, as if all had as many.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.asynchronous.log import Push
-from echelon.engine.batch import take_part, total_and_count
+from echelon.dropout import key_dropout, scope
+from echelon.engine.batch import num_samples, take_part, total_and_count
 from echelon.verify.case import Case
 from echelon.verify.reference import Trained, evaluate, state_by_name, weights_of
 
@@ -23,6 +25,7 @@ class Replay:
     def __init__(self, case: Case, workers: int, schedule: Callable[[int], float] | None = None) -> None:
         self._case, self._workers, self._schedule = case, workers, schedule
         self.model = case.build().train()
+        key_dropout(self.model)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = case.make_optimizer(self._parameters)
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -56,7 +59,10 @@ class Replay:
         self._restore(self._versions[entry.pulled])
         self._optimizer.zero_grad()
         inputs, targets = self._part(entry)
-        total, count = total_and_count(self._case.loss(self.model(inputs), targets), targets)
+        first = entry.worker * num_samples(inputs)
+        with scope(seed=self._case.seed, step=entry.step, first_sample=first):
+            result = self._case.loss(self.model(inputs), targets)
+        total, count = total_and_count(result, targets)
         total.backward()
         for parameter in self._parameters:
             if parameter.grad is not None:

@@ -1,0 +1,21 @@
+"""Dropout whose masks do not depend on the layout: a hash of where in the training an element stands.
+
+key_dropout(model)                                 # once, on the whole model
+with scope(seed=0, step=7, first_sample=16):       # around the forward pass of samples 16, 17, …
+    output = model(inputs)
+"""
+
+from echelon.dropout.mask import keep_mask
+from echelon.dropout.modules import key_dropout, keyed_modules, unkeyed_dropout
+from echelon.dropout.place import Place, current, restore, scope
+
+__all__ = [
+    "Place",
+    "current",
+    "keep_mask",
+    "key_dropout",
+    "keyed_modules",
+    "restore",
+    "scope",
+    "unkeyed_dropout",
+]

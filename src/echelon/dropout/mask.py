@@ -1,0 +1,90 @@
+"""Which elements dropout keeps: a pure function of seed, step, layer, sample and position.
+
+A counter is hashed by splitmix64, in int64 that wraps around, so that every device gives the same bits.
+Each hash serves two neighbouring positions, 32 bits each: a probability is met to 2⁻³².
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+_BITS = 32  # of a hash, for one element
+_PER_WORD = 64 // _BITS
+_TILE = 1 << 22  # words hashed at a time: bounds the memory that is needed beside the mask
+
+_WEYL = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
+_ALL = (1 << 64) - 1
+
+
+def keep_mask(
+    seed: int,
+    step: int,
+    layer: int,
+    first_sample: int,
+    shape: Sequence[int],
+    p: float,
+    device: torch.device | str = "cpu",
+    use: int = 0,
+) -> Tensor:
+    """True where an element is kept, with probability 1 - p. Dim 0 of `shape` counts samples.
+
+    Element j of sample s is decided by hash(seed, step, layer, use, first_sample + s, j), and by nothing
+    else: however a batch is cut, its samples keep the same elements. `use` tells apart the uses of one layer.
+    """
+    samples, positions = shape[0], prod(shape[1:])
+    if p == 0:
+        return torch.ones(*shape, dtype=torch.bool, device=device)
+    keys = _sample_keys(hash_of(seed, step, layer, use), first_sample, samples, device)
+    # A rank that holds a part of a sample's positions will count from elsewhere, here and only here.
+    counters = torch.arange(-(-positions // _PER_WORD), device=device).mul_(_signed(_WEYL))
+    words = len(counters)
+    kept = torch.empty(samples, words * _PER_WORD, dtype=torch.bool, device=device)
+    rows = max(1, _TILE // max(1, words))
+    for begin in range(0, samples, rows):
+        drawn = _mix_(keys[begin : begin + rows, None] + counters)
+        torch.lt(drawn.view(torch.int32), _threshold(p), out=kept[begin : begin + rows])
+    return kept[:, :positions].reshape(*shape)
+
+
+def hash_of(*numbers: int) -> int:
+    """64 bits of whole numbers, in their order; any size and sign."""
+    state = 0
+    for number in numbers:
+        state = _mix(state + number + _WEYL)
+    return state
+
+
+def _sample_keys(key: int, first: int, samples: int, device: torch.device | str) -> Tensor:
+    return _mix_(torch.arange(first, first + samples, device=device).mul_(_signed(_WEYL)).add_(_signed(key)))
+
+
+def _threshold(p: float) -> int:
+    """Signed numbers of `_BITS` bits below it are a part 1 - p of all."""
+    half = 1 << (_BITS - 1)
+    return min(round((1 - p) * 2 * half) - half, half - 1)
+
+
+def _mix(number: int) -> int:
+    number &= _ALL
+    for shift, factor in _ROUNDS:
+        number ^= number >> shift
+        number = number * factor & _ALL
+    return number
+
+
+def _mix_(numbers: Tensor) -> Tensor:
+    """`_mix` of every element, in place."""
+    for shift, factor in _ROUNDS:
+        # An int64 is shifted with its sign, which the mask takes away again.
+        numbers ^= (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            numbers *= _signed(factor)
+    return numbers
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return number - (1 << 64) if number >> 63 else number

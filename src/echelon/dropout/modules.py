@@ -1,0 +1,148 @@
+"""torch's dropout modules, made to draw from the open place instead of torch's generator.
+
+Only the `forward` of the instance is replaced. Its class, name and state stay what they are.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from echelon.dropout.mask import keep_mask
+from echelon.dropout.place import next_use
+from echelon.errors import UserError
+
+_ALPHA = 1.7580993408473766  # minus what SELU comes to far below 0: what a dropped element becomes
+
+
+def key_dropout(model: nn.Module) -> int:
+    """Make every dropout module of `model` draw from the open scope; returns how many now do.
+
+    The key of a layer is its name, so give the whole model, before it is cut into stages. A module that
+    is keyed already keeps its key. In eval mode, and outside every scope, all behave as torch's own.
+    """
+    for name, module in model.named_modules():
+        if _is_torchs(module) and not _is_keyed(module):
+            module.forward = _Keyed(module, name)
+    return len(keyed_modules(model))
+
+
+def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
+    return [module for module in model.modules() if isinstance(module, _DropoutNd) and _is_keyed(module)]
+
+
+def unkeyed_dropout(model: nn.Module) -> list[str]:
+    """The names of torch's modules in `model` that drop otherwise than by a module that can be keyed.
+
+    Recurrent ones and attention have it inside, and a subclass may have a `forward` of its own. What a
+    model does by calling functions (F.dropout, dropout_p of an attention) is not seen here.
+    """
+    return [name or "the model" for name, module in model.named_modules() if _drops_inside(module)]
+
+
+def _drops_inside(module: nn.Module) -> bool:
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
+    return isinstance(module, _DropoutNd) and module.p > 0 and not _is_torchs(module)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).forward in _KINDS
+
+
+def _is_keyed(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), _Keyed)
+
+
+class _Keyed:
+    """The forward of one dropout module. No closure, so that the model can be copied and pickled."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        assert isinstance(module, _DropoutNd)
+        self.module, self.name = module, name
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self.layer = int.from_bytes(digest, "little")
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        plain: Callable[..., Tensor] = type(module).forward
+        if not module.training or module.p == 0 or input.ndim == 0:
+            return plain(module, input)
+        found = next_use(self.layer)
+        if found is None:
+            self._refuse_recomputation()
+            return plain(module, input)
+        place, use = found
+        mask_shape, drop = _KINDS[plain]
+        seed, step, first = place.seed, place.step, place.first_sample
+        shape = mask_shape(input)
+        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use)
+        # A mask of one sample stands for an input that has no dim for samples.
+        return drop(input, keep[0] if len(shape) > input.ndim else keep, module.p, module.inplace)
+
+    def _refuse_recomputation(self) -> None:
+        """Made again in a backward pass, the mask would be another than before: gradients would be wrong."""
+        if torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                f"dropout in {self.name or 'the model'} runs again in the backward pass, where its place in "
+                "the training is not known (torch.utils.checkpoint?): set its p to 0, do not checkpoint it, "
+                "or leave masks to torch with parallelize(seed=None)"
+            )
+
+
+# What the mask covers.
+
+Shape = tuple[int, ...]
+
+
+def _elements(x: Tensor) -> Shape:
+    return tuple(x.shape)
+
+
+def _channels(x: Tensor) -> Shape:
+    """One element for each channel of each sample: [samples, channels, 1 …]."""
+    return (*x.shape[:2], *[1] * (x.ndim - 2))
+
+
+def _channels_1d(x: Tensor) -> Shape:
+    return _channels(x[None]) if x.ndim == 2 else _channels(x)
+
+
+def _channels_3d(x: Tensor) -> Shape:
+    return _channels(x[None]) if x.ndim == 4 else _channels(x)
+
+
+# What becomes of elements.
+
+
+def _zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """x · keep / (1 - p): autograd saves the mask alone, one byte an element."""
+    kept = x.mul_(keep) if inplace else x * keep
+    return kept if p == 1 else kept.div_(1 - p)
+
+
+def _saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """Dropped elements take SELU's lowest value; then scaled and shifted to keep mean and variance."""
+    kept = x.mul_(keep) if inplace else x * keep
+    if p == 1:
+        return kept
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    shift = (keep.to(x.dtype) - 1).mul_(_ALPHA * scale).add_(_ALPHA * scale * p)
+    return kept.mul_(scale).add_(shift)
+
+
+_KINDS: dict[
+    Callable[..., Tensor], tuple[Callable[[Tensor], Shape], Callable[[Tensor, Tensor, float, bool], Tensor]]
+] = {
+    nn.Dropout.forward: (_elements, _zero),
+    nn.Dropout1d.forward: (_channels_1d, _zero),
+    nn.Dropout2d.forward: (_channels, _zero),
+    nn.Dropout3d.forward: (_channels_3d, _zero),
+    nn.AlphaDropout.forward: (_elements, _saturate),
+    nn.FeatureAlphaDropout.forward: (_channels, _saturate),
+}

@@ -1,0 +1,70 @@
+"""Which samples of the global batch a microbatch holds, and dropout's scopes, which are keyed by them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+import torch
+from torch import nn
+
+from echelon.collectives import Group
+from echelon.dropout import keyed_modules, scope
+from echelon.engine.batch import part_bounds
+
+Counts = Callable[[int], Sequence[int]]  # from the samples of this replica to those of each
+
+
+def first_sample(counts: Sequence[int], replica: int, microbatch: int, microbatches: int) -> int:
+    """The place in the global batch of a microbatch's first sample; `counts`: how many each replica holds.
+
+    first_sample([7, 6], replica=1, microbatch=1, microbatches=3) == 7 + 2
+    """
+    return sum(counts[:replica]) + part_bounds(counts[replica], microbatch, microbatches)[0]
+
+
+def gather_counts(samples: int, group: Group, device: torch.device, replicas: int) -> list[int]:
+    """How many samples each replica holds: one whole number of each goes to all.
+
+    A stage of a pipeline may have several ranks of each replica in its group, one after the other.
+    """
+    counts = torch.empty(group.size, dtype=torch.int64, device=device)
+    with group.ledger.about("samples"):
+        group.all_gather(counts, torch.tensor([samples], device=device))
+    told: list[int] = counts.tolist()
+    return told[:: group.size // replicas]
+
+
+def assume_equal_counts(samples: int, group: Group) -> list[int]:
+    """For workers that do not wait for each other: as if every one held as many as this one.
+
+    Right where the batch divides evenly. Elsewhere samples of two workers may share a number and its masks.
+    """
+    return [samples] * group.size
+
+
+@final
+class Scopes:
+    """Where in the training each forward pass of this replica is, for the dropout of its model."""
+
+    def __init__(
+        self, model: nn.Module, seed: int | None, counts: Counts, replica: int, microbatches: int
+    ) -> None:
+        self._modules = [] if seed is None else keyed_modules(model)
+        self._seed, self._counts = seed or 0, counts
+        self._replica, self._microbatches = replica, microbatches
+
+    def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
+        """What opens the scope of a microbatch. Where nothing is dropped, replicas do not talk."""
+        if not any(module.p > 0 for module in self._modules):
+            return no_scope
+        counts = self._counts(samples)
+
+        def open_scope(microbatch: int) -> AbstractContextManager[None]:
+            first = first_sample(counts, self._replica, microbatch, self._microbatches)
+            return scope(seed=self._seed, step=step, first_sample=first)
+
+        return open_scope
+
+
+def no_scope(_: int) -> AbstractContextManager[None]:
+    return nullcontext()
