@@ -42,6 +42,7 @@ class Held(NamedTuple):
     stages: Mapping[int, nn.Module]
     replicas: Mapping[int, Replicas]
     program: Program  # of a step, which also says where each stage is
+    boundaries: list[int]  # the layers before which stages begin
 
 
 class Course(ABC):

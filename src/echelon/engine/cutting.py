@@ -10,7 +10,15 @@ from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.errors import UserError, raise_faults
 from echelon.mesh import Mesh
-from echelon.pipeline_parallel import Stage, Tie, even_boundaries, keep_only, split, start_equal
+from echelon.pipeline_parallel import (
+    Stage,
+    Tie,
+    check_boundaries,
+    even_boundaries,
+    keep_only,
+    split,
+    start_equal,
+)
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS, Op, Program, add_gathers, build, load_schedule
 
@@ -23,6 +31,7 @@ class Stages(NamedTuple):
     ties: list[tuple[Tie, Group]]
     rank: int  # in the pipeline
     even: bool  # whether every stage has as many replicas
+    boundaries: list[int]  # the layers before which stages begin
 
     @property
     def alone(self) -> Set[nn.Parameter]:
@@ -38,13 +47,17 @@ class Stages(NamedTuple):
         return Bond(tie.parameter, group, speaks, counts=stage == tie.stages[0])
 
 
-def cut(model: nn.Module, mesh: Mesh) -> Stages:
-    """Cut the model, take this rank's stages from the first rank, and drop the others."""
+def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None) -> Stages:
+    """Cut the model (before these layers, or evenly), take this rank's stages from the first rank, and drop
+    the others."""
     plan, group = mesh.plan, mesh.group("pipeline")
     program = _program(plan)
     if program.stages == 1:
-        return Stages({0: model}, program, [], 0, even=True)
-    stages, ties = split(model, even_boundaries(model, program.stages))
+        return Stages({0: model}, program, [], 0, even=True, boundaries=[])
+    edges = even_boundaries(model, program.stages)
+    if boundaries is not None:
+        edges = check_boundaries(model, boundaries, program.stages)
+    stages, ties = split(model, edges)
     _check_ties(ties, program, mesh)
     _check_dropout(stages)
     start_equal(stages, [holders[0] for holders in program.placement], group)
@@ -52,7 +65,7 @@ def cut(model: nn.Module, mesh: Mesh) -> Stages:
     # Every rank makes every group, in the same order.
     groups = [(tie, mesh.among({_position(program, mesh, stage) for stage in tie.stages})) for tie in ties]
     keep_only(model, [stages[number] for number in mine])
-    return Stages(mine, program, groups, group.rank, mesh.layout.even)
+    return Stages(mine, program, groups, group.rank, mesh.layout.even, edges)
 
 
 def _program(plan: Plan) -> Program:

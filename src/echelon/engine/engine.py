@@ -47,7 +47,8 @@ class Engine:
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._names, self._update, self._schedule, self._scopes = names, update, schedule, scopes
+        self._names, self._held, self._scopes = names, held, scopes
+        self._update, self._schedule = update, schedule
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._meter = Meter(module, update.storages)
         self._course: Course
@@ -61,6 +62,11 @@ class Engine:
     @property
     def plan(self) -> Plan:
         return self.mesh.plan
+
+    @property
+    def boundaries(self) -> list[int]:
+        """The layers before which the stages of the pipeline begin."""
+        return self._held.boundaries
 
     @property
     def ledger(self) -> Ledger:

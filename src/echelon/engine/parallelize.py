@@ -1,6 +1,6 @@
 """parallelize(): composes the strategies of a plan around a model. Read top to bottom; each line one axis."""
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 import torch
@@ -20,14 +20,16 @@ from echelon.data_parallel import (
 from echelon.data_parallel.units import SMALLEST, cut_units
 from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer
-from echelon.engine.batch import Loss
+from echelon.engine.auto import resolve
+from echelon.engine.batch import Batch, Loss
 from echelon.engine.course import Held
 from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
 from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_counts
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.mesh import Mesh
+from echelon.launching import join
+from echelon.mesh import Mesh, this_device
 from echelon.optim.local import Make
 from echelon.ownership import StateNames
 from echelon.plan import Plan
@@ -46,6 +48,8 @@ def parallelize(
     prefetch: int = 1,
     smallest_unit: int = SMALLEST,
     seed: int | None = 0,
+    boundaries: Sequence[int] | None = None,
+    example: Batch | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -54,26 +58,30 @@ def parallelize(
     step to a factor of the learning rate; `prefetch` is how many units zero=3 gathers ahead, and
     `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
     `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
+    `boundaries` are the layers before which stages begin, if not evenly; `example` is a global batch, for
+    pipeline=auto to measure the layers on.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
+    join()
+    model = _converted(model, this_device(), DTYPES[plan.precision])
+    plan, found = resolve(model, plan, example)
     mesh = Mesh.join(plan)
-    model = _converted(model, mesh.device, DTYPES[plan.precision])
     names, scopes = StateNames.of(model), _scopes(model, mesh, seed)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
-        held = Held({0: model}, {0: workers}, build("naive", (1,), plan.microbatches))
+        held = Held({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
         return Engine(model, names, mesh, held, workers, loss, None, scopes)
     _check_clip(plan, clip)
-    stages = cut(model, mesh)
+    stages = cut(model, mesh, found if found is not None else boundaries)
     syncs = {
         number: stages.tied(number, _replicate(stage, mesh, prefetch, smallest_unit, stages.alone))
         for number, stage in stages.mine.items()
     }
     update = _update(list(syncs.values()), mesh, _checked(optimizer), clip)
-    held = Held(stages.mine, syncs, stages.program)
+    held = Held(stages.mine, syncs, stages.program, stages.boundaries)
     return Engine(model, names, mesh, held, update, loss, schedule, scopes)
 
 

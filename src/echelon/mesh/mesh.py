@@ -37,7 +37,7 @@ class Mesh:
                 f"echelon.launch(fn, ranks={plan.ranks}) or torchrun --nproc-per-node {plan.ranks}"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return cls(plan, _real_groups(Layout(plan), rank), rank, _device())
+        return cls(plan, _real_groups(Layout(plan), rank), rank, this_device())
 
     @classmethod
     def pretend(cls, plan: Plan, rank: int) -> "Mesh":
@@ -121,7 +121,8 @@ def _new_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGr
     return made[mine]
 
 
-def _device() -> torch.device:
+def this_device() -> torch.device:
+    """Where this process computes."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()

@@ -1,7 +1,16 @@
 """Pipelines: models in stages, and the interpreter that runs a program over them."""
 
 from echelon.pipeline_parallel.interpreter import Interpreter, Microbatch, Replicas, Script, Span, Task
-from echelon.pipeline_parallel.stages import Split, Stage, Tie, even_boundaries, keep_only, split, start_equal
+from echelon.pipeline_parallel.stages import (
+    Split,
+    Stage,
+    Tie,
+    check_boundaries,
+    even_boundaries,
+    keep_only,
+    split,
+    start_equal,
+)
 from echelon.pipeline_parallel.structure import Spec
 from echelon.pipeline_parallel.versions import Versions
 from echelon.pipeline_parallel.wire import Wire
@@ -19,6 +28,7 @@ __all__ = [
     "Tie",
     "Versions",
     "Wire",
+    "check_boundaries",
     "even_boundaries",
     "keep_only",
     "split",

@@ -111,6 +111,18 @@ def even_boundaries(model: nn.Module, stages: int) -> list[int]:
     return [number * base + min(number, more) for number in range(1, stages)]
 
 
+def check_boundaries(model: nn.Module, boundaries: Sequence[int], stages: int) -> list[int]:
+    """The same, if they cut the model into `stages` stages of at least a layer."""
+    edges = [0, *boundaries, len(listed_layers(model))]
+    rising = all(a < b for a, b in pairwise(edges))
+    if len(boundaries) != stages - 1 or not rising:
+        raise UserError(
+            f"boundaries={list(boundaries)}: {stages} stages of {edges[-1]} layers take {stages - 1} rising "
+            f"numbers between 1 and {edges[-1] - 1}, the layers before which stages begin"
+        )
+    return list(boundaries)
+
+
 def _check_names(model: nn.Module, layers: Sequence[nn.Module], names: Names) -> None:
     """Every parameter must be in a layer, and every layer's in the model."""
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}

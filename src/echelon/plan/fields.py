@@ -20,6 +20,7 @@ SCHEDULES = (
     "pipedream-2bw",
     "zero-bubble",
 )
+AUTO = "auto"  # stages that are found by measuring the model
 SYNCS = ("all-reduce", "parameter-server", "async")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 RECOMPUTES = ("none", "full", "selective", "sqrt")
@@ -48,8 +49,10 @@ def _whole(value: Any, least: int) -> int:
     return number
 
 
-def _stages(value: Any) -> int | tuple[int, ...]:
-    """'2' → 2 stages; '3-1' → stages of 3 and 1 replicas; '1-1' is just 2 stages."""
+def _stages(value: Any) -> int | tuple[int, ...] | str:
+    """'2' → 2 stages; '3-1' → stages of 3 and 1 replicas; '1-1' is just 2 stages; 'auto' stays."""
+    if value == AUTO:
+        return AUTO
     if isinstance(value, str) and "-" in value:
         value = value.split("-")
     if not isinstance(value, (list, tuple)):
@@ -113,15 +116,15 @@ def _zero_level(value: Any) -> int:
     return (0, 1, 2, 3)[_whole(value, 0)]
 
 
-def _show_stages(value: int | tuple[int, ...]) -> str:
-    return str(value) if isinstance(value, int) else "-".join(map(str, value))
+def _show_stages(value: int | tuple[int, ...] | str) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 FIELDS: dict[str, Field] = {
     "data": _count(),
     "tensor": _count(),
     "pipeline": Field(
-        "must be a whole number of stages, at least 1, or the replicas of each stage, like 3-1",
+        "must be a whole number of stages, at least 1, or the replicas of each stage, like 3-1, or auto",
         _stages,
         _show_stages,
     ),

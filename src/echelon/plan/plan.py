@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_faults
 from echelon.plan.fields import FIELDS
 from echelon.plan.rules import broken_rules
 
@@ -25,7 +25,7 @@ class Plan:
 
     data: int = 1
     tensor: int = 1
-    pipeline: int | tuple[int, ...] = 1
+    pipeline: int | tuple[int, ...] | str = 1
     expert: int = 1
     context: int = 1
     sync: str = "all-reduce"
@@ -68,6 +68,11 @@ class Plan:
     @property
     def replicas(self) -> tuple[int, ...]:
         """How many replicas each pipeline stage has, within one replica along `data`."""
+        if isinstance(self.pipeline, str):
+            raise UserError(
+                f"plan '{self}': pipeline=auto has stages when a model was measured, not before; let "
+                "parallelize resolve it, or say the stages, like pipeline=2"
+            )
         return (1,) * self.pipeline if isinstance(self.pipeline, int) else self.pipeline
 
     @property

@@ -7,6 +7,8 @@ as a sentence, or None. What has a meaning but is not built yet is not refused h
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
+from echelon.plan.fields import AUTO
+
 if TYPE_CHECKING:
     from echelon.plan.plan import Plan
 
@@ -150,9 +152,34 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
 )
 
 
+def _auto_cuts_one_stage_a_rank(plan: "Plan") -> str | None:
+    if plan.schedule != "interleaved" and not plan.schedule_is_file:
+        return None
+    return (
+        f"pipeline=auto schedule={plan.schedule}: measuring finds one stage for each rank, and this schedule "
+        "says itself where stages are; use another schedule, or say the stages, like pipeline=2"
+    )
+
+
+def _auto_splits_whole_models(plan: "Plan") -> str | None:
+    if plan.sync != "async":
+        return None
+    return "pipeline=auto sync=async: an asynchronous worker pulls a whole model; use pipeline=1"
+
+
+# For plans whose stages are not known yet; what they become is a plan of its own, and judged then.
+_RULES_OF_AUTO: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
+    (("pipeline", "schedule"), _auto_cuts_one_stage_a_rank),
+    (("pipeline", "sync"), _auto_splits_whole_models),
+)
+
+
 def broken_rules(plan: "Plan", faulty: Collection[str] = ()) -> Iterator[str]:
     """The fault of every rule that `plan` breaks; a rule that reads a `faulty` field is left out."""
-    for fields, rule in _RULES:
+    rules = _RULES
+    if plan.pipeline == AUTO:
+        rules = (*(rule for rule in _RULES if "pipeline" not in rule[0]), *_RULES_OF_AUTO)
+    for fields, rule in rules:
         fault = rule(plan) if not set(fields) & set(faulty) else None
         if fault is not None:
             yield fault

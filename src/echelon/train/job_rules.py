@@ -16,7 +16,7 @@ from echelon.errors import UserError, did_you_mean
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.models import ModelConfig
 from echelon.optim.schedules import schedule_faults
-from echelon.plan import Plan
+from echelon.plan import AUTO, Plan
 from echelon.train.batches import make_batches
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _judge_plan(job: "Job", found: _Findings) -> None:
         return
     found.attempt(lambda: refuse_unsupported(plan), "plan cannot run yet")
     cores = os.cpu_count() or 1
-    if plan.ranks > RANKS_PER_CORE * cores and not is_under_torchrun():
+    if plan.pipeline != AUTO and plan.ranks > RANKS_PER_CORE * cores and not is_under_torchrun():
         found.add(
             f"plan '{plan}': takes {plan.ranks} ranks, and this machine with {cores} cores starts at most "
             f"{RANKS_PER_CORE * cores}; lower it, or start the ranks on several machines with torchrun"

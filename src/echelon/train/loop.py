@@ -11,7 +11,7 @@ from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf, save_hf
 from echelon.optim.optimizers import make_optimizer
-from echelon.plan import Plan
+from echelon.plan import AUTO, Plan
 from echelon.train.batches import make_batches
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
@@ -34,6 +34,7 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
         clip=job.optimizer.clip,
         schedule=_rates(job),
         seed=job.seed,
+        example=batches.at(0, (0, 1)) if Plan.parse(job.plan).pipeline == AUTO else None,
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon import __version__
 from echelon.engine import TRAINING_MODULES
+from echelon.engine.auto import ranks_here
 from echelon.launching import Ranks, is_launched_rank, join, preload, tell
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
@@ -37,7 +38,7 @@ def train(job: Job, show: Show) -> dict[str, Any]:
 def _train_here(job: Job, show: Show) -> dict[str, Any]:
     preload(*TRAINING_MODULES, __name__)
     with _run(job, show) as run:
-        with Ranks(Plan.parse(job.plan).ranks) as ranks:
+        with Ranks(ranks_here(Plan.parse(job.plan))) as ranks:
             ranks.run(_rank, job, run.folder.path, on_message=lambda _, event: run.take(event))
         return run.finish()
 

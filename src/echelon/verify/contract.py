@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.engine import TRAINING_MODULES, parallelize
+from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import launch, preload
@@ -109,8 +110,9 @@ def verify(
         raise UserError(f"--plant {plant} with '{plan}': the bug is one between replicas; set data=2 or more")
     exact = dataclasses.replace(plan, precision="fp64")
     preload(*TRAINING_MODULES)
-    ranks = launch(_train_rank, exact.ranks, case, exact, plant, deadline=_DEADLINE)
-    reference, against = _reference(case, exact, ranks[0])
+    ranks = launch(_train_rank, ranks_here(exact), case, exact, plant, deadline=_DEADLINE)
+    plan = dataclasses.replace(Plan.parse(ranks[0].plan), precision=plan.precision)  # without `auto`
+    reference, against = _reference(case, plan, ranks[0])
     _refuse_standstill(case, reference)
     tensors = dict(_tensor_gaps(ranks[0], reference)) | dict(_disagreements(ranks, against))
     numbers = {"evaluation": _gap(_doubles([ranks[0].evaluation]), _doubles([reference.evaluation]))}
@@ -126,7 +128,7 @@ def _reference(case: Case, plan: Plan, ran: Trained) -> tuple[Trained, str]:
     if plan.sync == "async" and plan.staleness > 0:
         return replay(ran.log, case, plan.data), _LOG
     if plan.schedule in ASYNCHRONOUS:
-        return train_by_formula(case, plan), _FORMULA
+        return train_by_formula(case, plan, ran.boundaries), _FORMULA
     trained = train_on_one_device(
         case.build(), case.make_optimizer, case.loss, case.batches(), case.clip, case.seed
     )
@@ -143,6 +145,7 @@ def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) 
 def _train_rank(case: Case, plan: Plan, plant: str | Plant | None) -> Trained:
     """One rank's training under the plan. Rank 0 returns the whole state, the others its fingerprint."""
     rank = int(os.environ["RANK"])
+    batches = case.batches()
     engine = parallelize(
         case.build(rank),
         plan,
@@ -150,11 +153,11 @@ def _train_rank(case: Case, plan: Plan, plant: str | Plant | None) -> Trained:
         loss=case.loss,
         clip=case.clip,
         seed=case.seed,
+        example=batches[0],
         **case.options,
     )
     if plant is not None:
         (PLANTS[plant] if isinstance(plant, str) else plant)(engine)
-    batches = case.batches()
     metrics = [engine.step(engine.local(batch)) for batch in batches]
     weights, optimizer = engine.full_state_dict(), engine.full_optimizer_state()
     if rank != 0:
@@ -162,7 +165,9 @@ def _train_rank(case: Case, plan: Plan, plant: str | Plant | None) -> Trained:
         optimizer = {name: _fingerprints(state) for name, state in optimizer.items()}
     evaluation = engine.evaluate(engine.local(batches[-1])).loss
     losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
-    return Trained(weights, optimizer, losses, norms, evaluation, engine.log())
+    return Trained(
+        weights, optimizer, losses, norms, evaluation, engine.log(), str(engine.plan), engine.boundaries
+    )
 
 
 def _tensor_gaps(trained: Trained, reference: Trained) -> Iterator[tuple[str, float]]:

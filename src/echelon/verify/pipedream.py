@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from echelon.dropout import key_dropout, scope
 from echelon.engine.batch import num_samples, part_bounds, take_part, total_and_count
-from echelon.pipeline_parallel import even_boundaries, split
+from echelon.pipeline_parallel import split
 from echelon.plan import Plan
 from echelon.verify.case import Case
 from echelon.verify.reference import Trained, evaluate, state_by_name, weights_of
@@ -23,11 +23,11 @@ from echelon.verify.reference import Trained, evaluate, state_by_name, weights_o
 Part = tuple[Any, int]  # (inputs, targets), and the place of its first sample in the global batch
 
 
-def train_by_formula(case: Case, plan: Plan) -> Trained:
+def train_by_formula(case: Case, plan: Plan, boundaries: list[int]) -> Trained:
     """What the pipeline of `plan` must come to, after all steps of `case` and a drain."""
     model = case.build()
     key_dropout(model)
-    stages = [model] if plan.stages == 1 else split(model, even_boundaries(model, plan.stages)).stages
+    stages = split(model, boundaries).stages if boundaries else [model]
     stage_of = {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = case.make_optimizer(parameters)

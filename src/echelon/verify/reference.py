@@ -25,6 +25,8 @@ class Trained:
     grad_norms: list[float]
     evaluation: float  # the loss of the last batch once more, after training, in evaluation mode
     log: list[Push] = field(default_factory=list)  # of asynchronous training: what happened in which order
+    plan: str = ""  # as it was run
+    boundaries: list[int] = field(default_factory=list)  # of its stages
 
     @property
     def numbers(self) -> tuple[list[float], list[float], float]:

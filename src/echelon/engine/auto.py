@@ -1,0 +1,121 @@
+"""`pipeline=auto`: the first rank measures the model's layers, and the planner cuts them over all ranks.
+
+What comes out is a plan without `auto`, and the boundaries of its stages. Ranks measure differently, so one
+measures and tells the others. The bandwidth is that of a broadcast among all ranks, measured too.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.collectives import Group, Ledger, group_over
+from echelon.engine.batch import Batch, cast, take_part, to_device
+from echelon.errors import UserError
+from echelon.mesh import this_device
+from echelon.plan import AUTO, Plan
+from echelon.planner import partition, profile
+from echelon.precision import DTYPES
+from echelon.program import ASYNCHRONOUS
+
+_PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
+
+
+class Resolved(NamedTuple):
+    """A plan without `auto`, and before which layers its stages begin."""
+
+    plan: Plan
+    boundaries: list[int] | None
+
+
+def resolve(model: nn.Module, plan: Plan, example: Batch | None) -> Resolved:
+    """Measure and cut, on all ranks together; a plan that says its stages stays as it is."""
+    if plan.pipeline != AUTO:
+        return Resolved(plan, None)
+    if example is None:
+        raise UserError(
+            "pipeline=auto: measuring the layers takes a batch; give parallelize one, like "
+            "example=(inputs, targets), or say the stages, like pipeline=2"
+        )
+    device = this_device()
+    there = dist.get_world_size() if dist.is_initialized() else 1
+    workers = _workers(plan, there)
+    if workers == 1:
+        return Resolved(dataclasses.replace(plan, pipeline=1), None)
+    assert dist.group.WORLD is not None
+    group = group_over("all", dist.group.WORLD, Ledger())
+    bandwidth = _measure_bandwidth(group, device)
+    chosen = _choose(model, plan, example, workers, bandwidth, device) if group.rank == 0 else {}
+    replicas, layers = _tell(chosen, group, device)
+    return _resolved(plan, replicas, layers)
+
+
+def ranks_here(plan: Plan) -> int:
+    """How many ranks to start on this machine: what the plan takes; with `auto`, one for each device."""
+    if plan.pipeline != AUTO:
+        return plan.ranks
+    devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    others = plan.data * plan.tensor * plan.context
+    return max(1, devices // others) * others
+
+
+def _workers(plan: Plan, there: int) -> int:
+    others = plan.data * plan.tensor * plan.context
+    if there % others:
+        raise UserError(
+            f"plan '{plan}' with {there} ranks: the pipeline takes what data × tensor × context = {others} "
+            f"leaves, so the ranks must be a multiple of that; start {others * max(1, there // others)} ranks"
+        )
+    return there // others
+
+
+def _choose(
+    model: nn.Module, plan: Plan, example: Batch, workers: int, bandwidth: float, device: torch.device
+) -> dict[str, Any]:
+    inputs, targets = take_part(take_part(example, 0, plan.data), 0, plan.microbatches)
+    inputs = cast(to_device(inputs, device), DTYPES[plan.precision])
+    measured = profile(model, (inputs, targets))
+    # Weight versions and gathered weights are each rank's own: those stages have no replicas.
+    straight = plan.schedule in ASYNCHRONOUS or plan.zero == 3
+    split = partition(measured, workers, bandwidth, straight=straight)
+    return {"replicas": split.replicas, "layers": split.layer_counts}
+
+
+def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
+    if len(replicas) == 1:
+        return Resolved(dataclasses.replace(plan, pipeline=1, data=plan.data * replicas[0]), None)
+    boundaries = [sum(layers[:number]) for number in range(1, len(layers))]
+    return Resolved(dataclasses.replace(plan, pipeline=tuple(replicas)), boundaries)
+
+
+def _tell(chosen: dict[str, Any], group: Group, device: torch.device) -> tuple[list[int], list[int]]:
+    """What rank 0 chose, on every rank."""
+    text = torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(text)], device=device)
+    group.broadcast(size)
+    text = text if group.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
+    group.broadcast(text)
+    told = json.loads(bytes(text.tolist()))
+    return told["replicas"], told["layers"]
+
+
+def _measure_bandwidth(group: Group, device: torch.device) -> float:
+    """Bytes a second of a large message between ranks."""
+    message = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
+    group.broadcast(message)
+    return _PROBE / statistics.median(_timed(group, message) for _ in range(_TIMES))
+
+
+def _timed(group: Group, message: Tensor) -> float:
+    group.barrier()
+    start = time.perf_counter()
+    group.broadcast(message)
+    if message.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
