@@ -212,15 +212,15 @@ LAYERS = (
     Layer(("cli",), (), "commands; thin"),
     Layer(("verify", "bench"), ("report",), "what a person looks at"),
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
-    Layer(("planner",), (), "measures layers, splits them"),
     Layer(("engine",), (), "parallelize() composes a plan"),
-    Layer(("data_parallel",), ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "strategies"),
+    Layer(("planner",), (), "measures layers, splits them"),
+    Layer(("data_parallel", "pipeline_parallel"), ("tensor_parallel", "expert_parallel"), "strategies"),
     Layer(("precision", "memory", "dropout"), (), "types of numbers; bytes; masks"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
-    Layer(("errors",), (), "all faults at once"),
+    Layer(("errors", "layering"), (), "all faults at once; a model's layers"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

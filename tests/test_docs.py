@@ -272,7 +272,11 @@ def test_every_field_of_a_plan_is_told_with_its_default_and_what_runs() -> None:
     assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
     for field, values, _, told, _ in rows:
         for value in [] if told == "–" else re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
-            plan = Plan.parse(f"{field.strip('`')}={value}" + " data=2" * (field == "`expert`"))
+            needed = {"`expert`": " data=2", "`chunks`": " pipeline=2 microbatches=2 schedule=interleaved"}
+            needed["`schedule`"] = " pipeline=2 microbatches=2 chunks=2" * (value == "interleaved")
+            if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several
+                continue
+            plan = Plan.parse(f"{field.strip('`')}={value}" + needed.get(field, ""))
             assert runs(plan) == (told == "any" or value in re.findall(r"[\w-]+", told)), (field, value)
 
 

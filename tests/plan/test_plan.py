@@ -82,7 +82,7 @@ def test_meaningless_combinations_are_refused_with_the_mend(text: str, says: str
 
 
 def test_every_broken_rule_is_listed() -> None:
-    assert len(faults_of("expert=2 staleness=1 chunks=2")) == 3
+    assert len(faults_of("expert=2 staleness=1 chunks=2 pipeline=2")) == 3
 
 
 def test_replicated_stages() -> None:
