@@ -163,8 +163,9 @@ def assemble(
                 whole[key][its.box] = mine[name, part, its.offsets].detach()
             taken.add((*key, its.offsets))
     with group.ledger.about("assembly"):
-        for tensor in whole.values():
-            group.all_reduce(tensor)
+        for tensor in whole.values():  # as bytes: zeros add to any type, and to −0.0, without a trace
+            if tensor.numel():
+                group.all_reduce(tensor.view(-1).view(torch.uint8))
     return whole
 
 

@@ -177,6 +177,9 @@ class _Work(Pending):
     def done_at(self) -> float | None:
         return self._done
 
+    def done(self) -> bool:
+        return self._work.is_completed()  # over Gloo, sends and receives tell only those who wait
+
 
 @final
 class _All(Pending):

@@ -33,7 +33,8 @@ class AllReduce(Bucketed):
     def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
         # Every rank has every gradient: each takes one part of each bucket, and reads 1/N of the memory.
         whole = [bucket.buffer for bucket in self._buckets]
-        if without:
+        strayed = any(p.grad is not None and p.grad is not b.views[p] for b in self._buckets for p in b.views)
+        if without or strayed:
             whole = [gradient.flatten() for gradient in held_gradients(self._trained, without)]
         return [gradient.tensor_split(self._group.size)[self._group.rank] for gradient in whole]
 

@@ -86,11 +86,14 @@ class Tied(Sync):
 
 
 def _sum(held: Sequence[Held], bond: Bond) -> None:
+    """Sum the gradient over the group. A rank that holds nothing of it (a server's worker) brings zeros."""
     used = torch.tensor([any(its.tensor.grad is not None for its in held)], dtype=torch.uint8)
     used = used.to(bond.parameter.device)
     bond.group.all_reduce(used, "max")
     if not used.item():
         return  # as on one device: the optimizer leaves it alone
+    if not held:
+        bond.group.all_reduce(torch.zeros_like(bond.parameter, requires_grad=False))
     for its in held:
         if its.tensor.grad is None:
             its.tensor.grad = torch.zeros_like(its.tensor)

@@ -92,7 +92,10 @@ class Synchronous(Update):
     def finish_step(self, tally: Tensor) -> Outcome:
         self.sync.finish_gradients()
         square = squared_norm(self.sync.norm_share(), tally.device)
-        total, count, square_of_all = _sum(torch.cat([tally, square.view(1)]), self._group)
+        summed = _sum(torch.cat([tally, square.view(1)]), self._group, may_be_empty=not self._steady)
+        total, count, square_of_all = summed
+        if count == 0:  # a microbatch without samples is an update that changes nothing
+            return Outcome(total, count, 0.0)
         to_mean = self._normaliser / count
         norm = to_mean * square_of_all**0.5
         self.stepper.step(to_mean * clip_factor(norm, self._clip))
@@ -126,11 +129,11 @@ class Synchronous(Update):
         return state_tensors(self.optimizer, self.stepper.updated(held))
 
 
-def _sum(tally: Tensor, group: Group) -> list[float]:
+def _sum(tally: Tensor, group: Group, *, may_be_empty: bool = False) -> list[float]:
     """(loss total, count, …) over all ranks of the group."""
     with group.ledger.about("metrics"):
         group.all_reduce(tally)
     values: list[float] = tally.tolist()
-    if values[1] == 0:
+    if values[1] == 0 and not may_be_empty:
         raise UserError("no replica had a sample that the loss counts; give the step one that has")
     return values

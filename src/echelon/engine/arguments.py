@@ -92,20 +92,29 @@ def _number_faults(clip: object, prefetch: object, seed: object) -> list[str]:
     return faults
 
 
-def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse what the user's function made of `parameters`, where it cannot train them."""
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model in which nothing learns."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
+
+
+def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool) -> None:
+    """Refuse what the user's function made of `parameters`, where it cannot train them.
+
+    Of a part of the model (not `whole`) it may leave out everything.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"the optimizer function returned a {type(optimizer).__name__}: it must return a "
             "torch.optim.Optimizer, like lambda params: AdamW(params)"
         )
-    faults = _membership_faults(optimizer, {id(parameter) for parameter in parameters})
+    faults = _membership_faults(optimizer, {id(parameter) for parameter in parameters}, whole)
     if isinstance(optimizer, torch.optim.LBFGS):
         faults.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
     raise_faults(f"the optimizer {type(optimizer).__name__}", faults)
 
 
-def _membership_faults(optimizer: torch.optim.Optimizer, given: set[int]) -> list[str]:
+def _membership_faults(optimizer: torch.optim.Optimizer, given: set[int], whole: bool) -> list[str]:
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(each not in given for each in held)
     faults = []
@@ -114,7 +123,7 @@ def _membership_faults(optimizer: torch.optim.Optimizer, given: set[int]) -> lis
             f"{foreign} of its {len(held)} parameters are not those that the function was given: it would "
             "not train this model; write lambda params: AdamW(params), and use params"
         )
-    elif not held:
+    elif not held and whole:
         faults.append("it leaves out every parameter that it was given: nothing would be trained; add some")
     return faults
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.data_parallel import Outcome, Synchronous, Update
 from echelon.engine.arguments import check_batch, check_loss
@@ -27,13 +28,12 @@ from echelon.pipeline_parallel import (
     Replicas,
     Script,
     Span,
-    Spec,
     Task,
     Versions,
     Wire,
 )
 from echelon.precision import DTYPES
-from echelon.program import Program, add_transfers, asynchronous, build, forward_only
+from echelon.program import ASYNCHRONOUS, Program, add_transfers, asynchronous, build, forward_only
 
 
 class Held(NamedTuple):
@@ -55,10 +55,11 @@ class Course(ABC):
         self._loss, self._meter, self._scopes = loss, meter, scopes
         self._rank = mesh.group("pipeline").rank
         self._several = held.program.stages > 1
+        self._always = self._several or mesh.plan.schedule in ASYNCHRONOUS  # exactly so many microbatches
         self._scripts: dict[object, Script] = {}
         self._broken = False
         task = Task(held.stages, held.replicas, self._count_loss, self._around, self._make_update)
-        wire = Wire(mesh.group("pipeline"), mesh.device)
+        wire = Wire(mesh.group("pipeline"), mesh.back, mesh.device)
         self._interpreter = Interpreter(task, wire, mesh.device, self._versions())
 
     @abstractmethod
@@ -84,6 +85,10 @@ class Course(ABC):
         )
         return self._run(script, feed)
 
+    def storages(self) -> list[Tensor]:
+        """Memory of weights beside the newest."""
+        return []
+
     @property
     def spans(self) -> list[Span]:
         """When each instruction of the last step was executed here."""
@@ -92,14 +97,14 @@ class Course(ABC):
     def _run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
         if self._broken:
             raise UserError(
-                "an earlier step failed in the middle, and other ranks of the pipeline are in it still; "
-                "start anew"
+                "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
+                "anew"
             )
         try:
             return self._interpreter.run(script, feed, normaliser)
         except BaseException:
             self._interpreter.forget()
-            self._broken = self._several
+            self._broken = self._always
             raise
 
     def _script(self, key: object, make: Callable[[], Program]) -> Script:
@@ -120,7 +125,7 @@ class Course(ABC):
     ) -> dict[int, Microbatch]:
         """The microbatches of a batch, numbered from `begin`."""
         check_batch(batch)
-        always = self._several or self._update.lockstep
+        always = self._always or self._update.lockstep
         parts = microbatches(batch, self._mesh.plan.microbatches, always=always)
         return {
             begin + number: self._microbatch(part, weight, purpose, partial(scope, number))
@@ -131,7 +136,7 @@ class Course(ABC):
         self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
     ) -> Microbatch:
         inputs, targets = part
-        look = purpose + Spec.of(inputs)[0].text if self._several else ""
+        look = purpose + _look(inputs) if self._several else ""
         if 0 in self._held.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._held.program.stages - 1 in self._held.stages:
@@ -205,6 +210,8 @@ class Endless(Course):
         with group.ledger.about("metrics"):
             group.all_reduce(numbers)
         total, count, square_of_all = numbers.tolist()
+        if count == 0:
+            raise UserError("no replica had a sample that the loss counts; give the step one that has")
         return Outcome(total, count, square_of_all**0.5)
 
     def drain(self) -> None:
@@ -221,6 +228,9 @@ class Endless(Course):
         self._stash = Versions(list(self._held.stages.values()), self._update.sync.renew)
         return self._stash
 
+    def storages(self) -> list[Tensor]:
+        return self._stash.storages()
+
     def _make_update(self, tally: Tensor) -> None:
         self._meter.sample()
         plan = self._mesh.plan
@@ -229,3 +239,9 @@ class Endless(Course):
         self._norm = self._update.finish_step(tally.clone()).norm
         self._updates += 1
         self._update.start_step()
+
+
+def _look(structure: Any) -> str:
+    """The shapes and types of all tensors: what the form of later activations follows from, mostly."""
+    leaves = [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
+    return " ".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in leaves)

@@ -37,9 +37,17 @@ class Stages(NamedTuple):
     def alone(self) -> Set[nn.Parameter]:
         return {tie.parameter for tie, _ in self.ties}
 
-    def tied(self, stage: int, sync: Sync) -> Sync:
-        """The same, with bonds to the other stages that share one of its parameters."""
-        bonds = [self._bond(stage, tie, group) for tie, group in self.ties if stage in tie.stages]
+    def tied(self, sync: Sync) -> Sync:
+        """The same, with bonds to the ranks that share a parameter of one of its stages.
+
+        All ranks go through the bonds in the order of the ties, whichever stages they hold.
+        """
+        bonds = [
+            self._bond(stage, tie, group)
+            for tie, group in self.ties
+            for stage in self.mine
+            if stage in tie.stages
+        ]
         return Tied(sync, bonds) if bonds else sync
 
     def _bond(self, stage: int, tie: Tie, group: Group) -> Bond:
@@ -59,12 +67,13 @@ def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None) -> Stage
         edges = check_boundaries(model, boundaries, program.stages)
     stages, ties = split(model, edges)
     _check_ties(ties, program, mesh)
-    _check_dropout(stages)
+    _check_shared(stages)
+    _check_model(model)
     start_equal(stages, [holders[0] for holders in program.placement], group)
     mine: dict[int, nn.Module] = {number: stages[number] for number in program.stages_of(group.rank)}
     # Every rank makes every group, in the same order.
-    groups = [(tie, mesh.among({_position(program, mesh, stage) for stage in tie.stages})) for tie in ties]
-    keep_only(model, [stages[number] for number in mine])
+    groups = _groups(ties, program, mesh)
+    keep_only(model, stages, [stages[number] for number in mine])
     return Stages(mine, program, groups, group.rank, mesh.layout.even, edges)
 
 
@@ -74,20 +83,61 @@ def _program(plan: Plan) -> Program:
         return build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks, gather=plan.zero == 3)
     program = load_schedule(plan.schedule)
     faults = []
-    if len(program.ranks) != sum(plan.replicas):
+    replicas = _replicas(program)
+    if replicas != plan.replicas:
         faults.append(
-            f"it is for {len(program.ranks)} ranks, and pipeline={'-'.join(map(str, plan.replicas))} has "
-            f"{sum(plan.replicas)}; set pipeline={len(program.ranks)}"
+            f"its ranks hold the stages with replicas {'-'.join(map(str, replicas))}, and the plan has "
+            f"pipeline={'-'.join(map(str, plan.replicas))}; set pipeline={'-'.join(map(str, replicas))}"
         )
     if program.microbatches != plan.microbatches:
         faults.append(
             f"it is for {program.microbatches} microbatches, and the plan has {plan.microbatches}; set "
             f"microbatches={program.microbatches}"
         )
-    if any(its.op is Op.STASH or its.version is not None for rank in program.ranks for its in rank):
+    work = [its for rank in program.ranks for its in rank]
+    if any(its.op is Op.STASH or its.version is not None for its in work):
         faults.append("it keeps weight versions, which only the schedules by name do; leave them out")
+    if plan.zero == 3 and any(its.op is Op.BACKWARD_INPUT for its in work):
+        faults.append("it cuts backwards in two, and zero=3 frees the weights between; use zero=2")
+    if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
+        faults.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
     raise_faults(f"schedule={plan.schedule}", faults)
     return add_gathers(program) if plan.zero == 3 else program
+
+
+def _groups(ties: list[Tie], program: Program, mesh: Mesh) -> list[tuple[Tie, Group]]:
+    """Each tie of trained weights with the ranks that hold it: one group for each set of stages."""
+    made: dict[frozenset[int], Group] = {}
+    for tie in ties:
+        positions = frozenset(_position(program, mesh, stage) for stage in tie.stages)
+        if tie.parameter.requires_grad and positions not in made:
+            made[positions] = mesh.among(positions)
+    return [
+        (tie, made[frozenset(_position(program, mesh, stage) for stage in tie.stages)])
+        for tie in ties
+        if tie.parameter.requires_grad
+    ]
+
+
+def _replicas(program: Program) -> tuple[int, ...]:
+    """The replicas of each position of the pipeline; a rank with several stages is one position."""
+    if all(len(holders) == 1 for holders in program.placement):
+        return (1,) * len(program.ranks)
+    return tuple(len(holders) for holders in program.placement)
+
+
+def _ends_once(program: Program, rank: int) -> bool:
+    """Whether a rank sums each stage's gradients once, after its last backward, and then updates once."""
+    ops = [its.op for its in program.ranks[rank]]
+    stages = program.stages_of(rank)
+    if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1 or ops[-1] is not Op.UPDATE:
+        return False
+    backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    for stage in stages:
+        own = [its.op for its in program.ranks[rank] if its.stage == stage]
+        if any(op in backwards for op in own[own.index(Op.REDUCE) :]):
+            return False
+    return True
 
 
 def _position(program: Program, mesh: Mesh, stage: int) -> int:
@@ -97,14 +147,15 @@ def _position(program: Program, mesh: Mesh, stage: int) -> int:
 
 def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
     """Refuse ties that cannot be kept."""
-    names = ", ".join(tie.name for tie in ties)
+    trained = [tie for tie in ties if tie.parameter.requires_grad]
+    names = ", ".join(tie.name for tie in trained)
     plan = mesh.plan
-    if ties and plan.schedule in ASYNCHRONOUS:
+    if trained and plan.schedule in ASYNCHRONOUS:
         raise UserError(
             f"schedule={plan.schedule} with {names} in several stages: stages update at different times, so "
             "the copies would drift apart; untie the weights, or use schedule=1f1b"
         )
-    if ties and plan.zero and not mesh.layout.even:
+    if trained and plan.zero and not mesh.layout.even:
         raise UserError(
             f"zero={plan.zero} pipeline={'-'.join(map(str, plan.replicas))} with {names} in several stages: "
             "stages of different replicas cut a weight into different parts, so theirs cannot be summed; "
@@ -119,13 +170,31 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
             )
 
 
-def _check_dropout(stages: Sequence[Stage]) -> None:
-    """A dropout module counts its uses, which it cannot do over several ranks."""
+def _check_shared(stages: Sequence[Stage]) -> None:
+    """Refuse modules in several stages that keep something of their own there."""
     seen: dict[nn.Module, int] = {}
     for number, stage in enumerate(stages):
         for module in set(stage.modules()):
-            if isinstance(module, _DropoutNd) and module.p > 0 and seen.setdefault(module, number) != number:
+            drops = isinstance(module, _DropoutNd) and module.p > 0
+            keeps = any(True for _ in module.buffers(recurse=False))
+            if (drops or keeps) and seen.setdefault(module, number) != number:
                 raise UserError(
-                    f"pipeline: one dropout module is used in the stages {seen[module]} and {number}, and "
-                    "would repeat its masks there; give each layer its own"
+                    f"pipeline: one {type(module).__name__} is used in the stages {seen[module]} and "
+                    f"{number}, and would {'repeat its masks' if drops else 'have other buffers'} there; "
+                    "give each layer its own"
                 )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what belongs to the model as a whole, which no rank runs."""
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise UserError(
+            f"pipeline: {type(model).__name__} has forward hooks, and with stages its own forward is never "
+            "called; put the hooks on its layers"
+        )
+    extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
+    if extra:
+        raise UserError(
+            f"pipeline: {', '.join(extra)} cannot be brought together from several stages; keep what it "
+            "holds in buffers"
+        )

@@ -50,12 +50,16 @@ class Engine:
         self._names, self._held, self._scopes = names, held, scopes
         self._update, self._schedule = update, schedule
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._meter = Meter(module, update.storages)
+        self._stashed: Callable[[], list[Tensor]] = list  # none before there is a course
+        self._meter = Meter(module, self._storages)
         self._course: Course
         if mesh.plan.schedule in ASYNCHRONOUS:
             self._course = Endless(mesh, held, update, loss, self._meter, scopes, self._set_learning_rate)
         else:
             self._course = Flushed(mesh, held, update, loss, self._meter, scopes)
+        self._stashed = self._course.storages
+        stages = [its for stage in held.stages.values() for its in stage.modules()]
+        self._modules = list(dict.fromkeys([*module.modules(), *stages]))  # layers may be made on the fly
 
     # What a training loop needs.
 
@@ -99,7 +103,7 @@ class Engine:
         self._meter.start_step()
         self._set_learning_rate(self.steps)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
-            self.module.train()
+            self._set_mode(training=True)
         total, count, norm = self._course.train(batch, self.steps)
         self._meter.sample()
         self.steps += 1
@@ -111,8 +115,8 @@ class Engine:
         """The mean loss over the global batch, without training."""
         self.ledger.start_step()
         self.settle()
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
+        modes = {module: module.training for module in self._modules}
+        self._set_mode(training=False)
         try:
             tally = self._course.evaluate(batch)
         finally:
@@ -181,6 +185,16 @@ class Engine:
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak."""
         return self._meter.read()
+
+    def _set_mode(self, *, training: bool) -> None:
+        self.module.train(training)
+        for module in set(self._modules) - set(self.module.modules()):
+            module.training = training
+
+    def _storages(self) -> dict[str, list[Tensor]]:
+        found = self._update.storages()
+        found["parameters"] = [*found["parameters"], *self._stashed()]
+        return found
 
     def _set_learning_rate(self, step: int) -> None:
         if self._schedule is not None:

@@ -19,7 +19,7 @@ from echelon.data_parallel import (
 )
 from echelon.data_parallel.units import SMALLEST, cut_units
 from echelon.dropout import key_dropout
-from echelon.engine.arguments import check_arguments, check_optimizer
+from echelon.engine.arguments import check_arguments, check_optimizer, check_trainable
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.course import Held
@@ -68,6 +68,7 @@ def parallelize(
     model = _converted(model, this_device(), DTYPES[plan.precision])
     plan, found = resolve(model, plan, example)
     mesh = Mesh.join(plan)
+    check_trainable(model)
     names, scopes = StateNames.of(model), _scopes(model, mesh, seed)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
@@ -77,16 +78,17 @@ def parallelize(
     _check_clip(plan, clip)
     stages = cut(model, mesh, found if found is not None else boundaries)
     syncs = {
-        number: stages.tied(number, _replicate(stage, mesh, prefetch, smallest_unit, stages.alone))
+        number: _replicate(stage, mesh, prefetch, smallest_unit, stages.alone)
         for number, stage in stages.mine.items()
     }
-    update = _update(list(syncs.values()), mesh, _checked(optimizer), clip)
+    sync = stages.tied(next(iter(syncs.values())) if len(syncs) == 1 else Several(list(syncs.values())))
+    update = _update(sync, mesh, _checked(optimizer, whole=plan.stages == 1), clip)
     held = Held(stages.mine, syncs, stages.program, stages.boundaries)
     return Engine(model, names, mesh, held, update, loss, schedule, scopes)
 
 
 def _check_clip(plan: Plan, clip: float | None) -> None:
-    if clip is not None and plan.schedule in ASYNCHRONOUS and plan.stages > 1:
+    if clip is not None and plan.schedule in ASYNCHRONOUS:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"
@@ -112,13 +114,13 @@ def _scopes(model: nn.Module, mesh: Mesh, seed: int | None) -> Scopes:
     return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)
 
 
-def _checked(make: Make) -> Make:
-    """`make`, with a look at what it makes."""
+def _checked(make: Make, *, whole: bool = True) -> Make:
+    """`make`, with a look at what it makes; unless `whole`, of a part of the model."""
 
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
         optimizer = make(given)
-        check_optimizer(optimizer, given)
+        check_optimizer(optimizer, given, whole=whole)
         return optimizer
 
     return make_and_check
@@ -131,7 +133,7 @@ def _replicate(
     group = mesh.group("data")
     if group.size == 1:
         return Alone(model)
-    if mesh.plan.zero:
+    if mesh.plan.zero and any(p.requires_grad for p in model.parameters()):
         units = cut_units(model, smallest_unit)
         return Zero(model, group, mesh.plan.zero, units, prefetch=prefetch, alone=alone)
     if mesh.plan.sync == "parameter-server":
@@ -139,9 +141,8 @@ def _replicate(
     return AllReduce(model, group)
 
 
-def _update(syncs: list[Sync], mesh: Mesh, make: Make, clip: float | None) -> Update:
+def _update(sync: Sync, mesh: Mesh, make: Make, clip: float | None) -> Update:
     """How gradients become new weights."""
-    sync = syncs[0] if len(syncs) == 1 else Several(syncs)
     low = DTYPES[mesh.plan.precision].itemsize < 4
     stepper = (Masters if low else Direct)(make, sync.parameters(), sync.held(), in_parts=mesh.plan.zero > 0)
     # In a pipeline that never drains, stages are at different updates, and sum only over their replicas.

@@ -24,6 +24,7 @@ class Mesh:
         self.plan, self.rank, self.device = plan, rank, device
         self.layout = Layout(plan)
         self.ledger = next(iter(groups.values())).ledger
+        self.back = groups.pop("back", groups["pipeline"])  # the same ranks; for messages to lower ones
         self._groups = groups
 
     @classmethod
@@ -103,6 +104,8 @@ def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
             groups[axis] = group_over(axis, grid.get_group(axis), ledger)
         else:
             groups[axis] = group_over(axis, _new_group(layout.groups(axis), rank), ledger)
+    if layout.plan.stages > 1 and dist.get_backend() == "nccl":  # where a pair of ranks has one queue
+        groups["back"] = group_over("pipeline", _new_group(layout.groups("pipeline"), rank), ledger)
     return groups
 
 

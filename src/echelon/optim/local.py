@@ -42,9 +42,8 @@ def make_local(
 
     `in_parts`: what is held may be a part, so the optimizer must be one that works element by element.
     """
-    if not parameters:
-        raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
-    optimizer = make(parameters)
+    # Torch makes no optimizer of nothing, which is what a stage of frozen layers has: it gets a stand-in.
+    optimizer = make(parameters or [nn.Parameter(torch.zeros(1))])
     if in_parts:
         _check_elementwise(optimizer)
     for group in optimizer.param_groups:

@@ -3,12 +3,13 @@
 Of the outputs only the way back is kept: their values are freed when they are sent, or used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.pipeline_parallel.split_backward import SplitBackward
@@ -67,6 +68,26 @@ class Flight:
         for tensor in self.inputs:
             tensor.grad = None
         return gradients
+
+
+class _Enter(torch.autograd.Function):
+    """The same memory as no leaf and no view: autograd makes exceptions for those (in hooks, in the order of
+    its work), and forbids to change them in place."""
+
+    @staticmethod
+    def forward(_: FunctionCtx, leaf: Tensor) -> Tensor:
+        memory = leaf.new_empty(0)
+        return memory.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+
+    @staticmethod
+    def backward(_: FunctionCtx, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def enter(leaf: Tensor) -> Tensor:
+    """What a stage sees of a tensor that has come in."""
+    see: Callable[[Tensor], Tensor] = _Enter.apply
+    return see(leaf) if leaf.requires_grad else leaf
 
 
 def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from echelon.pipeline_parallel.flight import Flight, Value, wanted
+from echelon.pipeline_parallel.flight import Flight, Value, enter, wanted
 from echelon.pipeline_parallel.split_backward import SplitBackward
 from echelon.pipeline_parallel.structure import Leaf
 from echelon.pipeline_parallel.versions import Versions
@@ -145,6 +145,7 @@ class Interpreter:
             self._do[its.op](its)
             self.spans.append(Span(its, start, time.perf_counter()))
         self._wire.finish_step(emptied=script.empties)
+        self._feed = {}
         return self._tally
 
     def _no_losses(self) -> Tensor:
@@ -178,11 +179,8 @@ class Interpreter:
             return microbatch.inputs, Flight()
         value = self._inputs.pop(_place(its))
         leaves = value.as_leaves()
-        # The stage sees no leaves: autograd makes exceptions for them (in hooks, in the order of its work).
-        changed = getattr(self._task.stages[its.stage], "changes_input", False)
-        seen = [leaf.clone() if changed else leaf.view_as(leaf) for leaf in leaves]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
-        return value.spec.rebuild(seen), Flight(inputs, wanted(value.spec.leaves))
+        return value.spec.rebuild([enter(leaf) for leaf in leaves]), Flight(inputs, wanted(value.spec.leaves))
 
     def _count(self, its: Instruction, total: Tensor, count: Tensor | int) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
@@ -195,14 +193,16 @@ class Interpreter:
         return total / self._normaliser
 
     def _pass_on(self, its: Instruction, value: Value) -> None:
-        if self._is_here(its.stage + 1, its):
-            self._inputs[its.stage + 1, _microbatch(its)] = value
+        if self._is_here(its.stage + 1, its):  # a copy, as if it were sent: the next stage may change it
+            copies = [tensor.clone() for tensor in value.tensors]
+            self._inputs[its.stage + 1, _microbatch(its)] = Value(value.spec, copies)
         else:
             self._outputs[_place(its)] = value
 
     def _backward(self, its: Instruction) -> None:
         flight, gradients = self._flights.pop(_place(its)), self._gradients.pop(_place(its))
-        with self._accumulating(its):
+        # What is computed again in the backward pass needs the weights of the forward.
+        with self._accumulating(its), self._weights(its):
             outputs, known = flight.known(gradients)
             if outputs:
                 torch.autograd.backward(outputs, known)

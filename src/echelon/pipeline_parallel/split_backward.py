@@ -64,8 +64,15 @@ class SplitBackward:
     def _found(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         for kept in self._kept:
             came = [(GradientEdge(kept.node, i), g) for i, g in enumerate(kept.gradients) if g is not None]
-            if came:
-                yield from _gradients([edge for edge, _ in came], [g for _, g in came], kept.weights)
+            if not came:
+                continue
+            # What was kept has been through the hooks of tensors; they run again now, and it is put back.
+            hook = kept.node.register_prehook(lambda _, its=tuple(kept.gradients): its)
+            try:
+                found = list(_gradients([edge for edge, _ in came], [g for _, g in came], kept.weights))
+            finally:
+                hook.remove()
+            yield from found
         if self._shared:  # several ways lead to them, so all of the graph is walked
             yield from _gradients(self._outputs, self._gradients, self._shared)
 

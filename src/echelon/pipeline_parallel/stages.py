@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.errors import UserError
@@ -38,8 +39,6 @@ class Stage(nn.Module):
         super().__init__()
         self._layers = nn.ModuleList(layers)
         self._names = names
-        # A received activation is a leaf, which nothing may change in place.
-        self.changes_input = any(getattr(module, "inplace", False) for module in layers[0].modules())
 
     def layers(self) -> list[nn.Module]:
         return list(self._layers)
@@ -132,11 +131,23 @@ def _check_names(model: nn.Module, layers: Sequence[nn.Module], names: Names) ->
             f"pipeline: {', '.join(outside)} of {type(model).__name__} belong to no layer, so no stage would "
             "hold them; move them into one of the layers that layers() returns"
         )
-    if not in_layers <= names.parameters.keys():
+    strange = [
+        type(module).__name__
+        for layer in layers
+        for module in layer.modules()
+        if module not in names.modules and _keeps_something(module)
+    ]
+    if strange or not in_layers <= names.parameters.keys():
         raise UserError(
-            f"pipeline: layers() of {type(model).__name__} returns modules with parameters that the model "
-            "itself does not have; assign these modules to the model, so that they have names"
+            f"pipeline: layers() of {type(model).__name__} returns {', '.join(strange) or 'modules'}, with "
+            "weights, buffers or dropout that the model itself does not have; assign these modules to the "
+            "model, so that they have names"
         )
+
+
+def _keeps_something(module: nn.Module) -> bool:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return bool(own) or (isinstance(module, _DropoutNd) and module.p > 0)
 
 
 @torch.no_grad()
@@ -159,14 +170,15 @@ def _carry(tensor: Tensor, group: Group, to: int) -> None:
         tensor.copy_(packed)
 
 
-def keep_only(model: nn.Module, kept: Sequence[Stage]) -> None:
-    """Drop all parameters and buffers of the model that no kept stage holds."""
+def keep_only(model: nn.Module, stages: Sequence[Stage], kept: Sequence[Stage]) -> None:
+    """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank."""
     modules = {module for stage in kept for module in stage.modules()}
+    others = {module for stage in stages for module in stage.modules()} - modules
     parameters = {parameter for stage in kept for parameter in stage.parameters()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in parameters:
                 module._parameters[name] = None
-        if module not in modules:
+        if module in others:
             for name in module._buffers:
                 module._buffers[name] = None

@@ -75,8 +75,9 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
             )
         tensors.append(value)
         return ["tensor", len(tensors) - 1]
-    if type(value) in (tuple, list):
-        return [type(value).__name__, [_encode(item, tensors) for item in value]]
+    if type(value) in (tuple, list, torch.Size):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encode(item, tensors) for item in value]]
     if type(value) is dict and all(isinstance(key, str | int) for key in value):
         return ["dict", [[key, _encode(item, tensors)] for key, item in value.items()]]
     if value is None or isinstance(value, bool | int | float | str):

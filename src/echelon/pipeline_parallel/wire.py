@@ -22,6 +22,7 @@ from echelon.pipeline_parallel.structure import Leaf, Spec
 _CODE, _HEAD = 8, 24  # bytes: of the code, and with the two numbers behind it
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
+Way = tuple[int, Key]  # and the rank at the other end
 Tally = tuple[float, float]  # loss total, count
 
 
@@ -44,10 +45,12 @@ class Gradients(NamedTuple):
 class Wire:
     """The ways from this rank to the others of a pipeline, and back."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._known: dict[Key, Spec] = {}
-        self._learned: dict[Key, Spec] = {}
+    def __init__(self, group: Group, back: Group, device: torch.device) -> None:
+        """`group` takes messages to higher ranks and `back` those to lower ones: over NCCL what two ranks do
+        on one communicator happens in one order, and each would wait for the other to receive first."""
+        self._group, self._back, self._device = group, back, device
+        self._known: dict[Way, Spec] = {}
+        self._learned: dict[Way, Spec] = {}
         self._sent: list[tuple[Handle, Tensor]] = []  # in this step
         self._earlier: list[tuple[Handle, Tensor]] = []  # in the one before
 
@@ -67,8 +70,8 @@ class Wire:
     # Activations.
 
     def send(self, spec: Spec, tensors: Sequence[Tensor], peer: int, key: Key) -> None:
-        expected = self._known.get(key)
-        self._learned[key] = spec
+        expected = self._known.get((peer, key))
+        self._learned[peer, key] = spec
         if expected != spec:
             text = torch.frombuffer(bytearray(spec.text.encode()), dtype=torch.uint8)
             first = torch.zeros(_CODE if expected is None else _size(expected.leaves), dtype=torch.uint8)
@@ -79,7 +82,7 @@ class Wire:
 
     def post(self, peer: int, key: Key) -> Posted | None:
         """Be ready for an activation, if its form is remembered."""
-        spec = self._known.get(key)
+        spec = self._known.get((peer, key))
         return None if spec is None else self._post(spec, spec.leaves, peer)
 
     def receive(self, posted: Posted | None, peer: int, key: Key) -> tuple[Spec, list[Tensor]]:
@@ -95,7 +98,7 @@ class Wire:
         else:
             spec = Spec(bytes(self._receive(length, peer).tolist()).decode())
             memory = self._receive(_size(spec.leaves), peer)
-        self._learned[key] = spec
+        self._learned[peer, key] = spec
         return spec, _places(spec.leaves, memory)
 
     # Gradients.
@@ -118,8 +121,9 @@ class Wire:
 
     def _send(self, memory: Tensor, peer: int) -> None:
         self._let_go()
-        with self._group.ledger.about("activations"):
-            self._sent.append((self._group.send(memory, peer, wait=False), memory))
+        group = self._group if peer > self._group.rank else self._back
+        with group.ledger.about("activations"):
+            self._sent.append((group.send(memory, peer, wait=False), memory))
 
     def _let_go(self) -> None:
         """Free the memory of what is known to be gone."""
@@ -133,14 +137,19 @@ class Wire:
 
     def _post(self, spec: Spec | None, leaves: Sequence[Leaf], peer: int) -> Posted:
         memory = torch.empty(_size(leaves), dtype=torch.uint8, device=self._device)
-        with self._group.ledger.about("activations"):
-            return Posted(spec, leaves, memory, self._group.recv(memory, peer, wait=False))
+        group = self._from(peer)
+        with group.ledger.about("activations"):
+            return Posted(spec, leaves, memory, group.recv(memory, peer, wait=False))
 
     def _receive(self, size: int, peer: int) -> Tensor:
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        with self._group.ledger.about("activations"):
-            self._group.recv(memory, peer)
+        group = self._from(peer)
+        with group.ledger.about("activations"):
+            group.recv(memory, peer)
         return memory
+
+    def _from(self, peer: int) -> Group:
+        return self._group if peer < self._group.rank else self._back
 
 
 def _begin(leaves: Sequence[Leaf]) -> int:

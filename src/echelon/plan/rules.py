@@ -107,6 +107,26 @@ def _gathers_are_alike(plan: "Plan") -> str | None:
     )
 
 
+def _replicas_meet_in_every_backward(plan: "Plan") -> str | None:
+    alone = plan.schedule == "naive" or plan.schedule_is_file
+    if plan.zero < 2 or not alone or set(plan.replicas) == {1}:
+        return None
+    return (
+        f"zero={plan.zero} schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: with "
+        "zero=2 replicas meet in every backward pass, and here one may wait for another's forward meanwhile; "
+        "use zero=1, or schedule=1f1b"
+    )
+
+
+def _one_asynchrony(plan: "Plan") -> str | None:
+    if plan.sync != "async" or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        return None
+    return (
+        f"sync=async schedule={plan.schedule}: workers that push when they are done have no pipeline that "
+        "never drains; use sync=all-reduce, or schedule=1f1b"
+    )
+
+
 def _weights_stay_for_both_halves(plan: "Plan") -> str | None:
     if plan.zero < 3 or plan.schedule != "zero-bubble":
         return None
@@ -147,6 +167,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("schedule", "pipeline"), _versions_are_one_rank_s),
     (("zero", "pipeline"), _gathers_are_alike),
     (("schedule", "zero"), _weights_stay_for_both_halves),
+    (("zero", "schedule", "pipeline"), _replicas_meet_in_every_backward),
+    (("sync", "schedule"), _one_asynchrony),
     (("sync", "pipeline"), _workers_have_whole_models),
     (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
 )

@@ -44,7 +44,8 @@ def train_by_formula(case: Case, plan: Plan, boundaries: list[int]) -> Trained:
             optimizer.zero_grad()
             its_total, its_count = _gradients(model, case, step, parts)
             _restore(parameters, versions[-1])
-            optimizer.step()
+            if its_count:  # an update without samples changes nothing
+                optimizer.step()
             versions.append(_copy(parameters))
             total, count = total + its_total, count + its_count
         losses.append(total / count)
@@ -86,6 +87,8 @@ def _gradients(model: nn.Module, case: Case, step: int, parts: list[Part]) -> tu
         with scope(seed=case.seed, step=step, first_sample=first_sample):
             results.append(total_and_count(case.loss(model(inputs), targets), targets))
     count = sum(float(count) for _, count in results)
+    if count == 0:
+        return 0.0, 0.0
     torch.stack([total for total, _ in results]).sum().div(count).backward()
     return sum(float(total.detach()) for total, _ in results), count
 
