@@ -98,7 +98,7 @@ def check_trainable(model: nn.Module) -> None:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
 
 
-def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool) -> None:
+def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True) -> None:
     """Refuse what the user's function made of `parameters`, where it cannot train them.
 
     Of a part of the model (not `whole`) it may leave out everything.
