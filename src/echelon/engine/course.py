@@ -36,7 +36,7 @@ from echelon.precision import DTYPES
 from echelon.program import ASYNCHRONOUS, Program, add_transfers, asynchronous, build, forward_only
 
 
-class Held(NamedTuple):
+class Assigned(NamedTuple):
     """The stages of this rank, and how the replicas of each agree."""
 
     stages: Mapping[int, nn.Module]
@@ -49,7 +49,7 @@ class Course(ABC):
     """Takes batches through the stages of this rank."""
 
     def __init__(
-        self, mesh: Mesh, held: Held, update: Update, loss: Loss, meter: Meter, scopes: Scopes
+        self, mesh: Mesh, held: Assigned, update: Update, loss: Loss, meter: Meter, scopes: Scopes
     ) -> None:
         self._mesh, self._held, self._update = mesh, held, update
         self._loss, self._meter, self._scopes = loss, meter, scopes
@@ -185,7 +185,7 @@ class Endless(Course):
     def __init__(
         self,
         mesh: Mesh,
-        held: Held,
+        held: Assigned,
         update: Update,
         loss: Loss,
         meter: Meter,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from echelon.collectives import Ledger
 from echelon.data_parallel import Push, Update
 from echelon.engine.batch import Batch, Loss, take_part
-from echelon.engine.course import Course, Endless, Flushed, Held
+from echelon.engine.course import Assigned, Course, Endless, Flushed
 from echelon.engine.metrics import Evaluation, Metrics
 from echelon.engine.samples import Scopes
 from echelon.launching import beat
@@ -39,7 +39,7 @@ class Engine:
         module: nn.Module,
         names: StateNames,
         mesh: Mesh,
-        held: Held,
+        held: Assigned,
         update: Update,
         loss: Loss,
         schedule: Callable[[int], float] | None,

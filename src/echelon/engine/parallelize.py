@@ -22,7 +22,7 @@ from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer, check_trainable
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
-from echelon.engine.course import Held
+from echelon.engine.course import Assigned
 from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
 from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_counts
@@ -73,7 +73,7 @@ def parallelize(
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
-        held = Held({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
+        held = Assigned({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
         return Engine(model, names, mesh, held, workers, loss, None, scopes)
     _check_clip(plan, clip)
     stages = cut(model, mesh, found if found is not None else boundaries)
@@ -83,7 +83,7 @@ def parallelize(
     }
     sync = stages.tied(next(iter(syncs.values())) if len(syncs) == 1 else Several(list(syncs.values())))
     update = _update(sync, mesh, _checked(optimizer, whole=plan.stages == 1), clip)
-    held = Held(stages.mine, syncs, stages.program, stages.boundaries)
+    held = Assigned(stages.mine, syncs, stages.program, stages.boundaries)
     return Engine(model, names, mesh, held, update, loss, schedule, scopes)
 
 
