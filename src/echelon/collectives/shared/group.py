@@ -103,9 +103,10 @@ class SharedGroup(Group):
         return self._begin(self._link.sends[target], steps.send(self._link, tensor.cpu(), target))
 
     def _recv(self, tensor: Tensor, source: int) -> Pending:
-        host = tensor if _on_host(tensor) else torch.empty_like(tensor, device="cpu")
+        place = tensor.data  # its memory of now
+        host = tensor if _on_host(tensor) else torch.empty_like(place, device="cpu")
         receiving = self._begin(self._link.receives[source], steps.recv(self._link, host, source))
-        return receiving if host is tensor else Then(receiving, lambda: tensor.copy_(host))
+        return receiving if host is tensor else Then(receiving, lambda: place.copy_(host))
 
     def _barrier(self) -> Pending:
         return self._over_torch._barrier()

@@ -1,7 +1,8 @@
 """What each operation does, as coroutines over a Link: directly where that is possible and pays, else staged.
 
-The size decides, and it is the same on all ranks. Sums are taken in rank order either way: the same bits on
-every rank and in every run.
+The size decides, and it is the same on all ranks. The memory is looked up by the call, on the caller's
+thread: what becomes of the Tensor object afterwards changes nothing. Sums are taken in rank order either way:
+the same bits on every rank and in every run.
 """
 
 from typing import Protocol
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared import direct, staged
-from echelon.collectives.shared.link import Link
+from echelon.collectives.shared.link import Link, Steps
 from echelon.collectives.shared.memory import bytes_of, plain
 from echelon.collectives.shared.slots import LANE
 
@@ -21,41 +22,44 @@ _DIRECT_SEND_BYTES = LANE.free_bytes  # what fits a lane is sent without waiting
 class _Way(Protocol):
     """What both ways can do."""
 
-    async def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> None: ...
-    async def reduce_scatter(self, link: Link, results: Tensor, whole: Tensor, op: Reduction) -> None: ...
-    async def all_gather(self, link: Link, whole: Tensor, mine: Tensor) -> None: ...
-    async def broadcast(self, link: Link, flat: Tensor, source: int) -> None: ...
-    async def send(self, link: Link, flat: Tensor, target: int) -> None: ...
-    async def recv(self, link: Link, flat: Tensor, source: int) -> None: ...
+    def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> Steps: ...
+    def reduce_scatter(self, link: Link, results: Tensor, whole: Tensor, op: Reduction) -> Steps: ...
+    def all_gather(self, link: Link, whole: Tensor, mine: Tensor) -> Steps: ...
+    def broadcast(self, link: Link, flat: Tensor, source: int) -> Steps: ...
+    def send(self, link: Link, flat: Tensor, target: int) -> Steps: ...
+    def recv(self, link: Link, flat: Tensor, source: int) -> Steps: ...
 
 
 def _way(link: Link, tensor: Tensor, up_to: int = _DIRECT_BYTES) -> _Way:
     return direct if link.can_read and bytes_of(tensor) > up_to else staged
 
 
-async def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> None:
-    await _way(link, tensor).all_reduce(link, plain(tensor), op)
+def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> Steps:
+    return _way(link, tensor).all_reduce(link, plain(tensor), op)
 
 
-async def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> None:
-    await _way(link, tensor).reduce_scatter(link, plain(output), plain(tensor), op)
+def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> Steps:
+    return _way(link, tensor).reduce_scatter(link, plain(output), plain(tensor), op)
 
 
-async def all_gather(link: Link, output: Tensor, tensor: Tensor) -> None:
-    whole, mine = plain(output), plain(tensor)
+def all_gather(link: Link, output: Tensor, tensor: Tensor) -> Steps:
+    return _all_gather(_way(link, output), link, plain(output), plain(tensor))
+
+
+async def _all_gather(way: _Way, link: Link, whole: Tensor, mine: Tensor) -> None:
     place = whole.view(link.size, -1)[link.rank]
     if place.data_ptr() != mine.data_ptr():
         place.copy_(mine)
-    await _way(link, output).all_gather(link, whole, mine)
+    await way.all_gather(link, whole, mine)
 
 
-async def broadcast(link: Link, tensor: Tensor, source: int) -> None:
-    await _way(link, tensor).broadcast(link, plain(tensor), source)
+def broadcast(link: Link, tensor: Tensor, source: int) -> Steps:
+    return _way(link, tensor).broadcast(link, plain(tensor), source)
 
 
-async def send(link: Link, tensor: Tensor, target: int) -> None:
-    await _way(link, tensor, _DIRECT_SEND_BYTES).send(link, plain(tensor), target)
+def send(link: Link, tensor: Tensor, target: int) -> Steps:
+    return _way(link, tensor, _DIRECT_SEND_BYTES).send(link, plain(tensor), target)
 
 
-async def recv(link: Link, tensor: Tensor, source: int) -> None:
-    await _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, plain(tensor), source)
+def recv(link: Link, tensor: Tensor, source: int) -> Steps:
+    return _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, plain(tensor), source)
