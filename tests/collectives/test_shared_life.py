@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from echelon.collectives import Ledger, SharedGroup, TorchGroup, group_over
 from echelon.collectives.shared import meeting
+from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 
 Warm = Callable[[int], Ranks]
@@ -427,9 +428,58 @@ def no_reading() -> None:
     meeting.read_memory = refuse
 
 
+def fails(*_: object, **__: object) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def no_memory() -> None:
+    os.memfd_create = fails  # type: ignore[assignment]
+
+
+def no_words() -> None:
+    os.eventfd = fails  # type: ignore[assignment]
+
+
+def no_sockets() -> None:
+    meeting.socket.socket = fails  # type: ignore[assignment,misc]
+
+
+def no_mapping() -> None:
+    meeting.mmap = fails  # type: ignore[assignment,misc]
+
+
+def no_passing() -> None:
+    socket.send_fds = fails
+
+
+def visited() -> None:
+    """Strangers that read the name in /proc/net/unix fill the listener's queue, and say nothing."""
+    real = meeting._prepare
+    strangers = []
+
+    def prepare(*args: object) -> object:
+        prepared = real(*args)  # type: ignore[arg-type]
+        while True:
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.setblocking(False)
+            try:
+                stranger.connect(prepared[1].getsockname())  # type: ignore[union-attr]
+            except BlockingIOError:
+                return prepared
+            strangers.append(stranger)
+
+    meeting._prepare = prepare  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
+        (no_memory, "TorchGroup"),
+        (no_words, "TorchGroup"),
+        (no_sockets, "TorchGroup"),
+        (no_mapping, "TorchGroup"),
+        (no_passing, "TorchGroup"),
+        (visited, "TorchGroup"),
         (switch_off, "TorchGroup"),
         (another_host, "TorchGroup"),
         (another_network, "TorchGroup"),
@@ -439,3 +489,74 @@ def no_reading() -> None:
 def test_all_ranks_go_the_same_way_when_one_cannot(change: Callable[[], None], kind: str) -> None:
     with Ranks(3, deadline=30.0) as ranks:
         assert ranks.run(kind_of_group, change) == [kind] * 3
+
+
+def meets_strangers() -> str:
+    """Some call before the ranks do: one silent, one with a wrong secret, one that is no rank."""
+    real = meeting._prepare
+    strangers = []
+
+    def prepare(*args: object) -> object:
+        prepared = real(*args)  # type: ignore[arg-type]
+        for hello in (b"", meeting._HELLO.pack(2, b"guess"), meeting._HELLO.pack(-7, b"")):
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(prepared[1].getsockname())  # type: ignore[union-attr]
+            strangers[-1].send(hello)
+        return prepared
+
+    if dist.get_rank() == 0:
+        meeting._prepare = prepare  # type: ignore[assignment]
+        real_listen = socket.socket.listen
+        socket.socket.listen = lambda self, _: real_listen(self, 10)  # type: ignore[method-assign,misc]
+    group = new_group()
+    tensor = torch.ones(5)
+    group.all_reduce(tensor)
+    return f"{tensor[0].item():.0f} in {group.size}"
+
+
+def test_strangers_are_turned_away() -> None:
+    with Ranks(3, deadline=30.0) as ranks:
+        assert ranks.run(meets_strangers) == ["3 in 3"] * 3
+
+
+def unknown_switch() -> str:
+    if dist.get_rank() == 1:
+        os.environ[meeting.SWITCH] = "shard"
+    with pytest.raises(UserError) as caught:
+        new_group()
+    return str(caught.value)
+
+
+def test_an_unknown_transport_is_refused_on_all_ranks() -> None:
+    with Ranks(2, deadline=30.0) as ranks:
+        for said in ranks.run(unknown_switch):
+            assert "rank 1: ECHELON_TRANSPORT=shard must be one of auto, shared, gloo" in said
+
+
+def under_another_default() -> float:
+    with torch.device("meta"):
+        group = new_group()
+    tensor = torch.ones(LARGE)
+    group.all_reduce(tensor)
+    return tensor[-1].item()
+
+
+def test_the_default_device_does_not_matter(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(under_another_default) == [2.0, 2.0]
+
+
+def conjugate() -> list[complex]:
+    group = new_group()
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    with pytest.raises(ValueError, match="resolve_conj"):
+        group.broadcast(tensor)
+    if group.rank == 0:
+        group.send(tensor, 1)
+        return tensor.tolist()
+    incoming = torch.zeros(2, dtype=torch.complex64)
+    group.recv(incoming, 0)
+    return incoming.tolist()
+
+
+def test_conjugates_are_sent_as_what_they_mean(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(conjugate) == [[1 - 2j, 3 + 4j]] * 2

@@ -24,6 +24,11 @@ def plain(tensor: Tensor) -> Tensor:
     Like a backend we write into memory, not into a node of the graph: no version is counted. The memory
     lives as long as this or a view of it, whatever becomes of the tensor (`tensor.data = …`).
     """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "a conjugate or negative view does not have its values in its memory; call .resolve_conj() or "
+            ".resolve_neg() first"
+        )
     memory = (ctypes.c_char * bytes_of(tensor)).from_address(tensor.data_ptr())
     memory.kept = tensor.untyped_storage()  # type: ignore[attr-defined]
     with torch.inference_mode(False):
