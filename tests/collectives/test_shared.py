@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from echelon.collectives import Group, Ledger, RecordingGroup, SharedGroup, group_over
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import COLLECTIVE, LANE
+from echelon.collectives.shared.slots import COLLECTIVE, LANE, Label, Outbox
 from echelon.launching import Ranks
 
 from .test_groups import DTYPES, each_rank, one_of_each
@@ -386,3 +386,35 @@ def freed_under_way(direct: bool) -> list[float]:
 
 def test_memory_is_kept_while_an_operation_uses_it(warm_ranks: Warm, direct: bool) -> None:
     assert warm_ranks(2).run(freed_under_way, direct)[0] == [0.0] * 4
+
+
+def pinned() -> None:
+    """No device here: tensors of rank 0 say that they are pinned. Peers must not be told to read them."""
+    group = world(True)
+    told: set[int] = set()
+    publish = Outbox.publish
+
+    def overheard(self: Outbox, label: Label) -> None:
+        told.add(label.address)
+        publish(self, label)
+
+    if group.rank == 0:
+        torch.Tensor.is_pinned = lambda *_: True  # type: ignore[method-assign,assignment]
+        Outbox.publish = overheard  # type: ignore[method-assign]
+    tensor, whole = torch.ones(5 * DIRECT), torch.zeros(10 * DIRECT)
+    group.all_reduce(tensor)
+    group.all_gather(whole, tensor)
+    group.reduce_scatter(tensor, whole)
+    group.broadcast(tensor, 0)
+    if group.rank == 0:
+        group.send(tensor, 1)
+    else:
+        group.recv(tensor.zero_(), 0)
+    assert tensor.unique().tolist() == [4.0]
+    assert told.isdisjoint({tensor.data_ptr(), whole.data_ptr()})
+
+
+def test_pinned_memory_is_copied_aside(direct: bool) -> None:
+    if direct:
+        with Ranks(2, deadline=30.0) as ranks:
+            ranks.run(pinned)

@@ -34,31 +34,48 @@ def _way(link: Link, tensor: Tensor, up_to: int = _DIRECT_BYTES) -> _Way:
     return direct if link.can_read and bytes_of(tensor) > up_to else staged
 
 
+def _aside(way: _Way, tensor: Tensor) -> bool:
+    """Whether peers would have to read what they cannot: memory pinned for a device. A copy they can."""
+    return way is direct and tensor.is_pinned()
+
+
 def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> Steps:
-    return _way(link, tensor).all_reduce(link, plain(tensor), op)
+    way, flat = _way(link, tensor), plain(tensor)
+    return _all_reduce_aside(way, link, flat, op) if _aside(way, tensor) else way.all_reduce(link, flat, op)
+
+
+async def _all_reduce_aside(way: _Way, link: Link, flat: Tensor, op: Reduction) -> None:
+    copy = flat.clone()
+    await way.all_reduce(link, copy, op)
+    flat.copy_(copy)
 
 
 def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> Steps:
-    return _way(link, tensor).reduce_scatter(link, plain(output), plain(tensor), op)
+    way, whole = _way(link, tensor), plain(tensor)
+    return way.reduce_scatter(link, plain(output), whole.clone() if _aside(way, tensor) else whole, op)
 
 
 def all_gather(link: Link, output: Tensor, tensor: Tensor) -> Steps:
-    return _all_gather(_way(link, output), link, plain(output), plain(tensor))
+    way, mine = _way(link, output), plain(tensor)
+    return _all_gather(way, link, plain(output), mine, mine.clone() if _aside(way, tensor) else mine)
 
 
-async def _all_gather(way: _Way, link: Link, whole: Tensor, mine: Tensor) -> None:
+async def _all_gather(way: _Way, link: Link, whole: Tensor, mine: Tensor, readable: Tensor) -> None:
     place = whole.view(link.size, -1)[link.rank]
     if place.data_ptr() != mine.data_ptr():
         place.copy_(mine)
-    await way.all_gather(link, whole, mine)
+    await way.all_gather(link, whole, readable)
 
 
 def broadcast(link: Link, tensor: Tensor, source: int) -> Steps:
-    return _way(link, tensor).broadcast(link, plain(tensor), source)
+    way, flat = _way(link, tensor), plain(tensor)
+    copied = source == link.rank and _aside(way, tensor)
+    return way.broadcast(link, flat.clone() if copied else flat, source)
 
 
 def send(link: Link, tensor: Tensor, target: int) -> Steps:
-    return _way(link, tensor, _DIRECT_SEND_BYTES).send(link, plain(tensor), target)
+    way, flat = _way(link, tensor, _DIRECT_SEND_BYTES), plain(tensor)
+    return way.send(link, flat.clone() if _aside(way, tensor) else flat, target)
 
 
 def recv(link: Link, tensor: Tensor, source: int) -> Steps:
