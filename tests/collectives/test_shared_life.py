@@ -1,6 +1,8 @@
 """How links through shared memory begin and end: who is left out, who dies, and that nothing stays behind."""
 
+import ctypes
 import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from echelon.collectives import Ledger, SharedGroup, TorchGroup, group_over
 from echelon.collectives.shared import meeting
+from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 
 Warm = Callable[[int], Ranks]
@@ -159,16 +162,169 @@ def test_what_is_under_way_fails_when_the_link_ends(warm_ranks: Warm) -> None:
 
 
 def nobody_sends() -> None:
+    """Then the link is over, for whoever waited and at once for the peer, which has time left."""
     process_group = dist.new_group(timeout=timedelta(seconds=1))
     group = group_over("data", process_group, Ledger())  # type: ignore[arg-type]
-    with pytest.raises(PeerLost, match="along data timed out waiting for its peers after 1 seconds"):
-        group.recv(torch.zeros(3), 1 - group.rank)
+    if group.rank == 0:
+        with pytest.raises(PeerLost, match="along data timed out waiting for its peers after 1 seconds"):
+            group.recv(torch.zeros(3), 1)
+    dist.barrier()
+    begun = time.perf_counter()
+    with pytest.raises(PeerLost, match=r"timed out|rank 0 is gone"):
+        group.all_reduce(torch.zeros(3))
+    assert time.perf_counter() - begun < 0.5
     dist.destroy_process_group(process_group)
 
 
 def test_the_timeout_of_the_process_group_holds(warm_ranks: Warm) -> None:
     """Under torchrun no parent watches the ranks: without it a wait would be for ever."""
     warm_ranks(2).run(nobody_sends)
+
+
+def result_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__
+    return "went on"
+
+
+def goes_on_after_an_error(sizes: list[int]) -> list[str]:
+    """Sizes differ, which is told; whoever catches that and goes on must not get the data of that turn."""
+    group = new_group()
+    queued = group.recv(torch.zeros(3), 1 - group.rank, wait=False)
+    first = result_of(lambda: group.all_reduce(torch.full((10 + 10 * group.rank,), 100.0)))
+    later = [result_of(lambda size=size: group.all_reduce(torch.ones(size))) for size in sizes]  # type: ignore[misc]
+    return [
+        first,
+        *later,
+        result_of(queued.wait),
+        result_of(lambda: group.send(torch.ones(3), 1 - group.rank)),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [[10, 20], [20, 10], [40_000, 5]])
+def test_nothing_goes_on_after_an_error(warm_ranks: Warm, sizes: list[int]) -> None:
+    for results in warm_ranks(2).run(goes_on_after_an_error, sizes):
+        assert results[0] == "Mismatch"
+        assert set(results) <= {"Mismatch", "PeerLost"}
+
+
+def differs_in(what: str) -> list[str]:
+    group = new_group()
+    length = 40_000 if "large" in what else 4
+    tensor = torch.ones(length)
+    if "type" in what:
+        tensor = torch.ones(length, dtype=torch.int32 if group.rank else torch.float32)
+        return [result_of(lambda: group.all_reduce(tensor))]
+    if "message" in what:
+        ones = torch.ones(length, dtype=torch.int32 if group.rank else torch.float32)
+        return [result_of(lambda: group.recv(ones, 0) if group.rank else group.send(ones, 1))]
+    if "reduction" in what:
+        return [result_of(lambda: group.all_reduce(tensor, "max" if group.rank else "sum"))]
+    # Each takes itself for the source, and needs nobody; the next one would have found this one's data.
+    group.broadcast(tensor, group.rank)
+    return [result_of(lambda: group.broadcast(tensor, 0)), result_of(lambda: group.all_reduce(tensor))]
+
+
+@pytest.mark.parametrize(
+    "what", ["type", "large type", "message type", "reduction", "large reduction", "source"]
+)
+def test_ranks_that_differ_in_more_than_size_are_told(warm_ranks: Warm, what: str) -> None:
+    results = warm_ranks(2).run(differs_in, what)
+    assert "Mismatch" in results[1]
+    assert "message" in what or set(results[0][-1:]) <= {"Mismatch", "PeerLost"}
+
+
+def one_gone_one_late(length: int) -> str:
+    """Rank 2 has left, rank 1 comes late: rank 0 must not wait for it to learn of the other."""
+    group = new_group()
+    group.all_reduce(torch.ones(4))
+    if group.rank == 2:
+        group._link.close()
+    dist.barrier()
+    begun = time.perf_counter()
+    said = ""
+    if group.rank == 0:
+        with pytest.raises(PeerLost, match="lost a peer: rank 2 is gone") as caught:
+            group.all_reduce(torch.ones(length))
+        assert time.perf_counter() - begun < 1
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("length", [4, 1000, LARGE])
+def test_a_lost_rank_is_noticed_before_its_turn(warm_ranks: Warm, length: int) -> None:
+    assert warm_ranks(3).run(one_gone_one_late, length)[0].endswith("rank 2 is gone")
+
+
+def lane_of_one_that_left() -> float:
+    """A server outlives its workers: a message that one of them does not send fails alone."""
+    group = new_group()
+    tensor = torch.zeros(3)
+    if group.rank == 1:
+        group._link.close()
+    dist.barrier()
+    if group.rank == 0:
+        assert result_of(lambda: group.recv(tensor, 1)) == "PeerLost"
+        group.recv(tensor, 2)
+    elif group.rank == 2:
+        group.send(tensor.fill_(4), 0)
+    dist.barrier()
+    return tensor[0].item()
+
+
+def test_messages_between_those_who_are_left_go_on(warm_ranks: Warm) -> None:
+    assert warm_ranks(3).run(lane_of_one_that_left) == [4.0, 0.0, 4.0]
+
+
+def freed_while_read() -> str:
+    """The sender's memory is unmapped under the message: its rank is not lost, and must not be called so."""
+    group = new_group()
+    if not group._link.can_read:
+        return "freed or unreadable while in use"
+    memory = mmap.mmap(-1, 4 * LARGE)
+    tensor = torch.frombuffer(memory, dtype=torch.float32)
+    if group.rank == 0:
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(tensor.data_ptr()), 4 * LARGE, 0) == 0
+        assert result_of(lambda: group.send(tensor, 1)) == "PeerLost"
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        group.recv(tensor, 0)
+    assert not isinstance(caught.value, PeerLost)
+    return str(caught.value)
+
+
+def test_memory_that_cannot_be_read_is_not_a_lost_peer(warm_ranks: Warm) -> None:
+    assert "rank 0 was freed or unreadable while in use" in warm_ranks(2).run(freed_while_read)[1]
+
+
+def used_by_a_child() -> str:
+    """A data worker that uses its parent's group, where no thread serves it."""
+    group = new_group()
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            group.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            os.write(sending, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(sending)
+    said = os.read(receiving, 1000).decode()
+    os.close(receiving)
+    os.waitpid(child, 0)
+    group.all_reduce(torch.ones(1))
+    return said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads
+def test_a_forked_child_is_refused_at_once() -> None:
+    with Ranks(2, deadline=20.0) as ranks:
+        for said in ranks.run(used_by_a_child):
+            assert "a forked child cannot use the group of its parent" in said
 
 
 def out_of_step() -> None:
@@ -272,9 +428,58 @@ def no_reading() -> None:
     meeting.read_memory = refuse
 
 
+def fails(*_: object, **__: object) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def no_memory() -> None:
+    os.memfd_create = fails  # type: ignore[assignment]
+
+
+def no_words() -> None:
+    os.eventfd = fails  # type: ignore[assignment]
+
+
+def no_sockets() -> None:
+    meeting.socket.socket = fails  # type: ignore[assignment,misc]
+
+
+def no_mapping() -> None:
+    meeting.mmap = fails  # type: ignore[assignment,misc]
+
+
+def no_passing() -> None:
+    socket.send_fds = fails
+
+
+def visited() -> None:
+    """Strangers that read the name in /proc/net/unix fill the listener's queue, and say nothing."""
+    real = meeting._prepare
+    strangers = []
+
+    def prepare(*args: object) -> object:
+        prepared = real(*args)  # type: ignore[arg-type]
+        while True:
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.setblocking(False)
+            try:
+                stranger.connect(prepared[1].getsockname())  # type: ignore[union-attr]
+            except BlockingIOError:
+                return prepared
+            strangers.append(stranger)
+
+    meeting._prepare = prepare  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
+        (no_memory, "TorchGroup"),
+        (no_words, "TorchGroup"),
+        (no_sockets, "TorchGroup"),
+        (no_mapping, "TorchGroup"),
+        (no_passing, "TorchGroup"),
+        (visited, "TorchGroup"),
         (switch_off, "TorchGroup"),
         (another_host, "TorchGroup"),
         (another_network, "TorchGroup"),
@@ -284,3 +489,74 @@ def no_reading() -> None:
 def test_all_ranks_go_the_same_way_when_one_cannot(change: Callable[[], None], kind: str) -> None:
     with Ranks(3, deadline=30.0) as ranks:
         assert ranks.run(kind_of_group, change) == [kind] * 3
+
+
+def meets_strangers() -> str:
+    """Some call before the ranks do: one silent, one with a wrong secret, one that is no rank."""
+    real = meeting._prepare
+    strangers = []
+
+    def prepare(*args: object) -> object:
+        prepared = real(*args)  # type: ignore[arg-type]
+        for hello in (b"", meeting._HELLO.pack(2, b"guess"), meeting._HELLO.pack(-7, b"")):
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect(prepared[1].getsockname())  # type: ignore[union-attr]
+            strangers[-1].send(hello)
+        return prepared
+
+    if dist.get_rank() == 0:
+        meeting._prepare = prepare  # type: ignore[assignment]
+        real_listen = socket.socket.listen
+        socket.socket.listen = lambda self, _: real_listen(self, 10)  # type: ignore[method-assign,misc]
+    group = new_group()
+    tensor = torch.ones(5)
+    group.all_reduce(tensor)
+    return f"{tensor[0].item():.0f} in {group.size}"
+
+
+def test_strangers_are_turned_away() -> None:
+    with Ranks(3, deadline=30.0) as ranks:
+        assert ranks.run(meets_strangers) == ["3 in 3"] * 3
+
+
+def unknown_switch() -> str:
+    if dist.get_rank() == 1:
+        os.environ[meeting.SWITCH] = "shard"
+    with pytest.raises(UserError) as caught:
+        new_group()
+    return str(caught.value)
+
+
+def test_an_unknown_transport_is_refused_on_all_ranks() -> None:
+    with Ranks(2, deadline=30.0) as ranks:
+        for said in ranks.run(unknown_switch):
+            assert "rank 1: ECHELON_TRANSPORT=shard must be one of auto, shared, gloo" in said
+
+
+def under_another_default() -> float:
+    with torch.device("meta"):
+        group = new_group()
+    tensor = torch.ones(LARGE)
+    group.all_reduce(tensor)
+    return tensor[-1].item()
+
+
+def test_the_default_device_does_not_matter(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(under_another_default) == [2.0, 2.0]
+
+
+def conjugate() -> list[complex]:
+    group = new_group()
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    with pytest.raises(ValueError, match="resolve_conj"):
+        group.broadcast(tensor)
+    if group.rank == 0:
+        group.send(tensor, 1)
+        return tensor.tolist()
+    incoming = torch.zeros(2, dtype=torch.complex64)
+    group.recv(incoming, 0)
+    return incoming.tolist()
+
+
+def test_conjugates_are_sent_as_what_they_mean(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(conjugate) == [[1 - 2j, 3 + 4j]] * 2

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import bytes_of, combine
-from echelon.collectives.shared.slots import Label, Operation
+from echelon.collectives.shared.memory import combine
+from echelon.collectives.shared.slots import Inbox, Label, Operation, all_written
 
 _CHUNK_BYTES = 1 << 19  # what is read and then added stays in the cache in between
 
@@ -22,7 +22,7 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     """
     parts = flat.tensor_split(link.size)
     starts = [part.data_ptr() - flat.data_ptr() for part in parts]
-    label = Label(Operation.ALL_REDUCE, bytes_of(flat), flat.data_ptr())
+    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op, at=flat)
     places = await _tell_all(link, label)
     _release(link, urgent=False)
     _reduce(link, places, starts[link.rank], parts[link.rank], parts[link.rank], op)
@@ -35,7 +35,8 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
 
 async def reduce_scatter(link: Link, results: Tensor, whole: Tensor, op: Reduction) -> None:
     mine = whole.view(link.size, -1)[link.rank]
-    places = await _tell_all(link, Label(Operation.REDUCE_SCATTER, bytes_of(whole), whole.data_ptr()))
+    label = Label.of(Operation.REDUCE_SCATTER, whole, link.collectives.number, op=op, at=whole)
+    places = await _tell_all(link, label)
     _reduce(link, places, mine.data_ptr() - whole.data_ptr(), mine, results, op)
     _release(link, urgent=True)
     await link.outbox.all_read()
@@ -43,7 +44,8 @@ async def reduce_scatter(link: Link, results: Tensor, whole: Tensor, op: Reducti
 
 async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
     parts = whole.view(link.size, -1)
-    places = await _tell_all(link, Label(Operation.ALL_GATHER, bytes_of(whole), mine.data_ptr()))
+    label = Label.of(Operation.ALL_GATHER, whole, link.collectives.number, at=mine)
+    places = await _tell_all(link, label)
     for rank, address in places.items():
         link.read(rank, address, parts[rank])
     _release(link, urgent=True)
@@ -51,35 +53,40 @@ async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
 
 
 async def broadcast(link: Link, flat: Tensor, source: int) -> None:
-    label = Label(Operation.BROADCAST, bytes_of(flat), flat.data_ptr())
+    label = Label.of(Operation.BROADCAST, flat, link.collectives.number, source=source, at=flat)
     if source == link.rank:
         await link.outbox.slot()
         link.outbox.publish(label)
         await link.outbox.all_read()
     else:
-        link.read(source, await link.inboxes[source].address(label), flat)
-        link.inboxes[source].release(urgent=True)
+        await _read(link, link.inboxes[source], source, flat, label)
 
 
 async def send(link: Link, flat: Tensor, target: int) -> None:
     """Complete when the target has read it."""
     lane = link.lanes_out[target]
     await lane.slot()
-    lane.publish(Label(Operation.SEND, bytes_of(flat), flat.data_ptr()))
+    lane.publish(Label.of(Operation.SEND, flat, link.sends[target].number, at=flat))
     await lane.all_read()
 
 
 async def recv(link: Link, flat: Tensor, source: int) -> None:
-    lane = link.lanes_in[source]
-    link.read(source, await lane.address(Label(Operation.SEND, bytes_of(flat))), flat)
-    lane.release(urgent=True)
+    label = Label.of(Operation.SEND, flat, link.receives[source].number, at=flat)
+    await _read(link, link.lanes_in[source], source, flat, label)
+
+
+async def _read(link: Link, inbox: Inbox, source: int, flat: Tensor, label: Label) -> None:
+    await all_written([inbox], label)
+    link.read(source, inbox.address(), flat)
+    inbox.release(urgent=True)
 
 
 async def _tell_all(link: Link, label: Label) -> dict[int, int]:
     """Tell the others where this rank's tensor is; where theirs are, by rank."""
     await link.outbox.slot()
     link.outbox.publish(label)
-    return {rank: await inbox.address(label) for rank, inbox in link.inboxes.items()}
+    await all_written(link.inboxes.values(), label)
+    return {rank: inbox.address() for rank, inbox in link.inboxes.items()}
 
 
 def _release(link: Link, *, urgent: bool) -> None:

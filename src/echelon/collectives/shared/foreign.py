@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter
 
 def let_siblings_read() -> None:
     """Where Yama keeps processes apart (Ubuntu does), allow those of our parent, which are the ranks."""
-    if sys.platform == "linux":
+    if sys.platform == "linux" and os.getppid() > 1:  # under process 1 everyone would be a sibling
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 

@@ -11,7 +11,7 @@ from echelon.collectives.group import Group, Pending, Reduction
 from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import steps
 from echelon.collectives.shared.link import Line, Link, Steps
-from echelon.collectives.shared.meeting import meet
+from echelon.collectives.shared.meeting import Meeting, agree, meet
 from echelon.collectives.torch_group import Then, TorchGroup
 
 _REDUCED = {
@@ -45,13 +45,29 @@ def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> G
 def _new_link(process_group: dist.ProcessGroup) -> Link | None:
     if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
         return None
-    meeting = meet(process_group)
-    if meeting is None:
+    with torch.device("cpu"):  # whatever the default is
+        meeting = meet(process_group)
+        if meeting is None:
+            return None
+        link = _link_or_none(process_group, meeting)
+        everywhere = agree(link is not None, process_group)
+    if link is None or not everywhere:
+        if link is not None:
+            link.close()
+        for met in meeting.peers:
+            met.socket.close()
         return None
-    backend = process_group._get_backend(torch.device("cpu"))
-    link = Link(process_group.rank(), meeting, backend.options._timeout.total_seconds())
     weakref.finalize(process_group, link.close)  # also at exit
     return link
+
+
+def _link_or_none(process_group: dist.ProcessGroup, meeting: Meeting) -> Link | None:
+    """None where the system has no descriptor or no thread left."""
+    backend = process_group._get_backend(torch.device("cpu"))
+    try:
+        return Link(process_group.rank(), meeting, backend.options._timeout.total_seconds())
+    except (OSError, RuntimeError):
+        return None
 
 
 @final
@@ -69,12 +85,12 @@ class SharedGroup(Group):
         return self._collective(steps.all_reduce(self._link, tensor, op))
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Pending:
-        if not _reducible(tensor, op):
+        if not _reducible(tensor, op) or not _on_host(output):
             return self._over_torch._reduce_scatter(output, tensor, op)
         return self._collective(steps.reduce_scatter(self._link, output, tensor, op))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending:
-        if not _on_host(tensor):
+        if not _on_host(tensor, output):
             return self._over_torch._all_gather(output, tensor)
         return self._collective(steps.all_gather(self._link, output, tensor))
 
@@ -100,12 +116,13 @@ class SharedGroup(Group):
     # The two ends of a message may be on different devices: all of them go the same way, over the host.
 
     def _send(self, tensor: Tensor, target: int) -> Pending:
-        return self._begin(self._link.sends[target], steps.send(self._link, tensor.cpu(), target))
+        return self._begin(self._link.sends[target], steps.send(self._link, _resolved(tensor), target))
 
     def _recv(self, tensor: Tensor, source: int) -> Pending:
-        host = tensor if _on_host(tensor) else torch.empty_like(tensor, device="cpu")
+        place = tensor.data  # its memory of now
+        host = tensor if _on_host(tensor) else torch.empty_like(place, device="cpu")
         receiving = self._begin(self._link.receives[source], steps.recv(self._link, host, source))
-        return receiving if host is tensor else Then(receiving, lambda: tensor.copy_(host))
+        return receiving if host is tensor else Then(receiving, lambda: place.copy_(host))
 
     def _barrier(self) -> Pending:
         return self._over_torch._barrier()
@@ -118,8 +135,13 @@ class SharedGroup(Group):
         return self._link.submit(line, operation, where)
 
 
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+def _on_host(*tensors: Tensor) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """On the host, with its values in its memory: conjugates and negatives are only marked there."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _reducible(tensor: Tensor, op: Reduction) -> bool:

@@ -17,8 +17,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any, final
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -35,11 +35,13 @@ _JOIN_SECONDS = 1.0  # the thread ends at once unless it is in the middle of a c
 
 
 class Speaker:
-    """A peer, and how often it has said each word."""
+    """A peer, and how often it has said each word; `gone` are the peers that were lost, in this order."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self._connection, self._lost = rank, connection, False
+    def __init__(self, rank: int, connection: socket.socket, gone: list[int]) -> None:
+        self.rank, self._connection, self._gone = rank, connection, gone
         self._told = [0] * len(Word)
+        self._hang_up = select.poll()
+        self._hang_up.register(connection, select.POLLRDHUP)
 
     @property
     def descriptor(self) -> int:
@@ -49,14 +51,19 @@ class Speaker:
         # Few words are ever unread, since rings are short: this never blocks. One that is gone is found
         # out by `listen`, after all that it had to say.
         with contextlib.suppress(OSError):
-            self._connection.send(bytes([word]) * times)
+            self._connection.send(bytes([word]) * times, socket.MSG_NOSIGNAL)
 
     def has_told(self, word: Word) -> int:
         return self._told[word]
 
     def check(self) -> None:
-        if self._lost:
-            raise PeerLost(f"rank {self.rank} is gone")
+        if self.rank in self._gone:
+            first, *others = self._gone
+            raise PeerLost(f"rank {first} is gone" + "".join(f", then rank {other}" for other in others))
+
+    def has_hung_up(self) -> bool:
+        """Whether it is gone, though perhaps not all that it had said was listened to."""
+        return bool(self._hang_up.poll(0))
 
     def listen(self) -> bool:
         """Take in what it said; False when it is gone."""
@@ -66,8 +73,14 @@ class Speaker:
             said = b""
         for word in Word:
             self._told[word] += said.count(word)
-        self._lost = not said
-        return not self._lost
+        if not said:
+            self._gone.append(self.rank)
+        return bool(said)
+
+    def hang_up(self) -> None:
+        """Let the peer know, from any thread."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()
@@ -75,11 +88,11 @@ class Speaker:
 
 @final
 class Passage(Pending):
-    """One operation under way; `where` is for the message when a peer is lost."""
+    """One operation under way; `where` is for the message when a peer is lost, `fail` for a timeout."""
 
-    def __init__(self, steps: Steps, where: str, timeout: float) -> None:
-        self._steps, self._where, self._timeout = steps, where, timeout
-        self._error: Exception | None = None
+    def __init__(self, steps: Steps, where: str, timeout: float, fail: Callable[[Exception], None]) -> None:
+        self._steps, self._where, self._timeout, self._fail = steps, where, timeout, fail
+        self.error: Exception | None = None
         self._done: float | None = None
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -103,44 +116,66 @@ class Passage(Pending):
 
     def wait(self) -> None:
         if not self._gate.acquire(timeout=self._timeout):
-            raise PeerLost(f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds")
+            late = PeerLost(
+                f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds"
+            )
+            self._fail(late)
+            raise late
         self._gate.release()  # for whoever waits again
-        if isinstance(self._error, PeerLost):
-            raise PeerLost(f"{self._where} lost a peer: {self._error}") from self._error
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            _raise(self.error, self._where)
 
     def done_at(self) -> float | None:
         return self._done
 
     def _finish(self, error: Exception | None) -> None:
-        self._error, self._done = error, time.perf_counter()
+        self.error, self._done = error, time.perf_counter()
         self._gate.release()
 
 
+def _raise(error: Exception, where: str) -> NoReturn:
+    if isinstance(error, PeerLost):
+        raise PeerLost(f"{where} lost a peer: {error}") from error
+    raise error
+
+
 class Line:
-    """Operations that go one after the other."""
+    """Operations that go one after the other; `number` counts those that are over."""
 
     def __init__(self) -> None:
         self.waiting: deque[Passage] = deque()
+        self.number = 0
+        self.failure: Exception | None = None
 
-    def advance(self) -> None:
+    def advance(self) -> Exception | None:
+        """Go on as far as possible; the error of one that failed, behind which nothing may go on."""
         while self.waiting and self.waiting[0].advance():
-            self.waiting.popleft()
+            self.number += 1
+            if error := self.waiting.popleft().error:
+                return error
+        return None
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        while self.waiting:
+            self.waiting.popleft().abandon(error)
 
 
 class Link:
     """This rank's ends of all rings between the ranks of a group, and the thread that serves them.
 
-    `timeout` is how many seconds an operation may be waited for.
+    `timeout` is how many seconds an operation may be waited for. After an error the ranks are out of step,
+    and whatever came next would take what was meant for another operation. So the first error ends the link,
+    on this rank and thereby on its peers. Only a message to or from a peer that is gone ends just its line.
     """
 
     def __init__(self, rank: int, meeting: Meeting, timeout: float) -> None:
         self._timeout = timeout
         self.rank, self.size = rank, len(meeting.peers) + 1
-        self._speakers = {met.rank: Speaker(met.rank, met.socket) for met in meeting.peers}
+        gone: list[int] = []
+        self._speakers = {met.rank: Speaker(met.rank, met.socket, gone) for met in meeting.peers}
         self._open_rings(meeting)
-        first, second = torch.empty(2, COLLECTIVE.slot_bytes, dtype=torch.uint8)
+        first, second = torch.empty(2, COLLECTIVE.slot_bytes, dtype=torch.uint8, device="cpu")
         self.scratch = (first, second)
         self.can_read = meeting.can_read
         self._processes = {met.rank: met.process for met in meeting.peers}
@@ -150,7 +185,7 @@ class Link:
         self._lines = [self.collectives, *self.sends.values(), *self.receives.values()]
         # Anything may be collected while it is held, and then `close` is called by the same thread.
         self._lock = threading.RLock()
-        self._closed = False
+        self._failure: Exception | None = None  # why it ended
         self._process = os.getpid()
         self._wake = os.eventfd(0)
         self._thread = threading.Thread(target=self._run, name="echelon-shared-memory", daemon=True)
@@ -158,34 +193,54 @@ class Link:
         _links.add(self)
 
     def submit(self, line: Line, steps: Steps, where: str) -> Passage:
-        """Begin an operation behind the others of its line."""
-        passage = Passage(steps, where, self._timeout)
+        """Begin an operation behind the others of its line; raise what ended the line or the link."""
+        if os.getpid() != self._process:
+            steps.close()
+            raise RuntimeError(
+                f"{where}: a forked child cannot use the group of its parent, whose thread and sockets it "
+                "does not have; use the group in the process that made it"
+            )
         with self._lock:
-            if self._closed:
-                passage.abandon(PeerLost("the process group was destroyed"))
+            failure = self._failure or line.failure
+            if failure is None:
+                passage = Passage(steps, where, self._timeout, self.fail)
+                line.waiting.append(passage)
+                os.eventfd_write(self._wake, 1)
                 return passage
-            line.waiting.append(passage)
-            os.eventfd_write(self._wake, 1)
-        return passage
+        steps.close()
+        _raise(failure, where)
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
-        """Copy what `peer` has at `address`."""
+        """Copy what `peer` has at `address`, where it keeps it until it is told that it was read."""
+        unreadable: OSError | None = None
         try:
             read_memory(self._processes[peer], address, into)
-        except OSError as error:  # we may read, the meeting showed that: so the memory is gone
-            raise PeerLost(f"the memory of rank {peer} cannot be read: {error}") from error
+        except OSError as error:
+            unreadable = error
+        if isinstance(unreadable, ProcessLookupError) or self._speakers[peer].has_hung_up():
+            raise PeerLost(f"rank {peer} is gone, and its memory with it") from unreadable
+        if unreadable is not None:
+            raise RuntimeError(
+                f"the tensor of rank {peer} was freed or unreadable while in use: {unreadable}"
+            ) from unreadable
 
     def close(self) -> None:
         """End the thread; what is still under way fails."""
         if os.getpid() != self._process:
             return  # a forked child, where no thread is and the lock may be held for ever
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            os.eventfd_write(self._wake, 1)
+        self.fail(PeerLost("the process group was destroyed"))
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
+
+    def fail(self, error: Exception) -> None:
+        """End the link, and let the peers know before any memory they may be reading is given back."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            for speaker in self._speakers.values():
+                speaker.hang_up()
+            os.eventfd_write(self._wake, 1)
 
     def forget(self) -> None:
         """In a forked child: let go of sockets that would keep this rank alive in the eyes of its peers."""
@@ -215,23 +270,31 @@ class Link:
         for descriptor in speakers:
             poller.register(descriptor, select.POLLIN)
         try:
-            while not self._closed:
+            while self._failure is None:
                 for line in self._lines:
-                    line.advance()
+                    if error := line.advance():
+                        self._stop(line, error)
                 for descriptor, _ in poller.poll():
                     if descriptor == self._wake:
                         os.eventfd_read(self._wake)
                     elif not speakers[descriptor].listen():
                         poller.unregister(descriptor)
+        except Exception as error:
+            self.fail(error)
         finally:
-            self._end()
+            self._end(self._failure or RuntimeError("the thread of a link ended"))
 
-    def _end(self) -> None:
-        with self._lock:
-            self._closed = True
+    def _stop(self, line: Line, error: Exception) -> None:
+        if line is self.collectives or not isinstance(error, PeerLost):
+            self.fail(error)
+        else:
+            with self._lock:
+                line.fail(error)
+
+    def _end(self, failure: Exception) -> None:
+        self.fail(failure)
         for line in self._lines:
-            while line.waiting:
-                line.waiting.popleft().abandon(PeerLost("the process group was destroyed"))
+            line.fail(failure)
         for speaker in self._speakers.values():
             speaker.close()
         os.close(self._wake)

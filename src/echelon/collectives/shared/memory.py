@@ -21,11 +21,18 @@ Fetch = Callable[[int, Tensor], Tensor]  # the part of a rank; the memory given 
 def plain(tensor: Tensor) -> Tensor:
     """The same memory, flat, and free of what autograd and inference mode keep of a tensor.
 
-    Like a backend we write into memory, not into a node of the graph: no version is counted. The tensor
-    must be kept as long as this is used.
+    Like a backend we write into memory, not into a node of the graph: no version is counted. The memory
+    lives as long as this or a view of it, whatever becomes of the tensor (`tensor.data = …`).
     """
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "a conjugate or negative view does not have its values in its memory; call .resolve_conj() or "
+            ".resolve_neg() first"
+        )
     memory = (ctypes.c_char * bytes_of(tensor)).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype)
+    memory.kept = tensor.untyped_storage()  # type: ignore[attr-defined]
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -5,14 +5,17 @@ A rank's region holds the ring of its collectives, which all peers read, and a l
 calls also order the accesses to this memory.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from enum import IntEnum
 from mmap import mmap
+from struct import Struct
 from types import coroutine
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from echelon.collectives.group import Reduction
 
 
 class Shape(NamedTuple):
@@ -60,18 +63,60 @@ class Operation(IntEnum):
     SEND = 5
 
 
+_REDUCTIONS: list[Reduction | None] = [None, "sum", "mean", "min", "max"]
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
 class Label(NamedTuple):
     """What is written on a slot, so that ranks that do different things find out."""
 
-    operation: Operation
+    number: int  # of the operation in its line: nobody takes an earlier one's for it
+    operation: int
     payload: int
-    address: int = 0  # of the writer's tensor, where it is to be read there and not in the slot
+    dtype: int
+    reduction: int
+    source: int  # of a broadcast, else −1
+    direct: int  # whether it is to be read at `address`, and not in the slot
+    address: int  # of the writer's tensor
+
+    @classmethod
+    def of(
+        cls,
+        operation: Operation,
+        whole: Tensor,
+        number: int,
+        *,
+        op: Reduction | None = None,
+        source: int = -1,
+        at: Tensor | None = None,
+    ) -> "Label":
+        """For operation `number` of its line on `whole`, read by the others in `at` if given."""
+        return cls(
+            number,
+            operation,
+            whole.numel() * whole.element_size(),
+            _CODES[whole.dtype],
+            _REDUCTIONS.index(op),
+            source,
+            at is not None,
+            0 if at is None else at.data_ptr(),
+        )
 
     def means(self, other: "Label") -> bool:
-        return self.operation == other.operation and self.payload == other.payload
+        return self[:-1] == other[:-1]
 
     def __str__(self) -> str:
-        return f"{self.operation.name.lower()} of {self.payload} bytes"
+        name = Operation(self.operation).name.lower()
+        dtype = str(_DTYPES[self.dtype]).removeprefix("torch.")
+        reduction = f", {_REDUCTIONS[self.reduction]}" if self.reduction else ""
+        source = f", from rank {self.source}" if self.source >= 0 else ""
+        way = ", read in place" if self.direct else ""
+        return f"{name} of {self.payload} bytes of {dtype}{reduction}{source}{way} (number {self.number})"
+
+
+_LABEL = Struct(f"{len(Label._fields)}q")
+assert _LABEL.size <= _LABEL_BYTES
 
 
 class Peer(Protocol):
@@ -100,8 +145,7 @@ class Ring:
         step = _LABEL_BYTES + shape.slot_bytes
         starts = [start + index * step for index in range(shape.slots)]
         self.shape = shape
-        self._labels = memoryview(region).cast("q")
-        self._places = [at // 8 for at in starts]
+        self._region, self._starts = region, starts
         self._slots = [
             torch.frombuffer(region, dtype=torch.uint8, count=shape.slot_bytes, offset=at + _LABEL_BYTES)
             for at in starts
@@ -111,13 +155,10 @@ class Ring:
         return self._slots[turn % self.shape.slots]
 
     def label(self, turn: int) -> Label:
-        at = self._places[turn % self.shape.slots]
-        operation, payload, address = self._labels[at : at + 3]
-        return Label(Operation(operation), payload, address)
+        return Label._make(_LABEL.unpack_from(self._region, self._starts[turn % self.shape.slots]))
 
     def set_label(self, turn: int, label: Label) -> None:
-        at = self._places[turn % self.shape.slots]
-        self._labels[at], self._labels[at + 1], self._labels[at + 2] = label
+        _LABEL.pack_into(self._region, self._starts[turn % self.shape.slots], *label)
 
 
 def collective_ring(region: mmap) -> Ring:
@@ -152,8 +193,10 @@ class Outbox:
             reader.tell(self._wrote, 1)
 
     async def _until_read(self, turns: int) -> None:
-        for reader in self._readers:
-            await _until(reader, self._read, turns)
+        while late := [reader for reader in self._readers if reader.has_told(self._read) < turns]:
+            for reader in late:
+                reader.check()
+            await _pause()
 
 
 class Inbox:
@@ -164,14 +207,16 @@ class Inbox:
         self._turn = 0
         self._owed = 0  # slots read, of which the writer does not know yet
 
-    async def slot(self, label: Label) -> Tensor:
-        """The next slot to read, once it is written; it must be the one that `label` says."""
-        await self._next(label)
+    def written(self) -> bool:
+        return self._writer.has_told(self._wrote) > self._turn
+
+    def slot(self) -> Tensor:
+        """What is in the next slot, which must be written."""
         return self._ring.slot(self._turn)
 
-    async def address(self, label: Label) -> int:
-        """Where the writer has what the next slot stands for."""
-        return (await self._next(label)).address
+    def address(self) -> int:
+        """Where the writer has what the next slot stands for, which must be written."""
+        return self._ring.label(self._turn).address
 
     def release(self, *, urgent: bool = False) -> None:
         """Let the writer have the slot again; only when it is urgent, wake it up for that."""
@@ -181,24 +226,33 @@ class Inbox:
             self._writer.tell(self._read, self._owed)
             self._owed = 0
 
-    async def _next(self, label: Label) -> Label:
-        await _until(self._writer, self._wrote, self._turn + 1)
+    def check(self, label: Label) -> None:
+        """Raise if the next slot is not what `label` says, or will never be written."""
+        if not self.written():
+            self._writer.check()
+            return
         found = self._ring.label(self._turn)
         if not found.means(label):
             raise Mismatch(
                 f"rank {self._writer.rank} passed {found} where {label} was expected: all ranks must call "
-                "the same operations in the same order, with equal sizes"
+                "the same operations in the same order, with equal sizes, types, reductions and sources"
             )
-        return found
+
+
+async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
+    """Return when the next slot of every one of `inboxes` is written, as `label` says.
+
+    All are looked at before each pause, so that nobody waits for a late rank while another is gone. What a
+    rank said before it was lost still counts.
+    """
+    while True:
+        for inbox in inboxes:
+            inbox.check(label)
+        if all(inbox.written() for inbox in inboxes):
+            return
+        await _pause()
 
 
 @coroutine
 def _pause() -> Generator[None]:
     yield
-
-
-async def _until(peer: Peer, word: Word, times: int) -> None:
-    """Return when `peer` has said `word` that often; what it said before it was lost still counts."""
-    while peer.has_told(word) < times:
-        peer.check()
-        await _pause()

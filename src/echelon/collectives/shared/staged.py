@@ -12,7 +12,7 @@ from torch import Tensor
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.memory import bytes_of, combine, fit
-from echelon.collectives.shared.slots import COLLECTIVE, LANE, Label, Operation
+from echelon.collectives.shared.slots import COLLECTIVE, LANE, Inbox, Label, Operation, all_written
 
 _AHEAD = COLLECTIVE.slots // 2  # pieces written before the first of them is read
 _AT_ONCE_BYTES = 1 << 15  # up to here everyone adds everything up, which needs one wait instead of two
@@ -43,7 +43,8 @@ async def _all_reduce_at_once(link: Link, flat: Tensor, op: Reduction) -> None:
         mine = pieces[index]
         _combine(link, {rank: fit(slot, mine) for rank, slot in slots.items()}, mine, mine, op)
 
-    await _together(link, Label(Operation.ALL_REDUCE, bytes_of(flat)), len(pieces), write, read)
+    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op)
+    await _together(link, label, len(pieces), write, read)
 
 
 async def _all_reduce_by_parts(link: Link, flat: Tensor, op: Reduction) -> None:
@@ -68,7 +69,7 @@ async def _all_reduce_by_parts(link: Link, flat: Tensor, op: Reduction) -> None:
             pieces[index][rank].copy_(fit(slot, pieces[index][rank]))
 
     # A result cannot be written before its parts are read: nothing goes ahead.
-    label = Label(Operation.ALL_REDUCE, bytes_of(flat))
+    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op)
     await _together(link, label, 2 * len(pieces), write, read, ahead=1)
 
 
@@ -85,7 +86,8 @@ async def reduce_scatter(link: Link, results: Tensor, whole: Tensor, op: Reducti
         mine = pieces[index][link.rank]
         _combine(link, _parts_for_me(link, slots, mine, room), mine, outputs[index], op)
 
-    await _together(link, Label(Operation.REDUCE_SCATTER, bytes_of(whole)), len(pieces), write, read)
+    label = Label.of(Operation.REDUCE_SCATTER, whole, link.collectives.number, op=op)
+    await _together(link, label, len(pieces), write, read)
 
 
 async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
@@ -100,34 +102,39 @@ async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
         for rank, slot in slots.items():
             places[rank][index].copy_(fit(slot, places[rank][index]))
 
-    await _together(link, Label(Operation.ALL_GATHER, bytes_of(whole)), len(pieces), write, read)
+    label = Label.of(Operation.ALL_GATHER, whole, link.collectives.number)
+    await _together(link, label, len(pieces), write, read)
 
 
 async def broadcast(link: Link, flat: Tensor, source: int) -> None:
     """The source writes, the others read."""
-    label = Label(Operation.BROADCAST, bytes_of(flat))
+    label = Label.of(Operation.BROADCAST, flat, link.collectives.number, source=source)
     for piece in flat.view(torch.uint8).split(COLLECTIVE.slot_bytes):
         if source == link.rank:
             fit(await link.outbox.slot(), piece).copy_(piece)
             link.outbox.publish(label)
         else:
-            piece.copy_(fit(await link.inboxes[source].slot(label), piece))
-            link.inboxes[source].release()
+            await _read(link.inboxes[source], piece, label)
 
 
 async def send(link: Link, flat: Tensor, target: int) -> None:
     """Complete when all is written: while the lane has room, the target need not be there."""
-    label = Label(Operation.SEND, bytes_of(flat))
+    label = Label.of(Operation.SEND, flat, link.sends[target].number)
     for piece in flat.view(torch.uint8).split(LANE.slot_bytes):
         fit(await link.lanes_out[target].slot(), piece).copy_(piece)
         link.lanes_out[target].publish(label)
 
 
 async def recv(link: Link, flat: Tensor, source: int) -> None:
-    label = Label(Operation.SEND, bytes_of(flat))
+    label = Label.of(Operation.SEND, flat, link.receives[source].number)
     for piece in flat.view(torch.uint8).split(LANE.slot_bytes):
-        piece.copy_(fit(await link.lanes_in[source].slot(label), piece))
-        link.lanes_in[source].release()
+        await _read(link.lanes_in[source], piece, label)
+
+
+async def _read(inbox: Inbox, piece: Tensor, label: Label) -> None:
+    await all_written([inbox], label)
+    piece.copy_(fit(inbox.slot(), piece))
+    inbox.release()
 
 
 async def _together(
@@ -140,7 +147,8 @@ async def _together(
             write(written, await link.outbox.slot())
             link.outbox.publish(label)
             written += 1
-        read(index, {rank: await inbox.slot(label) for rank, inbox in link.inboxes.items()})
+        await all_written(link.inboxes.values(), label)
+        read(index, {rank: inbox.slot() for rank, inbox in link.inboxes.items()})
         for inbox in link.inboxes.values():
             inbox.release()
 

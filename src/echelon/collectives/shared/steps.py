@@ -1,7 +1,8 @@
 """What each operation does, as coroutines over a Link: directly where that is possible and pays, else staged.
 
-The size decides, and it is the same on all ranks. Sums are taken in rank order either way: the same bits on
-every rank and in every run.
+The size decides, and it is the same on all ranks. The memory is looked up by the call, on the caller's
+thread: what becomes of the Tensor object afterwards changes nothing. Sums are taken in rank order either way:
+the same bits on every rank and in every run.
 """
 
 from typing import Protocol
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared import direct, staged
-from echelon.collectives.shared.link import Link
+from echelon.collectives.shared.link import Link, Steps
 from echelon.collectives.shared.memory import bytes_of, plain
 from echelon.collectives.shared.slots import LANE
 
@@ -21,41 +22,61 @@ _DIRECT_SEND_BYTES = LANE.free_bytes  # what fits a lane is sent without waiting
 class _Way(Protocol):
     """What both ways can do."""
 
-    async def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> None: ...
-    async def reduce_scatter(self, link: Link, results: Tensor, whole: Tensor, op: Reduction) -> None: ...
-    async def all_gather(self, link: Link, whole: Tensor, mine: Tensor) -> None: ...
-    async def broadcast(self, link: Link, flat: Tensor, source: int) -> None: ...
-    async def send(self, link: Link, flat: Tensor, target: int) -> None: ...
-    async def recv(self, link: Link, flat: Tensor, source: int) -> None: ...
+    def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> Steps: ...
+    def reduce_scatter(self, link: Link, results: Tensor, whole: Tensor, op: Reduction) -> Steps: ...
+    def all_gather(self, link: Link, whole: Tensor, mine: Tensor) -> Steps: ...
+    def broadcast(self, link: Link, flat: Tensor, source: int) -> Steps: ...
+    def send(self, link: Link, flat: Tensor, target: int) -> Steps: ...
+    def recv(self, link: Link, flat: Tensor, source: int) -> Steps: ...
 
 
 def _way(link: Link, tensor: Tensor, up_to: int = _DIRECT_BYTES) -> _Way:
     return direct if link.can_read and bytes_of(tensor) > up_to else staged
 
 
-async def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> None:
-    await _way(link, tensor).all_reduce(link, plain(tensor), op)
+def _aside(way: _Way, tensor: Tensor) -> bool:
+    """Whether peers would have to read what they cannot: memory pinned for a device. A copy they can."""
+    return way is direct and tensor.is_pinned()
 
 
-async def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> None:
-    await _way(link, tensor).reduce_scatter(link, plain(output), plain(tensor), op)
+def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> Steps:
+    way, flat = _way(link, tensor), plain(tensor)
+    return _all_reduce_aside(way, link, flat, op) if _aside(way, tensor) else way.all_reduce(link, flat, op)
 
 
-async def all_gather(link: Link, output: Tensor, tensor: Tensor) -> None:
-    whole, mine = plain(output), plain(tensor)
+async def _all_reduce_aside(way: _Way, link: Link, flat: Tensor, op: Reduction) -> None:
+    copy = flat.clone()
+    await way.all_reduce(link, copy, op)
+    flat.copy_(copy)
+
+
+def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> Steps:
+    way, whole = _way(link, tensor), plain(tensor)
+    return way.reduce_scatter(link, plain(output), whole.clone() if _aside(way, tensor) else whole, op)
+
+
+def all_gather(link: Link, output: Tensor, tensor: Tensor) -> Steps:
+    way, mine = _way(link, output), plain(tensor)
+    return _all_gather(way, link, plain(output), mine, mine.clone() if _aside(way, tensor) else mine)
+
+
+async def _all_gather(way: _Way, link: Link, whole: Tensor, mine: Tensor, readable: Tensor) -> None:
     place = whole.view(link.size, -1)[link.rank]
     if place.data_ptr() != mine.data_ptr():
         place.copy_(mine)
-    await _way(link, output).all_gather(link, whole, mine)
+    await way.all_gather(link, whole, readable)
 
 
-async def broadcast(link: Link, tensor: Tensor, source: int) -> None:
-    await _way(link, tensor).broadcast(link, plain(tensor), source)
+def broadcast(link: Link, tensor: Tensor, source: int) -> Steps:
+    way, flat = _way(link, tensor), plain(tensor)
+    copied = source == link.rank and _aside(way, tensor)
+    return way.broadcast(link, flat.clone() if copied else flat, source)
 
 
-async def send(link: Link, tensor: Tensor, target: int) -> None:
-    await _way(link, tensor, _DIRECT_SEND_BYTES).send(link, plain(tensor), target)
+def send(link: Link, tensor: Tensor, target: int) -> Steps:
+    way, flat = _way(link, tensor, _DIRECT_SEND_BYTES), plain(tensor)
+    return way.send(link, flat.clone() if _aside(way, tensor) else flat, target)
 
 
-async def recv(link: Link, tensor: Tensor, source: int) -> None:
-    await _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, plain(tensor), source)
+def recv(link: Link, tensor: Tensor, source: int) -> Steps:
+    return _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, plain(tensor), source)
