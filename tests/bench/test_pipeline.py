@@ -8,7 +8,7 @@ import pytest
 from torch.optim import AdamW
 
 from echelon.bench import pipeline, run, stages
-from echelon.bench.pipeline import bubbles, by_step, check_equal, plan_of
+from echelon.bench.pipeline import bubbles, check_equal, plan_of
 from echelon.bench.trainers import make_batch
 from echelon.launching import Ranks
 from echelon.models import ModelConfig
@@ -116,4 +116,4 @@ def test_bubbles_of_literal_steps() -> None:
 def test_spans_of_ranks_become_steps() -> None:
     forward, backward, *_ = build("naive", (1,), 1).ranks[0]
     first, second, third, fourth = (Span(rank, 0, 1, its) for rank in (0, 1) for its in (forward, backward))
-    assert by_step([[[first], [second]], [[third], [fourth]]]) == [[first, third], [second, fourth]]
+    assert stages.by_step([[[first], [second]], [[third], [fourth]]]) == [[first, third], [second, fourth]]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, timed
-from echelon.bench.stages import PEERS, make_engine, spans_of, torch_step
+from echelon.bench.stages import PEERS, by_step, make_engine, spans_of, torch_step
 from echelon.bench.trainers import Batch, make_batch
 from echelon.engine import TRAINING_MODULES, Engine
 from echelon.launching import Ranks, preload
@@ -136,11 +136,6 @@ def _known(contender: str, ranks: Sequence[dict[str, list[float | None]]], step:
     """The last rank has the last stage, where the loss is taken."""
     loss = ranks[-1][contender][step]
     return math.nan if loss is None else loss
-
-
-def by_step(ranks: Sequence[list[list[Span]]]) -> list[list[Span]]:
-    """The spans of all ranks together, step by step, from those of each rank."""
-    return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
 
 
 def bubbles(steps: Sequence[Sequence[Span]], program: Program) -> dict[str, float]:

@@ -6,7 +6,7 @@ weights. torch.distributed.pipelining is set up as its documentation says for lo
 loss is divided as it is taken, so that no pass over the gradients has to divide them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -90,6 +90,11 @@ def spans_of(engine: Engine) -> list[Span]:
     """When each instruction of the engine's last step ran on this rank."""
     rank = engine.mesh.group("pipeline").rank
     return [Span(rank, its.start, its.end, its.instruction) for its in engine.spans]
+
+
+def by_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
+    """The spans of all ranks together, step by step, from those of each rank."""
+    return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
 
 
 def _device(module: nn.Module) -> torch.device:
