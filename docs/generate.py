@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.charts import Series, line_chart
-from echelon.doctor.quantities import show_bytes, show_rate, show_seconds
+from echelon.doctor.quantities import heading, show_figure, show_seconds
 from echelon.program import ASYNCHRONOUS, Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
 
@@ -81,7 +81,7 @@ def results_table(name: str) -> str:
         return f"Not measured yet: `echelon bench {name} --out benchmarks/results`\n"
     result = json.loads(path.read_text(encoding="utf-8"))
     extras = list(dict.fromkeys(extra for row in result["rows"] for extra in row["extras"]))
-    heads = ["case", "contender", "time", "ratio to baseline", *map(_heading, extras)]
+    heads = ["case", "contender", "time", "ratio to baseline", *map(heading, extras)]
     lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
     lines += [_cells(row, extras) for row in result["rows"]]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -96,16 +96,8 @@ def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
         row["contender"],
         show_seconds(row["seconds"]["median"]),
         "baseline" if row["contender"] == row["baseline"] else spread,
-        *(_show(extra, row["extras"][extra]) if extra in row["extras"] else "" for extra in extras),
+        *(show_figure(extra, row["extras"][extra]) if extra in row["extras"] else "" for extra in extras),
     ]
-
-
-def _heading(extra: str) -> str:
-    return extra.removesuffix("_per_second").removesuffix("_bytes").replace("_", " ")
-
-
-def _show(extra: str, number: float) -> str:
-    return show_rate(number) if extra.endswith("_bytes_per_second") else show_bytes(number)
 
 
 def _origin(result: dict[str, Any]) -> str:

@@ -1,12 +1,16 @@
 """echelon schedule: the figures, what is drawn, and every way to ask for what has no meaning."""
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from echelon.bench import rehearsal
 from echelon.cli.main import run
+from echelon.launching import Ranks
 from echelon.program import build, load_schedule, show
 
 
@@ -196,3 +200,87 @@ def test_options_that_differ_from_the_file(capsys: pytest.CaptureFixture[str], t
     assert code == 2
     assert "--stages 2: the file says 1" in err
     assert "--microbatches 3: the file says 1" in err
+
+
+# --- measured -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _measuring(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
+
+
+@pytest.mark.usefixtures("_measuring")
+@pytest.mark.parametrize(
+    ("arguments", "costs"),
+    [
+        (["1f1b", "--stages", "2"], {"forward", "backward"}),
+        (["zero-bubble", "--stages", "2"], {"forward", "backward_input", "backward_weight"}),
+        (["pipedream", "--stages", "2"], {"forward", "backward", "update"}),
+    ],
+)
+def test_the_measured_bubble_stands_beside_that_of_the_measured_costs(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], costs: set[str]
+) -> None:
+    code, out, err = output(capsys, *arguments, "--microbatches", "2", "--measure", "--json")
+    assert (code, err) == (0, "")
+    given = json.loads(out)
+    assert 0 < given["bubble_fraction"] < 1
+    assert 0 < given["bubble_measured"] < 1
+    assert given["bubble_measured"] in given["bubbles_measured"]
+    assert set(given["costs_measured"]) == costs | {"transfer"}
+    assert all(seconds > 0 for seconds in given["costs_measured"]["forward"])
+    assert given["seconds_measured"] > given["batches"] * 2 * min(given["costs_measured"]["forward"])
+    assert given["model"]["layers"] == 4
+
+
+@pytest.mark.usefixtures("_measuring")
+def test_what_was_measured_is_drawn_above_the_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file, out = tmp_path / "mine.txt", tmp_path / "a.svg"
+    file.write_text("rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1\n")
+    code, told, err = output(capsys, str(file), "--measure", "--out", str(out))
+    assert (code, err) == (0, "")
+    assert "measured (median of 9 turns)" in told
+    assert "simulated with the measured costs" in told
+    assert "a GPT of 4 blocks on 2 ranks of this machine" in told
+    assert [told.count(f"rank {rank}") for rank in (0, 1)] == [2, 2]
+    picture = out.read_text()
+    assert "2 stages, 2 microbatches: measured" in picture
+    assert picture.index(": measured") < picture.index("simulated with the measured costs")
+    assert [picture.count(f">{name}<") for name in ("F0", "B1", "rank 1")] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["--stages", "2", "--update", "1", "--text"],
+            ["2 faults", "--update with", "--text with --measure"],
+        ),
+        (["--stages", "2", "--backward-input", "0"], ["--backward-input with --measure"]),
+        (["--stages", "40"], ["2 faults", "40 ranks", "1600 forwards: at most 1000"]),
+        (["--stages", "1"], ["1 ranks: it needs 2 to 16"]),
+    ],
+)
+def test_what_cannot_be_measured_is_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: list[str]
+) -> None:
+    code, out, err = output(capsys, "gpipe", "--microbatches", "40", *arguments, "--measure")
+    assert (code, out) == (2, "")
+    for part in says:
+        assert part in err
+
+
+def test_measuring_under_torchrun_and_versions_from_a_file_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.txt"
+    assert output(capsys, "pipedream", "--stages", "2", "--microbatches", "2", "--out", str(file))[0] == 0
+    monkeypatch.setattr("echelon.cli.schedule_measure.is_under_torchrun", lambda: True)
+    code, _, err = output(capsys, str(file), "--measure")
+    assert code == 2
+    assert "without torchrun" in err
+    assert "keeps weight versions" in err

@@ -75,3 +75,11 @@ def test_very_fine_times_do_not_make_endless_lines() -> None:
 
 def test_nothing_to_draw() -> None:
     assert draw([], 2).lines[1] == ("rank 0  ", [])
+
+
+def test_the_length_of_a_column_can_be_given() -> None:
+    spans = [
+        Span(0, 0.0, 4.1, Instruction(Op.FORWARD, 0, 0)),
+        Span(0, 4.2, 8.2, Instruction(Op.BACKWARD, 0, 0)),
+    ]
+    assert draw(spans, 1, tick=2.0).text() == "time    0  2  4  6\nrank 0  F0─── B0───"

@@ -8,7 +8,7 @@ import pytest
 from echelon.errors import UserError
 from echelon.program import Costs, Instruction, Op, Span, build, simulate
 from echelon.program.canvas import Box, Hatch, Words
-from echelon.program.picture import draw
+from echelon.program.picture import Panel, draw, draw_together
 
 MEASURED = [
     Span(0, 100.0, 100.5, Instruction(Op.FORWARD, 0, 0)),
@@ -79,3 +79,22 @@ def test_nothing_at_all_and_far_too_much() -> None:
     assert draw([], 2, "empty").svg().count("rank") == 2
     with pytest.raises(UserError, match="too many for a picture"):
         draw([MEASURED[0]] * 50_001, 1, "")
+
+
+def test_timelines_that_are_drawn_together_have_one_scale() -> None:
+    half = [its._replace(start=its.start / 2, end=its.end / 2) for its in MEASURED]
+    alone = draw(MEASURED, 2, "one")
+    both = draw_together([Panel(MEASURED, "one"), Panel(half, "other", "about it")], 2, "seconds")
+    boxes = [shape for shape in both.shapes if isinstance(shape, Box) and shape.height > 14]
+    assert both.height == 2 * alone.height
+    assert [round(box.width / later.width, 6) for box, later in zip(boxes[:3], boxes[3:], strict=True)] == [
+        2
+    ] * 3
+    assert [round(later.y - box.y) for box, later in zip(boxes[:3], boxes[3:], strict=True)] == [
+        alone.height
+    ] * 3
+    assert [shape.text for shape in both.shapes if isinstance(shape, Words) and shape.bold] == [
+        "one",
+        "other",
+    ]
+    ElementTree.fromstring(both.svg())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from echelon.bench import collectives, data_parallel, launching, step
+from echelon.bench import collectives, data_parallel, launching, pipeline, step
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
@@ -18,6 +18,7 @@ def benches() -> dict[str, Bench]:
         "collectives": collectives.bench,
         "step": step.bench,
         "data-parallel": data_parallel.bench,
+        "pipeline": pipeline.bench,
     }
 
 

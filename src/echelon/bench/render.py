@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from echelon.bench.compare import Row, Spread
 from echelon.bench.result import Result
-from echelon.doctor.quantities import show_bytes, show_rate, show_seconds
+from echelon.doctor.quantities import heading, show_figure, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,8 +20,8 @@ def render(result: Result) -> "RenderableType":
     table = Table(title=f"echelon bench {result.name}", title_justify="left")
     table.add_column("case")
     table.add_column("contender")
-    for heading in ("time", "ratio to baseline", *map(_heading, extras)):
-        table.add_column(heading, justify="right")
+    for head in ("time", "ratio to baseline", *map(heading, extras)):
+        table.add_column(head, justify="right")
     case = ""
     for row in result.rows:
         if case not in ("", row.case):
@@ -36,22 +36,12 @@ def _cells(row: Row, extras: list[str]) -> list[str]:
     return [
         show_seconds(row.seconds.median),
         ratio,
-        *(_show(name, row.extras[name]) if name in row.extras else "" for name in extras),
+        *(show_figure(name, row.extras[name]) if name in row.extras else "" for name in extras),
     ]
 
 
 def _show_ratio(ratio: Spread) -> str:
     return f"{ratio.median:.2f} ({ratio.low:.2f} … {ratio.high:.2f})"
-
-
-def _heading(extra: str) -> str:
-    """'bus' of 'bus_bytes_per_second', 'busiest rank sent' of 'busiest_rank_sent_bytes'"""
-    return extra.removesuffix("_per_second").removesuffix("_bytes").replace("_", " ")
-
-
-def _show(extra: str, number: float) -> str:
-    """By the unit at the end of its name."""
-    return show_rate(number) if extra.endswith("_bytes_per_second") else show_bytes(number)
 
 
 def _origin(result: Result) -> str:

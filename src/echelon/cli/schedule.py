@@ -12,10 +12,12 @@ from echelon.errors import UserError, did_you_mean, raise_faults
 
 if TYPE_CHECKING:
     from echelon.cli.schedule_view import Shown
+    from echelon.program import Costs
 
 _BATCHES = 3  # of a pipeline that never drains: enough to see what it keeps
 _MOST_WORK = 1_000_000
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?")
+_DEFAULTS = {"forward": "1", "backward": "1", "transfer": "0", "reduce": "0", "update": "0"}
 _COST = "Seconds, or one for each stage: 1,2,1."
 
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a file that holds one.")]
@@ -39,6 +41,9 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", help="Write a picture (.svg, .png) or the program (.txt) to this file."),
 ]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Run it here, and show it as it ran beside the plan.")
+]
 AsText = Annotated[bool, typer.Option("--text", help="Print the program itself.")]
 
 
@@ -48,20 +53,20 @@ def schedule(
     microbatches: Microbatches = None,
     chunks: Chunks = None,
     replicas: Replicas = None,
-    forward: Forward = "1",
-    backward: Backward = "1",
+    forward: Forward = _DEFAULTS["forward"],
+    backward: Backward = _DEFAULTS["backward"],
     backward_input: Inputs = None,
     backward_weight: Weights = None,
-    transfer: Transfer = "0",
-    reduce: Reduce = "0",
-    update: Update = "0",
+    transfer: Transfer = _DEFAULTS["transfer"],
+    reduce: Reduce = _DEFAULTS["reduce"],
+    update: Update = _DEFAULTS["update"],
+    measure: Measure = False,
     out: Out = None,
     as_text: AsText = False,
     as_json: Json = False,
 ) -> None:
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
-    from echelon.cli.schedule_view import display, summary, write
-    from echelon.program import Costs, check, show, simulate
+    from echelon.program import Costs, check
 
     texts = {
         "forward": forward,
@@ -75,19 +80,55 @@ def schedule(
     costs, faults = _read_costs({key: text for key, text in texts.items() if text is not None})
     if out is not None and out.suffix not in (".svg", ".png", ".txt"):
         faults.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
+    if measure:
+        faults += _needless(texts, as_text)
     make = _from_file if _is_file(name) else _from_name
     shown = make(name, stages, microbatches, chunks, replicas, faults)
     raise_faults(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
     check(shown.program)
-    line = simulate(shown.program, Costs(**costs))
+    if measure:
+        _measured(shown, out, as_json)
+    else:
+        _planned(shown, Costs(**costs), out, as_text, as_json)
+
+
+def _planned(shown: "Shown", costs: "Costs", out: Path | None, as_text: bool, as_json: bool) -> None:
+    from echelon.cli.schedule_view import display, panel, summary, write
+    from echelon.program import show, simulate
+
+    line = simulate(shown.program, costs)
     if out is not None:
-        write(out, shown, line)
+        write(out, shown, [panel(shown, line)])
     if as_json:
         print_json(summary(shown, line) | ({"text": show(shown.program)} if as_text else {}))
     elif as_text:
         print(show(shown.program), end="")
     else:
         display(console(as_json), shown, line)
+
+
+def _measured(shown: "Shown", out: Path | None, as_json: bool) -> None:
+    from echelon.cli.schedule_measure import display_measured, faults_of, measure, measured_summary, panels
+    from echelon.cli.schedule_view import write
+
+    raise_faults(f"what is asked of '{shown.name}'", faults_of(shown))
+    screen = console(as_json)
+    found = measure(screen, shown)
+    if out is not None:
+        write(out, shown, panels(shown, found))
+    if as_json:
+        print_json(measured_summary(shown, found))
+    else:
+        display_measured(screen, shown, found)
+
+
+def _needless(texts: dict[str, str | None], as_text: bool) -> list[str]:
+    """What has no meaning beside --measure."""
+    given = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
+    faults = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in given]
+    if as_text:
+        faults.append("--text with --measure: the program is not what was measured; leave one of them out")
+    return faults
 
 
 def _is_file(name: str) -> bool:
@@ -122,7 +163,7 @@ def _from_file(
         if given is not None and given != there
     ]
     raise_faults(f"what is asked of '{name}'", differing)
-    return Shown(program, program.name, program.stages, program.microbatches, held)
+    return Shown(program, program.name, program.stages, program.microbatches, held, file=name)
 
 
 def _from_name(
@@ -163,7 +204,7 @@ def _from_name(
     if name in ASYNCHRONOUS:
         taken = _BATCHES * plan.microbatches
         program = add_transfers(asynchronous(name, plan.stages, plan.microbatches, taken=taken))
-        return Shown(program, name, plan.stages, plan.microbatches, 1, _BATCHES)
+        return Shown(program, name, plan.stages, plan.microbatches, 1, batches=_BATCHES)
     program = build(name, plan.replicas, plan.microbatches, plan.chunks)
     return Shown(program, name, plan.stages, plan.microbatches, plan.chunks)
 

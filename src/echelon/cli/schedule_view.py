@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.errors import UserError
-from echelon.program import Program, Timeline, grid, picture, show
+from echelon.program import Program, Span, Timeline, grid, show
+from echelon.program.picture import Panel, draw_together
 
 _STYLES = {
     "F": "blue",
@@ -35,6 +36,7 @@ class Shown:
     microbatches: int
     chunks: int
     batches: int = 1
+    file: str | None = None
 
     @property
     def bubble_of(self) -> str:
@@ -64,7 +66,7 @@ def summary(shown: Shown, line: Timeline) -> dict[str, Any]:
     }
 
 
-def _headline(shown: Shown) -> str:
+def headline(shown: Shown) -> str:
     chunks = f", {shown.chunks} chunks a rank" if shown.chunks > 1 else ""
     batches = f", {shown.batches} batches of" if shown.batches > 1 else ","
     return f"{shown.name}: {shown.stages} stages{chunks}{batches} {shown.microbatches} microbatches"
@@ -74,20 +76,23 @@ def display(screen: Console, shown: Shown, line: Timeline) -> None:
     """What a person sees: figures, a table of the ranks, the grid in colour."""
     bubble = line.bubble_fraction
     exact = f"{bubble} = " if isinstance(bubble, Fraction) and bubble.denominator < 1000 else ""
-    screen.print(f"[bold]{escape(_headline(shown))}[/]: checked, nothing is wrong", soft_wrap=True)
+    screen.print(f"[bold]{escape(headline(shown))}[/]: checked, nothing is wrong", soft_wrap=True)
     told = f"bubble {exact}{float(bubble):.1%} of {shown.bubble_of}; {float(line.makespan):g} seconds"
     screen.print(told, soft_wrap=True)
     if len(line.program.ranks) > _MOST_RANKS:
         screen.print(f"in flight at most {max(line.in_flight)}, versions at most {max(line.versions)}")
         return
     screen.print(_table(shown, line))
-    spans = list(line.spans())
-    if len(spans) <= _MOST_SPANS:
-        _display_grid(screen, grid.draw(spans, len(line.program.ranks)))
+    display_spans(screen, list(line.spans()), len(line.program.ranks))
 
 
-def _display_grid(screen: Console, drawn: grid.Grid) -> None:
-    """The first parts of the grid, about a screen or two."""
+def display_spans(
+    screen: Console, spans: Sequence[Span], ranks: int, tick: int | float | None = None
+) -> None:
+    """The first parts of the grid, about a screen or two; a column is `tick` long."""
+    if len(spans) > _MOST_SPANS:
+        return
+    drawn = grid.draw(spans, ranks, tick=tick)
     blocks = list(drawn.blocks(screen.width))
     count = max(1, _MOST_LINES // (len(drawn.lines) + 1))
     for block in blocks[:count]:
@@ -122,13 +127,18 @@ def _coloured(front: str, row: Sequence[grid.Tick]) -> Text:
 # --- files --------------------------------------------------------------------------------------------
 
 
-def write(out: Path, shown: Shown, line: Timeline) -> None:
+def panel(shown: Shown, line: Timeline) -> Panel:
+    """The plan as it is drawn."""
+    about = f"bubble {float(line.bubble_fraction):.1%} of {shown.bubble_of}; {_kept(line)}"
+    return Panel(list(line.spans()), headline(shown), about)
+
+
+def write(out: Path, shown: Shown, panels: Sequence[Panel]) -> None:
     """A picture, or the text of the program, by the end of the name."""
     if out.suffix == ".txt":
         content = show(shown.program).encode()
     else:
-        about = f"bubble {float(line.bubble_fraction):.1%} of {shown.bubble_of}; {_kept(line)}"
-        drawn = picture.draw(list(line.spans()), len(shown.program.ranks), _headline(shown), about, "seconds")
+        drawn = draw_together(panels, len(shown.program.ranks), "seconds")
         content = drawn.svg().encode() if out.suffix == ".svg" else drawn.png()
     try:
         out.write_bytes(content)

@@ -10,6 +10,7 @@ is the length of the true description, which follows, and then the true message.
 described first.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from echelon.collectives import Group, Handle
 from echelon.pipeline_parallel.structure import Leaf, Spec
 
 _CODE, _HEAD = 8, 24  # bytes: of the code, and with the two numbers behind it
+_NUMBERS = "=qdd"
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
 Way = tuple[int, Key]  # and the rank at the other end
@@ -176,10 +178,10 @@ def _pack(
     leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], tally: Tally, device: torch.device
 ) -> Tensor:
     memory = torch.empty(_size(leaves), dtype=torch.uint8, device=device)
-    memory[:_CODE].zero_()
-    memory[_CODE:_HEAD].view(torch.float64).copy_(torch.tensor(tally, dtype=torch.float64))
-    flags = torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8)
-    memory[_HEAD : _HEAD + len(flags)].copy_(flags)
+    flags = bytes(tensor is not None for tensor in tensors)
+    # In one piece: each small operation on tensors takes longer than all of these bytes.
+    head = torch.frombuffer(bytearray(struct.pack(_NUMBERS, 0, *tally) + flags), dtype=torch.uint8)
+    memory[: len(head)].copy_(head)
     for place, tensor in zip(_places(leaves, memory), tensors, strict=True):
         if tensor is not None:
             place.copy_(tensor)

@@ -58,6 +58,13 @@ class Words(NamedTuple):
 Shape = Box | Hatch | Rule | Words
 
 
+def moved(shape: Shape, down: float) -> Shape:
+    """The same shape, further down."""
+    if isinstance(shape, Rule):
+        return shape._replace(y1=shape.y1 + down, y2=shape.y2 + down)
+    return shape._replace(y=shape.y + down)
+
+
 @dataclass(frozen=True)
 class Picture:
     """Shapes on a page of their own, which reads the same on a white and on a dark one."""

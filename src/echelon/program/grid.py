@@ -57,13 +57,15 @@ def plain(line: Line) -> str:
     return (front + "".join(tick.text for tick in row)).rstrip()
 
 
-def draw(spans: Sequence[Span], ranks: int, marks: Collection[Span] = ()) -> Grid:
-    """The grid of all that takes time. What is in `marks` stands in [brackets]."""
+def draw(
+    spans: Sequence[Span], ranks: int, marks: Collection[Span] = (), tick: Seconds | None = None
+) -> Grid:
+    """The grid of all that takes time. What is in `marks` stands in [brackets]; a column is `tick` long."""
     shown = [span for span in spans if span.end > span.start]
     names = labels(shown)
     texts = [f"[{name}]" if span in marks else name for span, name in zip(shown, names, strict=True)]
     column = 1 + max(map(len, texts), default=1)
-    unit = _unit(shown)
+    unit = _unit(shown) if tick is None else tick
     size = max((_ticks(span, unit)[1] for span in shown), default=0)
     rows = [[Tick("·".ljust(column))] * size for _ in range(ranks)]
     for span, text in zip(shown, texts, strict=True):

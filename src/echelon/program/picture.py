@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from echelon.errors import UserError
-from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words
+from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved
 from echelon.program.grid import labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
 from echelon.program.simulate import Span
@@ -28,6 +28,21 @@ _CHARACTER = 6.4  # width of a character of 11 pixels
 _MOST_SPANS = 50_000
 
 
+class Panel(NamedTuple):
+    """One timeline of a picture: simulate(…).spans(), or spans as they were measured.
+
+    `about` stands below the title. Time starts at the first span.
+    """
+
+    spans: Sequence[Span]
+    title: str
+    about: str = ""
+
+    @property
+    def shown(self) -> list[Span]:
+        return [span for span in self.spans if span.op in _KINDS and span.end > span.start]
+
+
 class _Scale(NamedTuple):
     """From seconds and ranks to pixels."""
 
@@ -43,28 +58,45 @@ class _Scale(NamedTuple):
 
 
 def draw(spans: Sequence[Span], ranks: int, title: str, about: str = "", axis: str = "time") -> Picture:
-    """The picture of a timeline: simulate(…).spans(), or spans as they were measured.
+    """The picture of one timeline; `axis` names the time and its unit."""
+    return draw_together([Panel(spans, title, about)], ranks, axis)
 
-    `about` stands below the title; `axis` names the time and its unit. Time starts at the first span.
-    """
-    shown = [span for span in spans if span.op in _KINDS and span.end > span.start]
-    if len(shown) > _MOST_SPANS:
-        raise UserError(f"{len(shown)} computations are too many for a picture: at most {_MOST_SPANS}")
-    start = min((float(span.start) for span in shown), default=0.0)
-    whole = max((float(span.end) for span in shown), default=1.0) - start
-    names = labels(shown)
-    width = _width(shown, whole, max(map(len, names), default=0))
-    scale = _Scale(start, (width - _LEFT - _RIGHT) / whole, max(14.0, min(34.0, 480 / max(1, ranks))))
-    height = math.ceil(scale.y(ranks) + _FOOT)
-    shapes = [
-        Words(24, 32, title, 16, bold=True),
-        Words(24, 54, about, 12, QUIET_INK),
-        *_legend(shown),
-        *_axis(scale, whole, ranks, width, axis),
-        *_bubble(scale, start, whole, ranks),
-        *_work(scale, shown, names),
-    ]
-    return Picture(width, height, title, tuple(shapes))
+
+def draw_together(panels: Sequence[Panel], ranks: int, axis: str = "time") -> Picture:
+    """Timelines below each other; a second is as wide in all of them."""
+    works = [panel.shown for panel in panels]
+    number = sum(map(len, works))
+    if number > _MOST_SPANS:
+        raise UserError(f"{number} computations are too many for a picture: at most {_MOST_SPANS}")
+    starts, lengths = zip(*map(_extent, works), strict=True)
+    whole = max(lengths)
+    longest = [max(map(len, labels(shown)), default=0) for shown in works]
+    width = max(_width(shown, whole, its) for shown, its in zip(works, longest, strict=True))
+    row = max(14.0, min(34.0, 480 / max(1, ranks)))
+    height = math.ceil(_TOP + ranks * row + _FOOT)
+    shapes: list[Shape] = []
+    for place, (panel, shown, start) in enumerate(zip(panels, works, starts, strict=True)):
+        scale = _Scale(start, (width - _LEFT - _RIGHT) / whole, row)
+        drawn = _panel(panel, shown, scale, lengths[place], ranks, width, axis)
+        shapes += [moved(shape, place * height) for shape in drawn]
+    return Picture(width, height * len(panels), panels[0].title, tuple(shapes))
+
+
+def _extent(spans: Sequence[Span]) -> tuple[float, float]:
+    """When the first of them starts, and how long they all take."""
+    start = min((float(span.start) for span in spans), default=0.0)
+    return start, max((float(span.end) for span in spans), default=1.0) - start
+
+
+def _panel(
+    panel: Panel, shown: Sequence[Span], scale: _Scale, length: float, ranks: int, width: int, axis: str
+) -> Iterator[Shape]:
+    yield Words(24, 32, panel.title, 16, bold=True)
+    yield Words(24, 54, panel.about, 12, QUIET_INK)
+    yield from _legend(shown)
+    yield from _axis(scale, length, ranks, width, axis)
+    yield from _bubble(scale, length, ranks)
+    yield from _work(scale, shown, labels(shown))
 
 
 def _width(spans: Sequence[Span], whole: float, longest: int) -> int:
@@ -88,11 +120,11 @@ def _legend(spans: Sequence[Span]) -> Iterator[Shape]:
         yield Words(x + 100, 77, "a, b ...: the stages of a rank in their order; later ones are darker", 12)
 
 
-def _axis(scale: _Scale, whole: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
+def _axis(scale: _Scale, length: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
     foot = scale.y(ranks) + 4
     yield Rule(_LEFT, foot, width - _RIGHT, foot, QUIET_INK)
-    step = _nice_step(whole * 60 / (width - _LEFT - _RIGHT))
-    for number in range(math.floor(whole / step + 1e-6) + 1):
+    step = _nice_step(60 / scale.pixels)
+    for number in range(math.floor(length / step + 1e-6) + 1):
         x = scale.x(scale.start + number * step)
         yield Rule(x, foot, x, foot + 5, QUIET_INK)
         yield Words(x, foot + 18, f"{number * step:g}", 11, QUIET_INK, "middle")
@@ -105,11 +137,11 @@ def _nice_step(least: float) -> float:
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
 
 
-def _bubble(scale: _Scale, start: float, whole: float, ranks: int) -> Iterator[Shape]:
+def _bubble(scale: _Scale, length: float, ranks: int) -> Iterator[Shape]:
     """Every row is hatched from end to end; work is drawn over it."""
     for rank in range(ranks):
         y = scale.y(rank)
-        yield Hatch(scale.x(start), y, whole * scale.pixels, scale.row - 4)
+        yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
         yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
 
 

@@ -1,0 +1,152 @@
+"""The bench `pipeline`: a training step of a GPT in stages on two ranks, by each schedule, beside its peer.
+
+A case is one schedule: echelon, and the same schedule of torch.distributed.pipelining, or echelon's own 1f1b
+where torch has none. They take turns step by step in the same ranks. It compares equals: losses of the first
+steps must agree, or there is no result.
+
+Beside the times stand two bubbles of echelon's steps: the measured one, and that of the same program when it
+is simulated with nothing but the medians of the measured costs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from echelon.bench.compare import Row, compare, slowest
+from echelon.bench.harness import alternate, timed
+from echelon.bench.stages import PEERS, by_step, make_engine, spans_of, torch_step
+from echelon.bench.trainers import Batch, make_batch
+from echelon.engine import TRAINING_MODULES, Engine
+from echelon.launching import Ranks, preload
+from echelon.models import ModelConfig
+from echelon.plan import Plan
+from echelon.program import Program, Span, build, measured, simulate
+
+_RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample a microbatch
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")
+_FULL = ModelConfig("gpt", layers=6, width=384, heads=6, vocab=256, sequence=128)
+_SMALL = ModelConfig("gpt", layers=2, width=32, heads=2, vocab=64, sequence=16)
+
+_WARMUP = 4  # the engine meters activations in its first three steps, which makes them slower
+_ECHELON, _OWN_PEER = "echelon", "1f1b"
+_PRELOADED = ("echelon.bench.pipeline", "torch.distributed.pipelining")
+
+# Float32 sums in another order differ by this much of a loss after some steps of AdamW.
+_ROUNDING = 1e-3
+
+
+class Measured(NamedTuple):
+    """One rank's seconds by contender, a number a round; its losses, a number a step, where it knows them;
+    and when each instruction of echelon's steps ran."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, list[float | None]]
+    spans: list[list[Span]]
+
+
+def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
+    """A training step of a GPT in stages on 2 ranks, by schedule, against torch.distributed.pipelining."""
+    preload(*TRAINING_MODULES, *_PRELOADED)
+    config, rounds = (_SMALL, 2) if quick else (_FULL, 20)
+    rows = [row for schedule in _SCHEDULES for row in _rows(plan_of(schedule), config, rounds)]
+    settings = {
+        "model": dataclasses.asdict(config),
+        "parameters": config.num_parameters,
+        "ranks": _RANKS,
+        "microbatches": _MICROBATCHES,
+        "samples_a_microbatch": 1,
+        "chunks_of_interleaved": _CHUNKS,
+        "precision": "fp32",
+        "optimizer": "AdamW, fused",
+        "clip": None,
+        "rounds": rounds,
+    }
+    return settings, rows
+
+
+def plan_of(schedule: str) -> Plan:
+    """The plan of a case."""
+    chunks = _CHUNKS if schedule == "interleaved" else 1
+    return Plan(pipeline=_RANKS, schedule=schedule, microbatches=_MICROBATCHES, chunks=chunks)
+
+
+def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
+    with Ranks(_RANKS) as ranks:
+        told = ranks.run(measure, plan, config, rounds)
+    check_equal(plan, [rank.losses for rank in told])
+    steps = by_step([rank.spans for rank in told])
+    extras = bubbles(steps, build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks))
+    rows = compare(plan.schedule, slowest([rank.seconds for rank in told]), _baseline(plan))
+    return [dataclasses.replace(row, extras=extras if row.contender == _ECHELON else {}) for row in rows]
+
+
+def _baseline(plan: Plan) -> str:
+    return f"torch {PEERS[plan.schedule]}" if plan.schedule in PEERS else f"echelon, {_OWN_PEER}"
+
+
+def measure(plan: Plan, config: ModelConfig, rounds: int) -> Measured:
+    """Runs in every rank: the contenders of one case, in turn."""
+    batch = make_batch(config, plan.microbatches)
+    spans: list[list[Span]] = []
+    works: dict[str, Callable[[], float | None]] = {
+        _baseline(plan): _peer(plan, config, batch),
+        _ECHELON: partial(_train, make_engine(config, plan), batch, spans),
+    }
+    losses: dict[str, list[float | None]] = {name: [] for name in works}
+    contenders = {
+        name: timed(partial(_keep, work, losses[name]), before=dist.barrier) for name, work in works.items()
+    }
+    seconds = alternate(contenders, rounds, warmup=_WARMUP)
+    return Measured(seconds, losses, spans[_WARMUP:])
+
+
+def _peer(plan: Plan, config: ModelConfig, batch: Batch) -> Callable[[], float | None]:
+    if plan.schedule in PEERS:
+        return partial(torch_step(config, plan), batch)
+    return partial(_train, make_engine(config, plan_of(_OWN_PEER)), batch, [])
+
+
+def _train(engine: Engine, batch: Batch, spans: list[list[Span]]) -> float:
+    loss = engine.step(batch).loss
+    spans.append(spans_of(engine))
+    return loss
+
+
+def _keep(work: Callable[[], float | None], losses: list[float | None]) -> None:
+    losses.append(work())
+
+
+def check_equal(plan: Plan, ranks: Sequence[dict[str, list[float | None]]]) -> None:
+    """Raise unless echelon and its peer had the same losses in their first steps, on all ranks that know."""
+    mine, theirs = (
+        [_known(name, ranks, step) for step in range(_WARMUP)] for name in (_ECHELON, _baseline(plan))
+    )
+    if not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(mine, theirs, strict=True)):
+        raise RuntimeError(
+            f"{plan.schedule} of echelon and {_baseline(plan)} are no equals: losses {mine} and {theirs}"
+        )
+
+
+def _known(contender: str, ranks: Sequence[dict[str, list[float | None]]], step: int) -> float:
+    """The last rank has the last stage, where the loss is taken."""
+    loss = ranks[-1][contender][step]
+    return math.nan if loss is None else loss
+
+
+def bubbles(steps: Sequence[Sequence[Span]], program: Program) -> dict[str, float]:
+    """The measured bubble, the median over `steps`, and that of `program` under the measured costs."""
+    ranks = len(program.ranks)
+    costs = measured.costs(steps, program.stages)
+    real = median(measured.bubble(step, ranks) for step in steps)
+    planned = measured.bubble(list(simulate(program, costs).spans()), ranks)
+    return {
+        "bubble_measured": real,
+        "bubble_simulated": planned,
+        "bubble_difference_points": 100 * (real - planned),
+        "transfer_seconds": float(costs.transfer),
+    }

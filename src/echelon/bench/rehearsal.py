@@ -1,0 +1,91 @@
+"""A rehearsal: some steps of a schedule on local ranks, with a small GPT, to see when each instruction runs.
+
+What `echelon schedule --measure` shows. It measures the schedule on this machine, and no training of anybody.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from echelon.bench.stages import by_step, make_engine, spans_of
+from echelon.bench.trainers import make_batch
+from echelon.engine import TRAINING_MODULES
+from echelon.launching import Ranks, preload
+from echelon.models import ModelConfig
+from echelon.plan import Plan
+from echelon.program import ASYNCHRONOUS, Costs, Program, Span, Timeline, measured, simulate
+
+_LAYERS = 3  # a stage: blocks, of which the first and the last stage give up one for embedding and head
+_WARMUP, _TURNS = 4, 9  # the engine meters activations in its first three steps, which makes them slower
+
+
+class Rehearsal(NamedTuple):
+    """What was measured: the spans of each turn, from an empty pipeline to an empty one, and their model.
+
+    `planned` is the same program under the medians of the measured costs.
+    """
+
+    turns: Sequence[Sequence[Span]]
+    costs: Costs
+    planned: Timeline
+    model: ModelConfig
+
+    @property
+    def bubbles(self) -> list[float]:
+        return [measured.bubble(turn, len(self.planned.program.ranks)) for turn in self.turns]
+
+    @property
+    def bubble(self) -> float:
+        """The median over the turns."""
+        return median(self.bubbles)
+
+    @property
+    def planned_bubble(self) -> float:
+        return measured.bubble(list(self.planned.spans()), len(self.planned.program.ranks))
+
+    @property
+    def planned_work(self) -> list[Span]:
+        return measured.work(list(self.planned.spans()))
+
+    @property
+    def typical(self) -> list[Span]:
+        """The work of the turn whose bubble is the median; its time starts at 0."""
+        bubbles = self.bubbles
+        _, place = min((abs(its - self.bubble), place) for place, its in enumerate(bubbles))
+        work = measured.work(self.turns[place])
+        start = min(span.start for span in work)
+        return [span._replace(start=span.start - start, end=span.end - start) for span in work]
+
+
+def rehearse(plan: Plan, program: Program, batches: int = 1) -> Rehearsal:
+    """Run `plan` on ranks of this machine. `program` is what a turn of so many batches should do."""
+    model = model_for(program.stages)
+    preload(*TRAINING_MODULES, "echelon.bench.rehearsal")
+    with Ranks(plan.ranks) as ranks:
+        told = ranks.run(run_turns, plan, model, batches)
+    turns = by_step(sorted(told, key=lambda its: its[0][0].rank))
+    costs = measured.costs(turns, program.stages)
+    return Rehearsal(turns, costs, simulate(program, costs), model)
+
+
+def model_for(stages: int) -> ModelConfig:
+    """A GPT that is large enough to be cut into so many stages."""
+    blocks = max(1, _LAYERS * stages - 2)
+    return ModelConfig("gpt", layers=blocks, width=256, heads=4, vocab=256, sequence=128)
+
+
+def run_turns(plan: Plan, model: ModelConfig, batches: int) -> list[list[Span]]:
+    """Runs in every rank: when each instruction ran, turn by turn."""
+    engine = make_engine(model, plan)
+    batch = make_batch(model, plan.microbatches)
+    turns: list[list[Span]] = []
+    for _ in range(_WARMUP + _TURNS):
+        turn: list[Span] = []
+        for _ in range(batches):
+            engine.step(batch)
+            turn += spans_of(engine)
+        if plan.schedule in ASYNCHRONOUS:
+            engine.settle()  # empties the pipeline
+            turn += spans_of(engine)
+        turns.append(turn)
+    return turns[_WARMUP:]

@@ -1,0 +1,105 @@
+"""The contenders of the bench `pipeline`, as they run in a rank: one training in stages, by many schedules.
+
+Each step does: the forwards and backwards of all microbatches, mean loss, AdamW; no clipping, since peers
+would pay for a norm that echelon takes anyway. All cut the model at the same places and start from the same
+weights. torch.distributed.pipelining is set up as its documentation says for losses that are summed: the
+loss is divided as it is taken, so that no pass over the gradients has to divide them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.bench.trainers import Batch, make_model
+from echelon.engine import Engine, parallelize
+from echelon.models import ModelConfig, cross_entropy
+from echelon.pipeline_parallel import even_boundaries
+from echelon.plan import Plan
+from echelon.program import Span
+
+Step = Callable[[Batch], float | None]  # trains on a batch; returns its loss where that is known
+
+# By the name of the schedule: what torch.distributed.pipelining calls it.
+PEERS: Mapping[str, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+
+
+def make_engine(config: ModelConfig, plan: Plan) -> Engine:
+    """`parallelize` over the ranks that are here."""
+    return parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy)
+
+
+def torch_step(config: ModelConfig, plan: Plan) -> Step:
+    """The schedule of torch.distributed.pipelining that does what `plan` says."""
+    from torch.distributed import pipelining
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    held = range(rank, ranks * plan.chunks, ranks)
+    modules = _cut(make_model(config), ranks * plan.chunks)
+    optimizer = _adamw(parameter for stage in held for parameter in modules[stage].parameters())
+    stages = [
+        pipelining.PipelineStage(modules[number], number, len(modules), _device(modules[number]))
+        for number in held
+    ]
+    schedule: Any = getattr(pipelining, PEERS[plan.schedule])(
+        stages if plan.chunks > 1 else stages[0],
+        plan.microbatches,
+        loss_fn=_Share(plan.microbatches),
+        scale_grads=False,
+    )
+
+    def step(batch: Batch) -> float | None:
+        inputs, targets = batch
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        given = (inputs,) if rank == 0 else ()
+        wanted = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*given, **wanted, return_outputs=False)
+        optimizer.step()
+        return torch.stack(losses).sum().item() if losses else None
+
+    return step
+
+
+class _Share:
+    """A microbatch's part of the mean loss over all microbatches, which have as many tokens each."""
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / self._microbatches
+
+
+def _cut(model: nn.Module, stages: int) -> list[nn.Module]:
+    """The model's layers in stages, cut where echelon cuts them."""
+    layers: list[nn.Module] = model.layers()  # type: ignore[operator]
+    edges = [0, *even_boundaries(model, stages), len(layers)]
+    return [nn.Sequential(*layers[begin:end]) for begin, end in pairwise(edges)]
+
+
+def spans_of(engine: Engine) -> list[Span]:
+    """When each instruction of the engine's last step ran on this rank."""
+    rank = engine.mesh.group("pipeline").rank
+    return [Span(rank, its.start, its.end, its.instruction) for its in engine.spans]
+
+
+def by_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
+    """The spans of all ranks together, step by step, from those of each rank."""
+    return [[span for spans in step for span in spans] for step in zip(*ranks, strict=True)]
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)

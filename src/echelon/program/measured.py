@@ -1,0 +1,91 @@
+"""What was measured, in the words of the simulation: the bubble of a step's spans, and the costs they show.
+
+Planned and measured spans are judged by the same rule (`work`, `bubble`). Costs that were measured feed a
+simulation of the same program: what it then lacks of the measured bubble is what costs alone do not explain.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from statistics import median
+
+from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Op
+from echelon.program.simulate import Costs, Span
+
+Step = Sequence[Span]  # of all ranks, those of one rank together and in their order
+
+
+def work(spans: Step) -> list[Span]:
+    """The computations, and the updates that a later computation of the same rank had to wait for.
+
+    An update at the end of a step is left out: ranks wait for each other inside it.
+    """
+    found: list[Span] = []
+    for _, of_rank in groupby(spans, key=lambda span: span.rank):
+        its = list(of_rank)
+        last = max((place for place, span in enumerate(its) if span.op in COMPUTE), default=-1)
+        found += [span for span in its[: last + 1] if span.op in COMPUTE or span.op is Op.UPDATE]
+    return found
+
+
+def bubble(spans: Step, ranks: int) -> float:
+    """1 − busy / (ranks · length), from the first to the last moment of work on any rank.
+
+    rank 0  F0 ·  B0
+    rank 1  ·  F0 ·       ->  1/2
+    """
+    shown = work(spans)
+    length = seconds(spans)
+    busy = sum(float(span.end - span.start) for span in shown)
+    return 1 - busy / (ranks * length) if length else 0.0
+
+
+def seconds(spans: Step) -> float:
+    """From the first to the last moment of work on any rank."""
+    shown = work(spans)
+    if not shown:
+        return 0.0
+    return float(max(span.end for span in shown) - min(span.start for span in shown))
+
+
+def costs(steps: Sequence[Step], stages: int) -> Costs:
+    """The median seconds of each kind of work at each stage over all steps, and of a transfer."""
+    taken: dict[tuple[Op, int], list[float]] = {}
+    for span in (span for step in steps for span in work(step)):
+        taken.setdefault((span.op, span.instruction.stage), []).append(float(span.end - span.start))
+
+    def each(op: Op) -> list[float]:
+        return [median(taken.get((op, stage), [0.0])) for stage in range(stages)]
+
+    return Costs(
+        forward=each(Op.FORWARD),
+        backward=each(Op.BACKWARD),
+        backward_input=each(Op.BACKWARD_INPUT),
+        backward_weight=each(Op.BACKWARD_WEIGHT),
+        update=each(Op.UPDATE),
+        transfer=_transfer(steps),
+    )
+
+
+def _transfer(steps: Sequence[Step]) -> float:
+    """The median hop: from the start of a send to the end of its receive.
+
+    Only where the receiver waited already. One that comes later finds the message there, and the hop hidden.
+    """
+    pairs = [pair for step in steps for pair in _pairs(step)]
+    waited = [float(recv.end - send.start) for send, recv in pairs if recv.start <= send.start]
+    return median(waited or [float(recv.end - recv.start) for _, recv in pairs] or [0.0])
+
+
+def _pairs(step: Step) -> Iterator[tuple[Span, Span]]:
+    """Each send with its receive: the n-th from one rank to another is the n-th that this one receives."""
+    sends: dict[tuple[int, int | None], list[Span]] = {}
+    receives: dict[tuple[int | None, int], list[Span]] = {}
+    for span in step:
+        peer = span.instruction.peer
+        if span.op in SENDS:
+            sends.setdefault((span.rank, peer), []).append(span)
+        elif span.op in RECEIVES:
+            receives.setdefault((peer, span.rank), []).append(span)
+    for (source, target), its in sends.items():
+        assert target is not None
+        yield from zip(its, receives.get((source, target), []), strict=True)

@@ -1,0 +1,73 @@
+"""Rehearsals: they run the very program that is shown, and their typical turn is the median one."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+
+from echelon.bench import rehearsal
+from echelon.bench.rehearsal import Rehearsal, model_for, rehearse
+from echelon.launching import Ranks
+from echelon.plan import Plan
+from echelon.program import (
+    COMPUTE,
+    Costs,
+    Instruction,
+    Program,
+    Span,
+    add_transfers,
+    asynchronous,
+    build,
+    simulate,
+)
+
+PROGRAM = build("1f1b", (1, 1), 2)
+
+
+def computations(program: Program) -> list[list[Instruction]]:
+    return [[its for its in rank if its.op in COMPUTE] for rank in program.ranks]
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "batches"),
+    [
+        ("schedule=interleaved chunks=2 microbatches=2", build("interleaved", (1, 1), 2, 2), 1),
+        ("schedule=pipedream microbatches=2", add_transfers(asynchronous("pipedream", 2, 2, taken=6)), 3),
+    ],
+)
+def test_every_turn_runs_the_program(
+    text: str,
+    program: Program,
+    batches: int,
+    warm_ranks: Callable[[int], Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
+    found = rehearse(Plan.parse(f"pipeline=2 {text}"), program, batches)
+
+    assert len(found.turns) == 9
+    for turn in found.turns:
+        ran = [[its.instruction for its in turn if its.rank == rank and its.op in COMPUTE] for rank in (0, 1)]
+        assert ran == computations(program)
+    assert found.planned.program == program
+    assert found.bubble in found.bubbles
+
+
+def turn(longer: float) -> list[Span]:
+    return list(simulate(PROGRAM, Costs(forward=[1.0, longer], backward=1.0)).spans())
+
+
+def test_the_typical_turn_has_the_median_bubble_and_starts_at_0() -> None:
+    turns = [[its._replace(start=its.start + 7, end=its.end + 7) for its in turn(k)] for k in (3.0, 1.0, 2.0)]
+    found = Rehearsal(turns, Costs(), simulate(PROGRAM), model_for(2))
+
+    assert found.bubble == sorted(found.bubbles)[1] == found.bubbles[2]
+    assert min(its.start for its in found.typical) == 0
+    assert max(its.end for its in found.typical) == pytest.approx(max(its.end for its in turn(2.0)))
+    assert {its.op for its in found.typical} <= set(COMPUTE)
+    assert found.planned_bubble == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("stages", "blocks"), [(1, 1), (2, 4), (4, 10)])
+def test_the_model_has_three_layers_a_stage(stages: int, blocks: int) -> None:
+    assert model_for(stages).layers == blocks

@@ -1,0 +1,91 @@
+"""Measured spans: the bubble by its definition, and costs that bring a simulation back to it."""
+
+import pytest
+
+from echelon.program import ASYNCHRONOUS, SCHEDULES, Costs, Instruction, Op, Span, build, measured, simulate
+from echelon.program.instruction import RECEIVES
+
+
+def span(
+    rank: int, start: float, end: float, op: Op, microbatch: int | None = 0, peer: int | None = None
+) -> Span:
+    return Span(rank, start, end, Instruction(op, rank, microbatch, peer))
+
+
+# rank 0  F0 F0 SA ·  ·  ·  ·  RG B0 B0 UPDATE
+# rank 1  RA RA RA F0 F0 B0 SG UPDATE, which waits for rank 0
+STEP = [
+    span(0, 10.0, 12.0, Op.FORWARD),
+    span(0, 12.0, 12.5, Op.SEND_ACTIVATION, peer=1),
+    span(0, 12.5, 18.0, Op.RECV_GRADIENT, peer=1),
+    span(0, 18.0, 20.0, Op.BACKWARD),
+    span(0, 20.0, 21.0, Op.UPDATE, None),
+    span(1, 9.0, 13.0, Op.RECV_ACTIVATION, peer=0),
+    span(1, 13.0, 15.0, Op.FORWARD),
+    span(1, 15.0, 16.0, Op.BACKWARD),
+    span(1, 16.0, 16.5, Op.SEND_GRADIENT, peer=0),
+    span(1, 16.5, 21.0, Op.UPDATE, None),
+]
+
+
+def test_the_bubble_is_what_ranks_do_not_compute_from_the_first_to_the_last_computation() -> None:
+    assert measured.seconds(STEP) == 10.0
+    assert measured.bubble(STEP, ranks=2) == pytest.approx(1 - (2 + 2 + 2 + 1) / (2 * 10))
+    assert measured.bubble(STEP, ranks=3) == pytest.approx(1 - 7 / 30)
+
+
+def test_without_work_there_is_no_bubble() -> None:
+    assert measured.bubble([], ranks=2) == 0.0
+    assert measured.costs([], stages=2) == measured.costs([[]], stages=2)
+
+
+def test_an_update_is_work_only_where_a_computation_follows_it() -> None:
+    between = [*STEP[:5], span(0, 21.0, 22.0, Op.FORWARD, 1), *STEP[5:]]
+    assert [its.op for its in measured.work(STEP)] == [Op.FORWARD, Op.BACKWARD] * 2
+    assert [its.op for its in measured.work(between)][:4] == [Op.FORWARD, Op.BACKWARD, Op.UPDATE, Op.FORWARD]
+    assert measured.costs([between], 2).update == [1.0, 0.0]
+    assert measured.costs([STEP], 2).update == [0.0, 0.0]
+
+
+def test_costs_are_medians_by_stage_and_direction() -> None:
+    slow = [its._replace(end=its.end + 9 * (its.op is Op.FORWARD)) for its in STEP]
+    costs = measured.costs([STEP, slow, STEP], stages=2)
+    assert (costs.forward, costs.backward) == ([2.0, 2.0], [2.0, 1.0])
+    assert (costs.backward_input, costs.backward_weight) == ([0.0, 0.0], [0.0, 0.0])
+
+
+def test_a_hop_is_from_send_to_receive_where_the_receiver_waited() -> None:
+    assert measured.costs([STEP], 2).transfer == pytest.approx((1.0 + 2.0) / 2)
+    late = [its._replace(start=15.0, end=15.1) if its.op is Op.RECV_ACTIVATION else its for its in STEP]
+    assert measured.costs([late], 2).transfer == pytest.approx(2.0)
+    never = [its._replace(start=17.0, end=17.3) if its.op is Op.RECV_GRADIENT else its for its in late]
+    assert measured.costs([never], 2).transfer == pytest.approx(0.2)
+
+
+def as_measured(spans: list[Span]) -> list[Span]:
+    """A simulated receive starts when its message is there; an executed one when its rank comes to it."""
+    before = [None, *spans]
+    return [
+        its._replace(start=last.end if last and last.rank == its.rank else 0.0) if its.op in RECEIVES else its
+        for last, its in zip(before, spans, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_costs_of_a_timeline_bring_it_back(name: str) -> None:
+    """What was measured and explained by costs alone is simulated without any difference."""
+    program = build(name, (1,) * 3, 6, 2 if name == "interleaved" else 1)
+    weights = [0.5 + 0.25 * (stage % 3) for stage in range(program.stages)]
+    costs = Costs(
+        forward=weights, backward=2.0, backward_weight=0.5, transfer=0.125, update=[1.0] * program.stages
+    )
+    steps = [as_measured(list(simulate(program, costs).spans()))]
+    again = list(simulate(program, measured.costs(steps, program.stages)).spans())
+    assert measured.bubble(again, 3) == pytest.approx(measured.bubble(steps[0], 3), abs=1e-12)
+    assert measured.seconds(again) == pytest.approx(measured.seconds(steps[0]))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ASYNCHRONOUS])
+def test_the_bubble_of_a_timeline_is_its_own(name: str) -> None:
+    line = simulate(build(name, (1,) * 3, 6, 2 if name == "interleaved" else 1))
+    assert measured.bubble(list(line.spans()), 3) == pytest.approx(float(line.bubble_fraction), abs=1e-12)
