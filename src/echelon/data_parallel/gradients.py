@@ -10,7 +10,8 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     # A norm in bf16 would keep three digits of a sum of millions.
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch._foreach_norm(gradients, dtype=wide)
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norms = torch._foreach_norm(values, dtype=wide)
     return torch.stack(norms).double().square().sum()
 
 

@@ -97,6 +97,8 @@ def _sum(held: Sequence[Held], bond: Bond) -> None:
     for its in held:
         if its.tensor.grad is None:
             its.tensor.grad = torch.zeros_like(its.tensor)
-        elif not bond.speaks:
+        elif its.tensor.grad.is_sparse:
+            its.tensor.grad = its.tensor.grad.to_dense()
+        if not bond.speaks:
             its.tensor.grad.zero_()
         bond.group.all_reduce(its.tensor.grad)

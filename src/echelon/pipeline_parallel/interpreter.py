@@ -20,7 +20,9 @@ from echelon.pipeline_parallel.versions import Versions
 from echelon.pipeline_parallel.wire import Gradients, Posted, Tally, Wire
 from echelon.program import COMPUTE, Instruction, Op, Program
 
-_AHEAD = 2  # receives from one rank that are posted before they are needed
+# Receives from one rank that are posted before they are needed. Not more: behind a message that is not as
+# remembered come its description and the true one, which a second receive would take for the next.
+_AHEAD = 1
 
 Place = tuple[int, int]  # stage, microbatch
 

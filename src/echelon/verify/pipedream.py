@@ -49,8 +49,9 @@ def train_by_formula(case: Case, plan: Plan, boundaries: list[int]) -> Trained:
             versions.append(_copy(parameters))
             total, count = total + its_total, count + its_count
         losses.append(total / count)
+    weights, state = weights_of(model), state_by_name(model, optimizer)
     evaluation = evaluate(model, case.loss, batches[-1])
-    return Trained(weights_of(model), state_by_name(model, optimizer), losses, [], evaluation)
+    return Trained(weights, state, losses, [], evaluation)
 
 
 def _version_rule(plan: Plan) -> Callable[[int, int], int]:

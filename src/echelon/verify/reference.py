@@ -56,8 +56,9 @@ def train_on_one_device(
         optimizer.step()
         losses.append(float(mean.detach()))
         grad_norms.append(float(norm))
+    weights, state = weights_of(model), state_by_name(model, optimizer)
     evaluation = evaluate(model, loss, batches[-1])
-    return Trained(weights_of(model), state_by_name(model, optimizer), losses, grad_norms, evaluation)
+    return Trained(weights, state, losses, grad_norms, evaluation)
 
 
 def evaluate(model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:

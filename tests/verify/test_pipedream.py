@@ -1,0 +1,259 @@
+"""PipeDream's formulas against recurrences written out by hand, and the pipelines against both."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine import Engine
+from echelon.plan import Plan
+from echelon.verify import Case, verify
+from echelon.verify.pipedream import train_by_formula
+from tests.pipeline_parallel.conftest import one_thread  # noqa: F401 (a fixture)
+from tests.pipeline_parallel.models import asynchronous_case
+
+RATE, SAMPLES = 0.1, 8
+
+
+class Scale(nn.Module):
+    """A layer of one weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def first_weights(depth: int) -> list[float]:
+    return [1.0 + 0.25 * stage for stage in range(depth)]
+
+
+def scales(depth: int) -> nn.Module:
+    return nn.Sequential(*(Scale(weight) for weight in first_weights(depth)))
+
+
+def two_scales() -> nn.Module:
+    return scales(2)
+
+
+def three_scales() -> nn.Module:
+    return scales(3)
+
+
+def four_scales() -> nn.Module:
+    return scales(4)
+
+
+MODELS = {2: two_scales, 3: three_scales, 4: four_scales}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+
+
+def product_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).mean()
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def scales_case(depth: int, steps: int) -> Case:
+    return Case(MODELS[depth], batch, product_loss, plain_sgd, steps=steps, clip=None)
+
+
+class ByHand(NamedTuple):
+    weights: list[float]
+    losses: list[float]  # of each step
+    evaluations: list[float]  # of the batch of each step after which the pipeline was drained
+
+
+def by_hand(plan: Plan, steps: int, drains: tuple[int, ...] = (), factor: Any = lambda _: 1.0) -> ByHand:
+    """The loss is c·w₀·w₁·…, with c the mean of input times target: its gradients need no autograd.
+
+    Where the pipeline was drained, the newest weights are the first version of what follows.
+    """
+    history = [first_weights(plan.stages)]
+    losses, evaluations = [], []
+    updates = 0
+    for step in range(steps):
+        inputs, targets = batch(step)
+        products = (inputs * targets).flatten().tolist()
+        parts = [products] if plan.schedule == "pipedream-2bw" else list(cut(products, plan.microbatches))
+        loss = 0.0
+        for part in parts:
+            mean = sum(part) / len(part)
+            used = [version(plan, history, stage)[stage] for stage in range(plan.stages)]
+            loss += sum(part) * math.prod(used)
+            of_step = updates if plan.schedule == "pipedream-2bw" else updates // plan.microbatches
+            rate = RATE * factor(of_step)
+            gradients = [mean * math.prod(used) / weight for weight in used]
+            history.append([w - rate * g for w, g in zip(history[-1], gradients, strict=True)])
+            updates += 1
+        losses.append(loss / SAMPLES)
+        if step in drains:
+            evaluations.append(sum(products) / SAMPLES * math.prod(history[-1]))
+            history = history[-1:]
+    return ByHand(history[-1], losses, evaluations)
+
+
+def version(plan: Plan, history: list[list[float]], stage: int) -> list[float]:
+    late = {
+        "pipedream": plan.stages - 1 - stage,
+        "pipedream-vertical": plan.stages - 1,
+        "pipedream-2bw": 1,
+    }
+    return history[max(0, len(history) - 1 - late[plan.schedule])]
+
+
+def cut(products: list[float], number: int) -> Iterator[list[float]]:
+    for part in torch.tensor(products, dtype=torch.float64).tensor_split(number):
+        yield part.tolist()
+
+
+PLANS = [
+    "pipeline=2 schedule=pipedream microbatches=1",
+    "pipeline=3 schedule=pipedream microbatches=4",
+    "pipeline=4 schedule=pipedream microbatches=3",
+    "pipeline=3 schedule=pipedream-vertical microbatches=2",
+    "pipeline=4 schedule=pipedream-vertical microbatches=1",
+    "pipeline=2 schedule=pipedream-2bw microbatches=2",
+    "pipeline=4 schedule=pipedream-2bw microbatches=5",
+]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_the_replay_is_the_formula(text: str) -> None:
+    plan = Plan.parse(text)
+    replayed = train_by_formula(scales_case(plan.stages, 20), plan, list(range(1, plan.stages)))
+    hand = by_hand(plan, 20)
+    weights = [value.item() for value in replayed.weights.values()]
+    assert weights == pytest.approx(hand.weights, abs=1e-12)
+    assert replayed.losses == pytest.approx(hand.losses, abs=1e-12)
+    assert weights != pytest.approx(first_weights(plan.stages), abs=0.05)
+
+
+NAMES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
+
+
+def test_the_formulas_are_three_and_none_is_that_of_one_device() -> None:
+    plans = [Plan.parse(f"pipeline=3 schedule={name} microbatches=4") for name in NAMES]
+    weights = [tuple(by_hand(plan, 8).weights) for plan in plans]
+    assert len(set(weights)) == 3
+    inputs = [batch(step) for step in range(8)]
+    alone = first_weights(3)
+    for its, target in inputs:
+        mean = (its * target).mean().item()
+        alone = [w - RATE * mean * math.prod(alone) / w for w in alone]
+    assert all(its != pytest.approx(alone, abs=1e-6) for its in weights)
+
+
+# Pipelines against what was written by hand.
+
+
+def halving(step: int) -> float:
+    return 0.5**step
+
+
+class Ran(NamedTuple):
+    weights: list[float]
+    losses: list[float]
+    evaluations: list[float]
+    rates: list[float]
+
+
+def run(plan: str, steps: int, drains: tuple[int, ...], scheduled: bool) -> Ran:
+    its = Plan.parse(plan)
+    engine = echelon.parallelize(
+        scales(its.stages),
+        f"{plan} precision=fp64",
+        optimizer=plain_sgd,
+        loss=product_loss,
+        schedule=halving if scheduled else None,
+    )
+    losses, evaluations, rates = [], [], []
+    for step in range(steps):
+        losses.append(engine.step(batch(step)).loss)
+        rates.append(engine.learning_rate)
+        if step in drains:
+            evaluations.append(engine.evaluate(batch(step)).loss)
+    weights = [value.item() for value in engine.full_state_dict().values()]
+    return Ran(weights, losses, evaluations, rates)
+
+
+@pytest.mark.parametrize("text", [PLANS[1], PLANS[4], PLANS[6]])
+@pytest.mark.parametrize("drains", [(), (1, 2, 6)])
+def test_an_evaluation_drains_and_training_goes_on_from_the_newest_weights(
+    warm_ranks: Any, text: str, drains: tuple[int, ...]
+) -> None:
+    plan = Plan.parse(text)
+    hand = by_hand(plan, 9, drains)
+    for ran in warm_ranks(plan.ranks).run(run, text, 9, drains, False):
+        assert ran.weights == pytest.approx(hand.weights, abs=1e-12)
+        assert ran.losses == pytest.approx(hand.losses, abs=1e-12)
+        assert ran.evaluations == pytest.approx(hand.evaluations, abs=1e-12)
+    if drains:
+        assert hand.weights != pytest.approx(by_hand(plan, 9).weights, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", [PLANS[1], PLANS[5]])
+@pytest.mark.parametrize("drains", [(), (1,)])
+def test_the_rate_of_an_update_is_that_of_the_step_whose_microbatch_it_is_of(
+    warm_ranks: Any, text: str, drains: tuple[int, ...]
+) -> None:
+    """Not of the step in which it happens to be made: stages make it at different times."""
+    plan = Plan.parse(text)
+    hand = by_hand(plan, 6, drains, halving)
+    for ran in warm_ranks(plan.ranks).run(run, text, 6, drains, True):
+        assert ran.weights == pytest.approx(hand.weights, abs=1e-12)
+
+
+# The verdict can fail.
+
+
+def overwrite(engine: Engine) -> None:
+    """The classic mistake: updates overwrite the weights that microbatches in flight have used."""
+    engine._course._stash._renew = lambda: None
+
+
+def always_newest(engine: Engine) -> None:
+    """Every forward uses the weights of now, whatever version its microbatch has met."""
+    versions = engine._course._stash
+    using = versions.using
+    versions.using = lambda _: using(versions.newest)
+
+
+def count_twice(engine: Engine) -> None:
+    """The mean is taken over twice as many samples as there were."""
+    finish = engine._update.finish_step
+    engine._update.finish_step = lambda tally: finish(tally * 2)
+
+
+@pytest.mark.parametrize(
+    ("bug", "schedule"),
+    [
+        (overwrite, "pipedream"),
+        (always_newest, "pipedream-vertical"),
+        (always_newest, "pipedream-2bw"),
+        (count_twice, "pipedream"),
+    ],
+)
+def test_planted_mistakes_are_found(bug: Any, schedule: str) -> None:
+    case = asynchronous_case(steps=3)
+    assert not verify(case, f"pipeline=2 data=2 schedule={schedule} microbatches=2", plant=bug).equal
+
+
+def test_the_verdict_names_what_it_was_held_against() -> None:
+    verdict = verify(scales_case(2, 3), "pipeline=2 schedule=pipedream microbatches=2")
+    assert verdict.equal
+    assert "equal to its formula, replayed on one process" in str(verdict)
+    assert verdict.to_dict()["against"] == "its formula, replayed on one process"
