@@ -232,7 +232,7 @@ def differs_in(what: str) -> list[str]:
 )
 def test_ranks_that_differ_in_more_than_size_are_told(warm_ranks: Warm, what: str) -> None:
     results = warm_ranks(2).run(differs_in, what)
-    assert "Mismatch" in results[1]
+    assert results[1][0] == "Mismatch", "at once, before any data of another turn is taken"
     assert "message" in what or set(results[0][-1:]) <= {"Mismatch", "PeerLost"}
 
 
