@@ -212,7 +212,7 @@ LAYERS = (
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
-    Layer(("errors", "layering"), (), "all faults at once; a model's layers"),
+    Layer(("errors", "layering", "sequence"), (), "faults; a model's layers; what they see"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

@@ -9,12 +9,11 @@ strung together, in `transformer`.
 import math
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.models.config import ModelConfig
 from echelon.models.rotary import Rotary, rotate
+from echelon.sequence import WHOLE
 
 INIT_STD = 0.02
 
@@ -81,6 +80,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         self.rotary = rotary
+        self.view = WHOLE
         self.query = Linear(config.width, config.width, config.bias)
         self.key = Linear(config.width, config.kv_width, config.bias)
         self.value = Linear(config.width, config.kv_width, config.bias)
@@ -91,11 +91,10 @@ class Attention(nn.Module):
         key = self._split_heads(self.key(x))
         value = self._split_heads(self.value(x))
         if self.rotary is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            angles = self.rotary.angles(positions, x.dtype)
+            positions = self.view.positions(query.shape[2], query.device)
+            angles = self.rotary.angles(positions, query.dtype)
             query, key = rotate(query, angles), rotate(key, angles)
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = self.view.attend(query, key, value)
         joined: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return joined
 

@@ -5,7 +5,6 @@ Dropout stands where GPT-2 has it, but not on attention's weights: those exist i
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from echelon.errors import UserError
 from echelon.models.blocks import Attention, Block, Embedding, Linear, TokenEmbedding, residual_std
 from echelon.models.config import ModelConfig
 from echelon.models.transformer import Transformer
+from echelon.sequence import WHOLE
 
 
 class GPT(Transformer):
@@ -41,16 +41,17 @@ class PositionedEmbedding(TokenEmbedding):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.positions = Embedding(config.sequence, config.width)
+        self.view = WHOLE
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length, known = tokens.shape[1], self.positions.num_embeddings
+        places = self.view.positions(tokens.shape[1], tokens.device)
+        length, known = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
         if length > known:
             raise UserError(
                 f"a sequence of {length} tokens: this GPT has learned {known} positions; "
                 f"give it at most {known} tokens, or build it with sequence={length}"
             )
-        positions = self.positions(torch.arange(length, device=tokens.device))
-        x: Tensor = self.dropout(self.tokens(tokens) + positions)
+        x: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
         return x
 
 
