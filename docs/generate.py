@@ -206,7 +206,11 @@ LAYERS = (
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("planner",), (), "measures layers, splits them"),
-    Layer(("data_parallel", "pipeline_parallel"), ("tensor_parallel", "expert_parallel"), "strategies"),
+    Layer(
+        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel"),
+        ("expert_parallel",),
+        "strategies",
+    ),
     Layer(("precision", "memory", "dropout"), (), "types of numbers; bytes; masks"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
@@ -227,7 +231,16 @@ def draw_layers() -> str:
         for place, name in enumerate(names):
             planned = name in layer.planned
             x = left + place * (each + 8)
-            picture.box(x, y, each, 34, BLUE, name, dashed=planned, size=13 if len(names) < 4 else 11)
+            picture.box(
+                x,
+                y,
+                each,
+                34,
+                BLUE,
+                name,
+                dashed=planned,
+                size=13 if len(names) < 4 else 11 if len(names) < 5 else 9,
+            )
         picture.words(left + width + 16, y + 22, layer.about, 12, colour=QUIET)
     side = 772
     picture.words(side + 52, top - 8, BESIDE.about, 12, "middle", QUIET)

@@ -271,8 +271,9 @@ def test_every_field_of_a_plan_is_told_with_its_default_and_what_runs() -> None:
     shown = {name: "none" if value == () else str(value).lower() for name, value in defaults.items()}
     assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
     for field, values, _, told, _ in rows:
-        for value in [] if told == "–" else re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
+        for value in re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
             needed = {"`expert`": " data=2", "`chunks`": " pipeline=2 microbatches=2 schedule=interleaved"}
+            needed["`sequence`"] = " tensor=2"
             needed["`schedule`"] = " pipeline=2 microbatches=2 chunks=2" * (value == "interleaved")
             if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several
                 continue

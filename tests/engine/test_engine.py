@@ -154,8 +154,8 @@ def test_inputs_take_the_type_of_the_plan() -> None:
 
 def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     with pytest.raises(echelon.UserError, match="cannot run yet") as caught:
-        engine_for("tensor=2 context=2 precision=fp16 offload=optimizer")
-    names = ["tensor", "context", "precision", "offload"]
+        engine_for("data=2 expert=2 precision=fp16 offload=optimizer")
+    names = ["expert", "precision", "offload"]
     assert [fault.split("=")[0] for fault in caught.value.faults] == names
 
 

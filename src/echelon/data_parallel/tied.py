@@ -6,6 +6,7 @@ it in the norm of all gradients.
 """
 
 from collections.abc import Sequence, Set
+from itertools import groupby
 from typing import NamedTuple, final
 
 import torch
@@ -31,19 +32,19 @@ class Bond(NamedTuple):
 
 @final
 class Tied(Sync):
-    """As `inner`, with `bonds` to other models."""
+    """As `inner`, with `bonds` to other models. `elsewhere`: more parameters that others count in norms."""
 
-    def __init__(self, inner: Sync, bonds: Sequence[Bond]) -> None:
+    def __init__(self, inner: Sync, bonds: Sequence[Bond], elsewhere: Set[nn.Parameter] = NOTHING) -> None:
         self._inner, self._bonds = inner, list(bonds)
         self.sharded, self.lockstep = inner.sharded, inner.lockstep
-        self._counted_elsewhere = {bond.parameter for bond in bonds if not bond.counts}
+        self._counted_elsewhere = {bond.parameter for bond in bonds if not bond.counts} | elsewhere
 
     def finish_gradients(self) -> None:
         self._inner.finish_gradients()
-        for bond in self._bonds:
-            held = [held for held in self._inner.held() if held.parameter is bond.parameter]
-            with bond.group.ledger.about("tied gradients"):
-                _sum(held, bond)
+        # All ranks go through the groups in the same order; what one group sums is one message.
+        for group, bonds in groupby(self._bonds, key=lambda bond: bond.group):
+            with group.ledger.about("tied gradients"):
+                _sum(self._inner.held(), list(bonds), group)
 
     def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
         return self._inner.norm_share(without | self._counted_elsewhere)
@@ -75,25 +76,25 @@ class Tied(Sync):
     def storages(self) -> Storages:
         return self._inner.storages()
 
-    def gather(self, *, backward: bool) -> None:
-        self._inner.gather(backward=backward)
-
-    def free(self) -> None:
-        self._inner.free()
-
     def renew(self) -> None:
         self._inner.renew()
 
 
-def _sum(held: Sequence[Held], bond: Bond) -> None:
-    """Sum the gradient over the group. A rank that holds nothing of it (a server's worker) brings zeros."""
-    used = torch.tensor([any(its.tensor.grad is not None for its in held)], dtype=torch.uint8)
-    used = used.to(bond.parameter.device)
-    bond.group.all_reduce(used, "max")
-    if not used.item():
-        return  # as on one device: the optimizer leaves it alone
-    if not held:
-        bond.group.all_reduce(torch.zeros_like(bond.parameter, requires_grad=False))
+def _sum(held: Sequence[Held], bonds: Sequence[Bond], group: Group) -> None:
+    """Sum the gradients over the group. A rank that holds nothing of one (a server's worker) brings zeros."""
+    mine = {bond.parameter: [its for its in held if its.parameter is bond.parameter] for bond in bonds}
+    flags = [any(its.tensor.grad is not None for its in mine[bond.parameter]) for bond in bonds]
+    used = torch.tensor(flags, dtype=torch.uint8, device=bonds[0].parameter.device)
+    group.all_reduce(used, "max")
+    told = zip(bonds, used.tolist(), strict=True)
+    summed = [bond for bond, is_used in told if is_used]  # the others are left alone, as on one device
+    gradients = [gradient for bond in summed for gradient in _gradients(bond, mine[bond.parameter])]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        _sum_flat([gradient for gradient in gradients if gradient.dtype == dtype], group)
+
+
+def _gradients(bond: Bond, held: Sequence[Held]) -> list[Tensor]:
+    """What this rank brings in, where the sum is to be."""
     for its in held:
         if its.tensor.grad is None:
             its.tensor.grad = torch.zeros_like(its.tensor)
@@ -101,4 +102,16 @@ def _sum(held: Sequence[Held], bond: Bond) -> None:
             its.tensor.grad = its.tensor.grad.to_dense()
         if not bond.speaks:
             its.tensor.grad.zero_()
-        bond.group.all_reduce(its.tensor.grad)
+    nothing = torch.zeros_like(bond.parameter, requires_grad=False)
+    return [its.tensor.grad for its in held if its.tensor.grad is not None] or [nothing]
+
+
+def _sum_flat(gradients: Sequence[Tensor], group: Group) -> None:
+    """In one message, unless there is just one gradient."""
+    if len(gradients) == 1 and gradients[0].is_contiguous():
+        group.all_reduce(gradients[0])
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    group.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -28,25 +28,49 @@ def keep_mask(
     p: float,
     device: torch.device | str = "cpu",
     use: int = 0,
+    places: Tensor | None = None,
 ) -> Tensor:
     """True where an element is kept, with probability 1 - p. Dim 0 of `shape` counts samples.
 
     Element j of sample s is decided by hash(seed, step, layer, use, first_sample + s, j), and by nothing
     else: however a batch is cut, its samples keep the same elements. `use` tells apart the uses of one layer.
+    `places`: where along dim 1 of the whole sample the part of it stands that is here, if not all of it is.
     """
     samples, positions = shape[0], prod(shape[1:])
     if p == 0:
         return torch.ones(*shape, dtype=torch.bool, device=device)
     keys = _sample_keys(hash_of(seed, step, layer, use), first_sample, samples, device)
-    # A rank that holds a part of a sample's positions will count from elsewhere, here and only here.
-    counters = torch.arange(-(-positions // _PER_WORD), device=device).mul_(_signed(_WEYL))
-    words = len(counters)
-    kept = torch.empty(samples, words * _PER_WORD, dtype=torch.bool, device=device)
-    rows = max(1, _TILE // max(1, words))
+    words = _words(positions, shape, places, device)
+    kept = torch.empty(samples, len(words) * _PER_WORD, dtype=torch.bool, device=device)
+    counters = words.mul_(_signed(_WEYL))
+    rows = max(1, _TILE // max(1, len(words)))
     for begin in range(0, samples, rows):
         drawn = _mix_(keys[begin : begin + rows, None] + counters)
         torch.lt(drawn.view(torch.int32), _threshold(p), out=kept[begin : begin + rows])
+    if places is not None and prod(shape[2:]) % _PER_WORD:
+        kept = _halves(kept, shape, places)
     return kept[:, :positions].reshape(*shape)
+
+
+def _words(positions: int, shape: Sequence[int], places: Tensor | None, device: torch.device | str) -> Tensor:
+    """The numbers of the hashes that decide the positions of a sample, in order."""
+    if places is None:
+        return torch.arange(-(-positions // _PER_WORD), device=device)
+    inner = prod(shape[2:])  # positions at one place
+    places = places.to(device)
+    if inner % _PER_WORD == 0:
+        each = inner // _PER_WORD
+        return (places[:, None] * each + torch.arange(each, device=device)).flatten()
+    return (places[:, None] * inner + torch.arange(inner, device=device)).flatten() // _PER_WORD
+
+
+def _halves(kept: Tensor, shape: Sequence[int], places: Tensor) -> Tensor:
+    """Of hashes that were drawn for every single position, the half that is the position's own."""
+    inner = prod(shape[2:])
+    places = places.to(kept.device)
+    numbers = (places[:, None] * inner + torch.arange(inner, device=kept.device)).flatten()
+    both = kept.view(len(kept), -1, _PER_WORD)
+    return both.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
 def hash_of(*numbers: int) -> int:

@@ -30,6 +30,16 @@ def key_dropout(model: nn.Module) -> int:
     return len(keyed_modules(model))
 
 
+Places = Callable[[int], Tensor]  # from a size along dim 1 to the places in the whole
+
+
+def place_dropout(module: nn.Module, places: Places) -> None:
+    """Let a keyed dropout know that what it is given is a part of the whole along dim 1."""
+    keyed = module.__dict__.get("forward")
+    if isinstance(keyed, _Keyed):
+        keyed.places = places
+
+
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
     return [module for module in model.modules() if isinstance(module, _DropoutNd) and _is_keyed(module)]
 
@@ -67,6 +77,7 @@ class _Keyed:
         self.module, self.name = module, name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self.layer = int.from_bytes(digest, "little")
+        self.places: Places | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
@@ -81,7 +92,8 @@ class _Keyed:
         mask_shape, drop = _KINDS[plain]
         seed, step, first = place.seed, place.step, place.first_sample
         shape = mask_shape(input)
-        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use)
+        places = None if self.places is None else self.places(shape[1])
+        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use, places)
         # A mask of one sample stands for an input that has no dim for samples.
         return drop(input, keep[0] if len(shape) > input.ndim else keep, module.p, module.inplace)
 

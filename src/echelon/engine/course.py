@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.data_parallel import Outcome, Synchronous, Update
 from echelon.engine.arguments import check_batch, check_loss
-from echelon.engine.batch import Batch, Loss, cast, microbatches, num_samples, to_device, total_and_count
+from echelon.engine.batch import Batch, cast, microbatches, num_samples, to_device, total_and_count
 from echelon.engine.samples import Scopes, no_scope
+from echelon.engine.within import Within
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
@@ -49,16 +50,18 @@ class Course(ABC):
     """Takes batches through the stages of this rank."""
 
     def __init__(
-        self, mesh: Mesh, held: Assigned, update: Update, loss: Loss, meter: Meter, scopes: Scopes
+        self, mesh: Mesh, held: Assigned, update: Update, within: Within, meter: Meter, scopes: Scopes
     ) -> None:
         self._mesh, self._held, self._update = mesh, held, update
-        self._loss, self._meter, self._scopes = loss, meter, scopes
+        self._within, self._meter, self._scopes = within, meter, scopes
         self._rank = mesh.group("pipeline").rank
         self._several = held.program.stages > 1
         self._always = self._several or mesh.plan.schedule in ASYNCHRONOUS  # exactly so many microbatches
         self._scripts: dict[object, Script] = {}
         self._broken = False
-        task = Task(held.stages, held.replicas, self._count_loss, self._around, self._make_update)
+        task = Task(
+            held.stages, held.replicas, self._count_loss, self._around, self._make_update, within.counts
+        )
         wire = Wire(mesh.group("pipeline"), mesh.back, mesh.device)
         self._interpreter = Interpreter(task, wire, mesh.device, self._versions())
 
@@ -135,7 +138,7 @@ class Course(ABC):
     def _microbatch(
         self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
     ) -> Microbatch:
-        inputs, targets = part
+        inputs, targets = self._within.cut(part)
         look = purpose + _look(inputs) if self._several else ""
         if 0 in self._held.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
@@ -143,11 +146,13 @@ class Course(ABC):
             targets = to_device(targets, self._mesh.device)
         return Microbatch(inputs, targets, weight, look, scope)
 
-    def _count_loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | int]:
-        result = self._loss(output, microbatch.targets)
+    def _count_loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
+        result = self._within.loss(output, microbatch.targets)
         check_loss(result)
         total, count = total_and_count(result, microbatch.targets)
-        return total * microbatch.weight, count * microbatch.weight
+        # The samples that a mean counts are shared by the ranks along `context`.
+        weight = microbatch.weight / (1 if isinstance(result, tuple) else self._mesh.plan.context)
+        return total * weight, count * weight
 
     @contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
@@ -187,7 +192,7 @@ class Endless(Course):
         mesh: Mesh,
         held: Assigned,
         update: Update,
-        loss: Loss,
+        within: Within,
         meter: Meter,
         scopes: Scopes,
         set_rate: Callable[[int], None],
@@ -195,7 +200,7 @@ class Endless(Course):
         self._set_rate = set_rate  # for the update of a step
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
         self._norm = 0.0
-        super().__init__(mesh, held, update, loss, meter, scopes)
+        super().__init__(mesh, held, update, within, meter, scopes)
         self._update.start_step()
 
     def train(self, batch: Batch, step: int) -> Outcome:
@@ -204,7 +209,7 @@ class Endless(Course):
         begin, self._taken = self._taken, self._taken + len(feed)
         program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, drain=False)
         tally = self._run(Script(add_transfers(program), self._rank, empties=False), feed)
-        square = self._norm**2 if self._mesh.group("data").rank == 0 else 0.0
+        square = self._norm**2 if self._mesh.group("stage").rank == 0 else 0.0
         numbers = torch.cat([tally, tally.new_tensor([square])])
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):

@@ -55,13 +55,14 @@ class Stages(NamedTuple):
         return Bond(tie.parameter, group, speaks, counts=stage == tie.stages[0])
 
 
-def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None) -> Stages:
+def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool) -> Stages:
     """Cut the model (before these layers, or evenly), take this rank's stages from the first rank, and drop
-    the others."""
+    the others. `by_layers`: even a single stage runs layer by layer, and not the model's own forward."""
     plan, group = mesh.plan, mesh.group("pipeline")
     program = _program(plan)
     if program.stages == 1:
-        return Stages({0: model}, program, [], 0, even=True, boundaries=[])
+        whole = split(model, []).stages[0] if by_layers else model
+        return Stages({0: whole}, program, [], 0, even=True, boundaries=[])
     edges = even_boundaries(model, program.stages)
     if boundaries is not None:
         edges = check_boundaries(model, boundaries, program.stages)
@@ -107,16 +108,10 @@ def _program(plan: Plan) -> Program:
 
 def _groups(ties: list[Tie], program: Program, mesh: Mesh) -> list[tuple[Tie, Group]]:
     """Each tie of trained weights with the ranks that hold it: one group for each set of stages."""
-    made: dict[frozenset[int], Group] = {}
-    for tie in ties:
-        positions = frozenset(_position(program, mesh, stage) for stage in tie.stages)
-        if tie.parameter.requires_grad and positions not in made:
-            made[positions] = mesh.among(positions)
-    return [
-        (tie, made[frozenset(_position(program, mesh, stage) for stage in tie.stages)])
-        for tie in ties
-        if tie.parameter.requires_grad
-    ]
+    trained = [tie for tie in ties if tie.parameter.requires_grad]
+    places = [frozenset(_position(program, mesh, stage) for stage in tie.stages) for tie in trained]
+    made = {positions: mesh.among(positions) for positions in dict.fromkeys(places)}
+    return [(tie, made[positions]) for tie, positions in zip(trained, places, strict=True)]
 
 
 def _replicas(program: Program) -> tuple[int, ...]:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger
 from echelon.data_parallel import Push, Update
-from echelon.engine.batch import Batch, Loss, take_part
+from echelon.engine.batch import Batch, take_part
 from echelon.engine.course import Assigned, Course, Endless, Flushed
 from echelon.engine.metrics import Evaluation, Metrics
 from echelon.engine.samples import Scopes
+from echelon.engine.within import Within
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
@@ -41,22 +42,22 @@ class Engine:
         mesh: Mesh,
         held: Assigned,
         update: Update,
-        loss: Loss,
+        within: Within,
         schedule: Callable[[int], float] | None,
         scopes: Scopes,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._names, self._held, self._scopes = names, held, scopes
+        self._names, self._held, self._within = names, held, within
         self._update, self._schedule = update, schedule
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a course
         self._meter = Meter(module, self._storages)
         self._course: Course
         if mesh.plan.schedule in ASYNCHRONOUS:
-            self._course = Endless(mesh, held, update, loss, self._meter, scopes, self._set_learning_rate)
+            self._course = Endless(mesh, held, update, within, self._meter, scopes, self._set_learning_rate)
         else:
-            self._course = Flushed(mesh, held, update, loss, self._meter, scopes)
+            self._course = Flushed(mesh, held, update, within, self._meter, scopes)
         self._stashed = self._course.storages
         stages = [its for stage in held.stages.values() for its in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *stages]))  # layers may be made on the fly
@@ -130,7 +131,7 @@ class Engine:
 
     def owned(self) -> list[Owned]:
         """Every slice of weights and optimizer state that this rank holds."""
-        return self._update.owned()
+        return [its for owned in self._update.owned() for its in self._within.in_whole(owned)]
 
     def settle(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps."""
@@ -141,7 +142,7 @@ class Engine:
         """All weights and buffers, whole, under their original names, on every rank (copies)."""
         self.settle()
         mine = self.module.state_dict()
-        weights = [its for its in self.owned() if its.slice.part == VALUE]
+        weights = [its for its in self._update.owned() if its.slice.part == VALUE]
         whole = self._assemble(weights, mine if self.plan.stages > 1 else {})
         # Extra state, and parameters without elements, which nobody owns, are as they are here.
         return {
@@ -153,16 +154,24 @@ class Engine:
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
         self.settle()
-        state = [its for its in self.owned() if its.slice.part != VALUE]
+        state = [its for its in self._update.owned() if its.slice.part != VALUE]
         whole: dict[str, dict[str, Tensor]] = {}
         for (name, part), tensor in self._assemble(state).items():
             whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in self._names.parameters.items()}
 
     def _assemble(self, owned: list[Owned], more: Mapping[str, Any] = MappingProxyType({})) -> _Whole:
-        """Put together what all replicas of a stage own, then what all stages do; `more` is of the stage."""
-        device, stages = self.mesh.device, self.mesh.group("pipeline")
-        whole = assemble(owned, self.mesh.group("data"), device, sharded=self._update.sharded)
+        """Put together what the ranks with the same weights own, then what those along `tensor` do, then all
+        stages; `more` is of the stage."""
+        device = self.mesh.device
+        whole = assemble(owned, self.mesh.group("weights"), device, sharded=self._update.sharded)
+        if self.plan.tensor > 1:
+            pieces = [
+                piece
+                for (name, part), its in whole.items()
+                for piece in self._within.in_whole(Owned(whole_slice(name, its, (), part), its))
+            ]
+            whole = assemble(pieces, self.mesh.group("tensor"), device, sharded=True)
         if self.plan.stages == 1:
             return whole
         others = {(name, VALUE): its for name, its in more.items() if isinstance(its, Tensor)}
@@ -171,7 +180,7 @@ class Engine:
             for (name, part), its in {**others, **whole}.items()
             if (name, part) in whole or name not in self._names.parameters
         ]
-        return assemble(pieces, stages, device, sharded=True)
+        return assemble(pieces, self.mesh.group("pipeline"), device, sharded=True)
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""

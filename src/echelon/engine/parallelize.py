@@ -27,6 +27,7 @@ from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
 from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_counts
 from echelon.engine.support import refuse_unsupported
+from echelon.engine.within import Within
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.mesh import Mesh, this_device
@@ -35,6 +36,7 @@ from echelon.ownership import StateNames
 from echelon.plan import Plan
 from echelon.precision import DTYPES, Direct, Masters
 from echelon.program import ASYNCHRONOUS, build
+from echelon.tensor_parallel import Table
 
 
 def parallelize(
@@ -50,6 +52,7 @@ def parallelize(
     seed: int | None = 0,
     boundaries: Sequence[int] | None = None,
     example: Batch | None = None,
+    table: Table | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -59,7 +62,8 @@ def parallelize(
     `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
     `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
     `boundaries` are the layers before which stages begin, if not evenly; `example` is a global batch, for
-    pipeline=auto to measure the layers on.
+    pipeline=auto to measure the layers on. `table` says what tensor parallelism does with modules that it
+    does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -70,21 +74,24 @@ def parallelize(
     mesh = Mesh.join(plan)
     check_trainable(model)
     names, scopes = StateNames.of(model), _scopes(model, mesh, seed)
+    within = Within(model, mesh, loss, table)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
         held = Assigned({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
-        return Engine(model, names, mesh, held, workers, loss, None, scopes)
+        return Engine(model, names, mesh, held, workers, within, None, scopes)
     _check_clip(plan, clip)
-    stages = cut(model, mesh, found if found is not None else boundaries)
+    stages = cut(model, mesh, found if found is not None else boundaries, by_layers=within.by_layers)
+    within.see(stages.mine)
     syncs = {
         number: _replicate(stage, mesh, prefetch, smallest_unit, stages.alone)
         for number, stage in stages.mine.items()
     }
-    sync = stages.tied(next(iter(syncs.values())) if len(syncs) == 1 else Several(list(syncs.values())))
+    sync = next(iter(syncs.values())) if len(syncs) == 1 else Several(list(syncs.values()))
+    sync = within.bond(stages.tied(sync), list(stages.mine.values()))
     update = _update(sync, mesh, _checked(optimizer, whole=plan.stages == 1), clip)
     held = Assigned(stages.mine, syncs, stages.program, stages.boundaries)
-    return Engine(model, names, mesh, held, update, loss, schedule, scopes)
+    return Engine(model, names, mesh, held, update, within, schedule, scopes)
 
 
 def _check_clip(plan: Plan, clip: float | None) -> None:
@@ -129,8 +136,8 @@ def _checked(make: Make, *, whole: bool = True) -> Make:
 def _replicate(
     model: nn.Module, mesh: Mesh, prefetch: int, smallest_unit: int, alone: Set[nn.Parameter]
 ) -> Sync:
-    """How replicas along `data` hold weights and agree on gradients."""
-    group = mesh.group("data")
+    """How the ranks with the same weights hold them, and agree on gradients."""
+    group = mesh.group("weights")
     if group.size == 1:
         return Alone(model)
     if mesh.plan.zero and any(p.requires_grad for p in model.parameters()):
@@ -145,10 +152,10 @@ def _update(sync: Sync, mesh: Mesh, make: Make, clip: float | None) -> Update:
     """How gradients become new weights."""
     low = DTYPES[mesh.plan.precision].itemsize < 4
     stepper = (Masters if low else Direct)(make, sync.parameters(), sync.held(), in_parts=mesh.plan.zero > 0)
-    # In a pipeline that never drains, stages are at different updates, and sum only over their replicas.
+    # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = mesh.plan.schedule not in ASYNCHRONOUS
     everyone = mesh.group("all")
-    group = everyone if steady else mesh.group("data")
+    group = everyone if steady else mesh.group("stage")
     return Synchronous(sync, stepper, group, clip, everyone=everyone, steady=steady)
 
 

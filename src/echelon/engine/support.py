@@ -5,9 +5,7 @@ from echelon.plan import Plan
 
 # Field → the values that run. Every strategy that is added widens its line here.
 _RUNS: dict[str, tuple[object, ...]] = {
-    "tensor": (1,),
     "expert": (1,),
-    "context": (1,),
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16"),

@@ -25,10 +25,13 @@ from typing import NamedTuple
 from echelon.plan import Plan
 
 AXES = ("pipeline", "data", "context", "tensor")
+TOGETHER = ("weights", "stage", "all")  # several axes in one
 
 # Ranks are in one group along an axis when they agree on all of these.
 _AGREE = {
-    "all": ("context", "tensor"),  # pipeline and data together: whoever works on the global batch
+    "all": (),
+    "stage": ("pipeline",),  # those that have a part in the same stages
+    "weights": ("pipeline", "tensor"),  # those that have the same weights: data and context together
     "pipeline": ("replica", "context", "tensor"),
     "data": ("pipeline", "context", "tensor"),
     "context": ("pipeline", "data", "tensor"),

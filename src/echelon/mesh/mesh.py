@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.errors import UserError
 from echelon.launching import join
-from echelon.mesh.layout import AXES, Layout, Position
+from echelon.mesh.layout import AXES, TOGETHER, Layout, Position
 from echelon.plan import Plan
 
 
@@ -59,10 +59,9 @@ class Mesh:
         return tuple(self._groups)
 
     def group(self, axis: str) -> Group:
-        """This rank's group along `axis`; along `all`, those that work on the global batch together."""
-        if axis == "all" and self.plan.stages == 1:
-            return self._groups["data"]
-        return self._groups[axis]
+        """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
+        `stage` (with a part in the same stages), `all`."""
+        return self._groups[_alias(self.layout, axis)]
 
     def among(self, stages: Collection[int]) -> Group:
         """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
@@ -83,8 +82,18 @@ class Mesh:
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
-    axes = (*AXES, "all") if layout.plan.stages > 1 else AXES
-    return (*axes, "expert", "expert_data") if layout.plan.expert > 1 else axes
+    together = tuple(axis for axis in TOGETHER if _alias(layout, axis) == axis)
+    return (*AXES, *together, *(("expert", "expert_data") if layout.plan.expert > 1 else ()))
+
+
+def _alias(layout: Layout, axis: str) -> str:
+    """The first axis with the same groups: several together are often just one."""
+    if axis not in TOGETHER:
+        return axis
+    return next(each for each in (*_BY_CUSTOM, *TOGETHER) if layout.groups(each) == layout.groups(axis))
+
+
+_BY_CUSTOM = ("data", "context", "tensor", "pipeline")  # all alone, one is named by data
 
 
 def _grid_axes(layout: Layout) -> tuple[str, ...]:

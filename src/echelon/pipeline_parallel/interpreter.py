@@ -64,9 +64,10 @@ class Task(NamedTuple):
 
     stages: Mapping[int, nn.Module]
     replicas: Mapping[int, Replicas]
-    loss: Callable[[Any, Microbatch], tuple[Tensor, Tensor | int]]
+    loss: Callable[[Any, Microbatch], tuple[Tensor, Tensor | float]]
     around: Callable[[Microbatch], AbstractContextManager[None]]  # of every forward
     update: Callable[[Tensor], None]
+    counts: bool = True  # whether the losses are this rank's to count: others may have computed the same
 
 
 class Script:
@@ -184,11 +185,14 @@ class Interpreter:
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         return value.spec.rebuild([enter(leaf) for leaf in leaves]), Flight(inputs, wanted(value.spec.leaves))
 
-    def _count(self, its: Instruction, total: Tensor, count: Tensor | int) -> Tensor:
+    def _count(self, its: Instruction, total: Tensor, count: Tensor | float) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
-        self._tally[0] += total.detach()
-        self._tally[1] += count
-        tally = (float(total.detach()), float(count)) if self._versions is not None else (0.0, 0.0)
+        tally = (0.0, 0.0)
+        if self._task.counts:
+            self._tally[0] += total.detach()
+            self._tally[1] += count
+            if self._versions is not None:
+                tally = (float(total.detach()), float(count))
         if torch.is_grad_enabled():
             ones = [torch.ones_like(total)] if total.requires_grad else []
             self._gradients[_place(its)] = Gradients([*ones], tally)

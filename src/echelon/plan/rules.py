@@ -154,6 +154,25 @@ def _chunks_need_ranks(plan: "Plan") -> str | None:
     )
 
 
+def _sequence_needs_tensor(plan: "Plan") -> str | None:
+    if not plan.sequence or plan.tensor > 1:
+        return None
+    return (
+        "sequence=true tensor=1: sequence parallelism splits what tensor ranks would all keep; set tensor=2 "
+        "or more, or drop sequence (context splits sequences by itself)"
+    )
+
+
+def _workers_are_single_ranks(plan: "Plan") -> str | None:
+    if plan.sync != "async" or plan.tensor * plan.context == 1:
+        return None
+    return (
+        f"sync=async tensor={plan.tensor} context={plan.context}: an asynchronous worker pulls and pushes "
+        "when it likes, and ranks that share a layer would be at different versions; use sync=all-reduce, "
+        "or tensor=1 context=1"
+    )
+
+
 # The fields that a rule reads, and the rule.
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("data", "expert"), _expert_divides_data),
@@ -171,6 +190,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("sync", "schedule"), _one_asynchrony),
     (("sync", "pipeline"), _workers_have_whole_models),
     (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
+    (("sequence", "tensor"), _sequence_needs_tensor),
+    (("sync", "tensor", "context"), _workers_are_single_ranks),
 )
 
 

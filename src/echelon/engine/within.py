@@ -1,0 +1,157 @@
+"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, and the
+sequence over `context`. Which of them there are is known here alone; layers, losses and dropout only see it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from echelon.context_parallel import RingView, positions, take
+from echelon.data_parallel import Bond, Sync, Tied
+from echelon.dropout import keyed_modules, place_dropout
+from echelon.engine.batch import Loss
+from echelon.errors import UserError
+from echelon.layering import listed_layers
+from echelon.mesh import Mesh
+from echelon.ownership import Owned
+from echelon.sequence import View, assign
+from echelon.tensor_parallel import Sharded, Table, split_loss, split_over
+
+
+class Within:
+    """The layers of a model, as this rank has them."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, loss: Loss, table: Table | None) -> None:
+        """Split `model` in place."""
+        self._mesh, self._context = mesh, mesh.group("context")
+        self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
+        layers = _layers(model, mesh) if self.by_layers else []
+        before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
+        self.sharded = self._split(model, loss, table, before)
+        self.loss = self._loss(loss)
+        self._place_dropout(model, before)
+
+    # Tensor.
+
+    def _split(
+        self, model: nn.Module, loss: Loss, table: Table | None, before: Sequence[nn.Module]
+    ) -> Sharded | None:
+        group = self._mesh.group("tensor")
+        if group.size == 1:
+            return None
+        return split_over(
+            model,
+            group,
+            table,
+            sequence=self._mesh.plan.sequence,
+            whole_sequence=before,
+            join_logits=split_loss(loss) is None,
+        )
+
+    def _loss(self, loss: Loss) -> Loss:
+        """The same, of what the last layer returns here."""
+        over_parts = split_loss(loss)
+        if self.sharded is None or over_parts is None:
+            return loss
+        group = self._mesh.group("tensor")
+        return lambda output, targets: over_parts(output, targets, group)
+
+    @property
+    def counts(self) -> bool:
+        """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
+        return self._mesh.position.tensor == 0
+
+    def bond(self, sync: Sync, stages: Sequence[nn.Module]) -> Sync:
+        """The same, with what tensor ranks sum among themselves: gradients that each has a part of."""
+        if self.sharded is None:
+            return sync
+        group, here = self._mesh.group("tensor"), {p for stage in stages for p in stage.parameters()}
+        partial = [p for p in self.sharded.partial if p in here and p.requires_grad]
+        bonds = [Bond(parameter, group, speaks=True, counts=self.counts) for parameter in partial]
+        return Tied(sync, bonds, frozenset() if self.counts else frozenset(self.sharded.replicated))
+
+    def in_whole(self, owned: Owned) -> list[Owned]:
+        """What this rank owns of a tensor of its own, as boxes of the whole one."""
+        if self.sharded is None:
+            return [owned]
+        shard = self.sharded.shards.get(owned.slice.name)
+        if shard is not None:
+            return shard.in_whole(owned)
+        return [owned._replace(slice=owned.slice._replace(replicated=(*owned.slice.replicated, "tensor")))]
+
+    # The sequence.
+
+    def see(self, stages: dict[int, nn.Module]) -> None:
+        """Let the layers of this rank's stages know which part of the sequence they see."""
+        if not self.by_layers:
+            return
+        view: View = RingView(self._context) if self._context.size > 1 else View()
+        view.stretch = self._mesh.plan.tensor if self._mesh.plan.sequence else 1
+        for stage in stages.values():
+            assign(stage, view)
+        if self._mesh.plan.sequence and 0 in stages:
+            assert self.sharded is not None
+            listed_layers(stages[0])[0].register_forward_hook(_Part(self.sharded.region.part))
+
+    def cut(self, structure: Any) -> Any:
+        """This rank's part of the sequences of a batch."""
+        if self._context.size == 1:
+            return structure
+        mine = partial(take, rank=self._context.rank, ranks=self._context.size)
+        return tree_map(lambda leaf: mine(leaf) if _has_sequence(leaf) else leaf, structure)
+
+    # Dropout.
+
+    def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
+        """Masks are those of one device: a dropout is told which part of the whole it is given."""
+        by_heads = [] if self.sharded is None else self.sharded.by_heads
+        for module in keyed_modules(model):
+            if module in by_heads:
+                place_dropout(module, self._heads)
+            elif self.by_layers:
+                split = self._mesh.plan.sequence and module not in before
+                place_dropout(module, self._stream if split else self._positions)
+
+    def _heads(self, count: int) -> Tensor:
+        return torch.arange(count) + count * self._mesh.position.tensor
+
+    def _positions(self, length: int) -> Tensor:
+        return positions(length, self._context.rank, self._context.size)
+
+    def _stream(self, length: int) -> Tensor:
+        """Of this rank's part along `context`, its part along `tensor`."""
+        plan = self._mesh.plan
+        return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+class _Part:
+    """A forward hook: the rest of the model has a part of what this layer returns."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        self._part = part
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise UserError(
+                f"sequence=true: the first layer, {type(module).__name__}, returns a "
+                f"{type(output).__name__}; it must return hidden states alone, [batch, sequence, width]"
+            )
+        return self._part(output)
+
+
+def _has_sequence(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 1
+
+
+def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    layers = listed_layers(model)
+    if not layers:
+        raise UserError(
+            f"plan '{mesh.plan}': {type(model).__name__} lists no layers, between which sequences are split; "
+            "make it an nn.Sequential, or give it layers() -> list[nn.Module]"
+        )
+    return layers

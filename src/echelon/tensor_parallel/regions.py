@@ -1,0 +1,175 @@
+"""The ways into and out of the split part of a layer, where the ranks of a group talk.
+
+        hidden states ──enter──> column · row ──leave──> hidden states
+
+without sequence parallelism: hidden states are whole on every rank,
+    enter   forward: nothing            backward: sum of the gradients
+    leave   forward: sum                backward: nothing
+
+with it, every rank has a part of the sequence (dim 1), and the same bytes are moved,
+    enter   forward: gather             backward: sum, of which each keeps its part
+    leave   forward: the same sum       backward: gather
+    part    forward: take this rank's   backward: gather
+"""
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from echelon.collectives import Group
+from echelon.errors import UserError
+
+_SUBJECT = "tensor parallelism"
+
+
+@final
+class Region:
+    """The split parts of a model's layers. `sequence`: hidden states between them are split along it."""
+
+    def __init__(self, group: Group, *, sequence: bool) -> None:
+        self.group, self.sequence = group, sequence
+        self._entered: tuple[Any, int, bool, Any] | None = None
+
+    def enter(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
+        """What a split module works on. `dim` counts positions; None: each rank has them all.
+
+        Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
+        """
+        key = (x._version, torch.is_grad_enabled())
+        if self._entered is not None and self._entered[0]() is x and self._entered[1:3] == key:
+            known = self._entered[3]()
+            if known is not None:
+                found: Tensor = known
+                return found
+        split = self.sequence and dim is not None
+        entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
+        self._entered = (weakref.ref(x), *key, weakref.ref(entered))
+        return entered
+
+    def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
+        """The sum over ranks of what a split module made; `x` is used up."""
+        split = self.sequence and dim is not None
+        return _call(_Scatter, x, self.group, dim) if split else _call(_Leave, x, self.group)
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part of a sequence that all ranks have whole."""
+        return _call(_Part, x, self.group, 1) if self.sequence else x
+
+    def join_logits(self, logits: Tensor) -> Tensor:
+        """All logits, from every rank's part of the vocabulary, for a loss that every rank computes."""
+        return _call(_Join, logits, self.group)
+
+
+def _call(function: Any, *arguments: object) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Every rank's part, one after the other along `dim`."""
+    parts = x.new_empty(group.size, *x.shape)
+    with group.ledger.about(_SUBJECT):
+        group.all_gather(parts, x.contiguous())
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum over ranks."""
+    _check_divides(x, group, dim)
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    with group.ledger.about(_SUBJECT):
+        group.reduce_scatter(mine, parts)
+    return mine
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, in the memory of `x` where that is in one piece."""
+    x = x.contiguous()
+    with group.ledger.about(_SUBJECT):
+        group.all_reduce(x)
+    return x
+
+
+def _check_divides(x: Tensor, group: Group, dim: int) -> None:
+    if x.shape[dim] % group.size:
+        raise UserError(
+            f"sequence=true tensor={group.size} with a sequence of {x.shape[dim]}: every rank takes an equal "
+            f"part of it; give sequences of a multiple of {group.size}, or use sequence=false"
+        )
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return summed(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        if x.is_contiguous():
+            ctx.mark_dirty(x)
+        return summed(x, group)
+
+    @staticmethod
+    def backward(_: FunctionCtx, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gathered(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return summed_part(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return summed_part(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gathered(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        _check_divides(x, group, dim)
+        return x.chunk(group.size, dim)[group.rank].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gathered(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return gathered(x, group, x.ndim - 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.chunk(ctx.group.size, -1)[ctx.group.rank], None

@@ -1,0 +1,58 @@
+"""Which part of a parameter a rank holds, and where that lies in the whole.
+
+A fused matrix is several matrices, one after the other along the split dim: a rank holds a part of each.
+
+    whole   | query         | key           | value         |     parts = (4, 4, 4), 2 ranks
+    rank 0  | query 0, 1    | key 0, 1      | value 0, 1    |
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.ownership import Owned, Slice
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `ranks` holds an equal share of each of `parts` (sizes in the whole) along `dim`."""
+
+    dim: int
+    parts: tuple[int, ...]
+    rank: int
+    ranks: int
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's share, in memory of its own."""
+        pieces = [part.chunk(self.ranks, self.dim)[self.rank] for part in whole.split(self.parts, self.dim)]
+        return torch.cat(pieces, self.dim).contiguous()
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the parameter of which this rank holds `shape`."""
+        return (*shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :])
+
+    def in_whole(self, owned: Owned) -> list[Owned]:
+        """A box of this rank's share as boxes of the whole: it may touch several parts."""
+        box = owned.slice
+        if len(box.shape) <= self.dim:  # one number for the whole parameter
+            return [owned]
+        first, end = box.offsets[self.dim], box.offsets[self.dim] + box.sizes[self.dim]
+        found = []
+        here = whole = 0
+        for size in self.parts:
+            share = size // self.ranks
+            low, high = max(first, here), min(end, here + share)
+            if low < high:
+                begin = whole + self.rank * share + low - here
+                tensor = owned.tensor.narrow(self.dim, low - first, high - low)
+                found.append(Owned(self._moved(box, begin, high - low), tensor))
+            here, whole = here + share, whole + size
+        return found
+
+    def _moved(self, box: Slice, begin: int, size: int) -> Slice:
+        return box._replace(
+            shape=self.whole_shape(box.shape),
+            offsets=(*box.offsets[: self.dim], begin, *box.offsets[self.dim + 1 :]),
+            sizes=(*box.sizes[: self.dim], size, *box.sizes[self.dim + 1 :]),
+        )

@@ -1,0 +1,135 @@
+"""What tensor parallelism does with each module of a model: a table, from names to words.
+
+    column          a matrix whose outputs are split; what enters is whole
+    column/3        the same, of several matrices in one (query, key and value fused)
+    row             a matrix whose inputs are split; what leaves is summed over the ranks
+    vocabulary      an embedding, or the projection to logits, split by vocabulary
+    experts         matrices of many experts, each split as column and row
+    replicated      whole on every rank, outside of what is split
+    heads           whole on every rank, for the heads that are there (a norm of each head; a dropout)
+
+and for plain numbers of a module, or of the model's config:
+
+    divided         what the module computes with becomes this rank's part of it
+    divisible       it must be a multiple of the ranks
+
+Names are patterns: `blocks.*.mlp.up`. The first that fits holds. Where hidden states are split along the
+sequence, all replicated modules behind the first layer work on a part of it.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from echelon.errors import UserError, did_you_mean
+
+Table = Mapping[str, str]
+
+OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads")
+OF_NUMBERS = ("divided", "divisible")
+
+
+class Style(NamedTuple):
+    """A word of a table; a column may be `parts` matrices in one."""
+
+    word: str
+    parts: int = 1
+
+    @classmethod
+    def read(cls, pattern: str, text: str) -> "Style":
+        word, _, parts = str(text).partition("/")
+        if word not in (*OF_MODULES, *OF_NUMBERS) or (parts and (word != "column" or not parts.isdigit())):
+            known = (*OF_MODULES, *OF_NUMBERS)
+            raise UserError(
+                f"tensor: the table has '{pattern}': '{text}', which is none of {', '.join(known)} (or "
+                f"column/3 for three matrices in one){did_you_mean(word, known)}"
+            )
+        return cls(word, int(parts or 1))
+
+
+_OURS: Table = {
+    "config.heads": "divisible",
+    "config.num_kv_heads": "divisible",
+    "embedding.tokens": "vocabulary",
+    "embedding.positions": "replicated",
+    "embedding.dropout": "replicated",
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.output": "row",
+    "blocks.*.mlp.gate": "column",
+    "blocks.*.mlp.up": "column",
+    "blocks.*.mlp.down": "row",
+    "blocks.*_norm": "replicated",
+    "blocks.*_dropout": "replicated",
+    "head.norm": "replicated",
+    "head.projection": "vocabulary",
+}
+
+_LLAMA: Table = {
+    "config.num_attention_heads": "divisible",
+    "config.num_key_value_heads": "divisible",
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn.[qkv]_proj": "column",
+    "model.layers.*.self_attn.[qk]_norm": "heads",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+    "model.layers.*.mlp.gate": "replicated",
+    "model.layers.*.mlp.experts": "experts",
+    "model.layers.*_layernorm": "replicated",
+    "model.norm": "replicated",
+    "lm_head": "vocabulary",
+}
+
+_GPT2: Table = {
+    "config.n_head": "divisible",
+    "transformer.wte": "vocabulary",
+    "transformer.wpe": "replicated",
+    "transformer.drop": "replicated",
+    "transformer.h.*.attn.c_attn": "column/3",
+    "transformer.h.*.attn.split_size": "divided",
+    "transformer.h.*.attn.num_heads": "divided",
+    "transformer.h.*.attn.c_proj": "row",
+    "transformer.h.*.attn.attn_dropout": "heads",
+    "transformer.h.*.attn.resid_dropout": "replicated",
+    "transformer.h.*.mlp.c_fc": "column",
+    "transformer.h.*.mlp.c_proj": "row",
+    "transformer.h.*.mlp.dropout": "replicated",
+    "transformer.h.*.ln_*": "replicated",
+    "transformer.ln_f": "replicated",
+    "lm_head": "vocabulary",
+}
+
+# By the name of a model's class.
+TABLES: dict[str, Table] = {
+    "GPT": _OURS,
+    "Llama": _OURS,
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _GPT2,
+}
+
+
+class Styles:
+    """The styles of a model's modules: the user's table, then that of its class."""
+
+    def __init__(self, model: object, table: Table | None) -> None:
+        known = next((TABLES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in TABLES), {})
+        entries = {
+            **(table or {}),
+            **{name: text for name, text in known.items() if name not in (table or {})},
+        }
+        self._entries = [(pattern, Style.read(pattern, text)) for pattern, text in entries.items()]
+
+    def of(self, name: str) -> Style | None:
+        """The style of the module `name`; None, if no pattern fits."""
+        return next((s for p, s in self._entries if s.word in OF_MODULES and fnmatchcase(name, p)), None)
+
+    def numbers(self, word: str) -> list[str]:
+        """The patterns of the numbers that are `word`."""
+        return [pattern for pattern, style in self._entries if style.word == word]
