@@ -31,7 +31,7 @@ class Region:
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-        self._entered: tuple[Any, int, bool, Any] | None = None
+        self._entered: tuple[Any, int, bool, Tensor] | None = None
 
     def enter(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """What a split module works on. `dim` counts positions; None: each rank has them all.
@@ -40,14 +40,16 @@ class Region:
         """
         key = (x._version, torch.is_grad_enabled())
         if self._entered is not None and self._entered[0]() is x and self._entered[1:3] == key:
-            known = self._entered[3]()
-            if known is not None:
-                found: Tensor = known
-                return found
+            return self._entered[3]
         split = self.sequence and dim is not None
         entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
-        self._entered = (weakref.ref(x), *key, weakref.ref(entered))
+        self._entered = (weakref.ref(x, self._forget), *key, entered)
         return entered
+
+    def _forget(self, which: Any) -> None:
+        """Nobody has these hidden states any more: nobody can enter with them."""
+        if self._entered is not None and self._entered[0] is which:
+            self._entered = None
 
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """The sum over ranks of what a split module made; `x` is used up."""

@@ -148,19 +148,25 @@ def _start_equal(model: nn.Module, group: Group) -> None:
 # What cannot be split.
 
 
-def _unknown(model: nn.Module, found: dict[str, Style | None]) -> list[str]:
+def _unknown(model: nn.Module, found: dict[str, Style | None]) -> Iterator[str]:
     """A fault for every kind of module that keeps something and that no table knows."""
-    faults: dict[str, str] = {}
-    for name, module in model.named_modules():
+    for name, pattern, module in _kinds(model):
         if found[name] is None and _keeps_something(module):
-            pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            faults.setdefault(
-                pattern,
+            yield (
                 f"{name or 'the model'} ({type(module).__name__}): no table knows it; add "
                 f"'{pattern}': '{_guess(module)}' to the table that parallelize(table=…) takes "
-                f"({', '.join(OF_MODULES)})",
+                f"({', '.join(OF_MODULES)})"
             )
-    return list(faults.values())
+
+
+def _kinds(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Every module whose name differs from earlier ones by more than a number, with its name as a pattern."""
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        if pattern not in seen:
+            seen.add(pattern)
+            yield name, pattern, module
 
 
 def _keeps_something(module: nn.Module) -> bool:
@@ -177,7 +183,7 @@ def _guess(module: nn.Module) -> str:
 
 def _mismatches(model: nn.Module, found: dict[str, Style | None], ranks: int) -> Iterator[str]:
     """A fault for every module that is not of the kind its style is for, or does not divide."""
-    for name, module in model.named_modules():
+    for name, _, module in _kinds(model):
         style = found[name]
         if style is None:
             continue

@@ -1,0 +1,78 @@
+"""The cross-entropy of logits that are split by vocabulary, against the whole."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.launching import Ranks
+from echelon.mesh import Mesh
+from echelon.models import cross_entropy
+from echelon.plan import Plan
+from echelon.tensor_parallel import SPLIT_LOSSES, vocabulary_cross_entropy
+from echelon.tensor_parallel.loss import split_loss
+
+Warm = Callable[[int], Ranks]
+
+
+def logits_and_targets(scale: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(2, 5, 12, dtype=torch.float64, generator=generator)
+    targets = torch.randint(12, (2, 5), generator=generator)
+    targets[0, 1] = targets[1, 4] = -100
+    return logits, targets
+
+
+def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, int, dict]:
+    group = Mesh.join(Plan(tensor=ranks)).group("tensor")
+    logits, targets = logits_and_targets(scale)
+    part = logits.to(dtype).chunk(ranks, -1)[group.rank].clone().requires_grad_()
+    total, count = vocabulary_cross_entropy(part, targets, group)
+    (total * 0.5).backward()
+    sent = {name: its.payload for (_, name, subject), its in group.ledger.totals.items() if subject == "loss"}
+    return total.detach(), part.grad, int(count), sent
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_value_and_gradient_are_those_of_all_logits(warm_ranks: Warm, ranks: int, scale: float) -> None:
+    logits, targets = logits_and_targets(scale)
+    logits.requires_grad_()
+    total, count = cross_entropy(logits, targets)
+    (total * 0.5).backward()
+    whole = float(total.detach())
+    told = warm_ranks(ranks).run(value_and_gradient, ranks, scale, torch.float64)
+    assert all(its[2] == count == 8 for its in told)
+    assert all(abs(float(its[0]) - whole) <= 1e-12 * whole for its in told)
+    torch.testing.assert_close(torch.cat([its[1] for its in told], -1), logits.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_exchange_three_numbers_a_token(warm_ranks: Warm) -> None:
+    for its in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.float64):
+        assert its[3] == {"all_reduce": 3 * 10 * 8}
+
+
+def test_it_is_computed_in_float32_at_least(warm_ranks: Warm) -> None:
+    for its in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.bfloat16):
+        assert its[0].dtype == torch.float32
+        assert its[1].dtype == torch.bfloat16
+
+
+def test_the_loss_of_the_models_is_known_by_its_name() -> None:
+    assert split_loss(cross_entropy) is vocabulary_cross_entropy
+    assert split_loss(value_and_gradient) is None
+    assert list(SPLIT_LOSSES) == [f"{cross_entropy.__module__}.{cross_entropy.__qualname__}"]
+
+
+def wrong_target(ranks: int) -> str:
+    group = Mesh.join(Plan(tensor=ranks)).group("tensor")
+    try:
+        vocabulary_cross_entropy(torch.zeros(1, 2, 6), torch.tensor([[0, 12]]), group)
+    except IndexError as error:
+        return str(error)
+    return ""
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(wrong_target, 2) == ["a target is not in the vocabulary of 12"] * 2

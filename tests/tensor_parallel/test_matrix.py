@@ -1,0 +1,84 @@
+"""Tensor, sequence and context parallelism, alone and with every other axis, are equal to one device.
+
+A few of each here; the rest by `make fuzz`.
+"""
+
+import itertools
+
+import pytest
+
+from echelon.verify import assert_equal
+from tests.tensor_parallel.models import language_case
+
+SCHEDULES = (
+    "naive microbatches=2",
+    "gpipe microbatches=3",
+    "1f1b microbatches=4",
+    "interleaved chunks=2 microbatches=2",
+    "zero-bubble microbatches=3",
+)
+
+
+def prove(name: str, plan: str, steps: int = 20, clip: float | None = 1.0) -> None:
+    verdict = assert_equal(language_case(name, steps, clip), plan)
+    print(f"{verdict.worst[1]:.1e} {verdict.plan}")
+
+
+@pytest.mark.parametrize("sequence", ["false", "true"])
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("model", ["gpt", "llama", "dropping"])
+def test_tensor_ranks_are_equal_to_one_device(model: str, tensor: int, sequence: str) -> None:
+    prove(model, f"tensor={tensor} sequence={sequence}")
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("model", ["gpt", "llama", "dropping"])
+def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None:
+    prove(model, f"context={context}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_three_axes_with_each_synchronous_schedule(schedule: str) -> None:
+    prove("gpt", f"data=2 tensor=2 pipeline=2 schedule={schedule}")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 tensor=2 zero=3 sequence=true",
+        "tensor=2 context=2 sequence=true data=2 zero=2",
+        "pipeline=2 context=2 tensor=2 microbatches=2",
+        "data=2 tensor=2 sync=parameter-server",
+        "pipeline=2-1 tensor=2 microbatches=3",
+    ],
+)
+def test_axes_compose(plan: str) -> None:
+    prove("dropping", plan, steps=8)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical", "pipedream-2bw"])
+def test_pipelines_that_never_drain_have_tensor_ranks_too(schedule: str) -> None:
+    prove("llama", f"pipeline=2 tensor=2 sequence=true microbatches=2 schedule={schedule}", 8, clip=None)
+
+
+def everything() -> list[str]:
+    axes = itertools.product(
+        ("", "tensor=2", "tensor=2 sequence=true"),
+        ("", "context=2"),
+        ("", *(f"pipeline=2 schedule={schedule}" for schedule in SCHEDULES)),
+        ("", "data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3"),
+    )
+    plans = [" ".join(filter(None, axis)) for axis in axes if axis[0] or axis[1]]
+    return [
+        plan
+        for plan in plans
+        if not ("zero=3" in plan and "zero-bubble" in plan)
+        and 2 ** sum(f"{axis}=2" in plan for axis in ("tensor", "context", "pipeline", "data")) <= 8
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama", "dropping"])
+@pytest.mark.parametrize("plan", everything())
+def test_everything_composed(plan: str, model: str) -> None:
+    prove(model, plan)

@@ -1,0 +1,153 @@
+"""What a table does to a model, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.cli.main import run
+from echelon.collectives import RecordingGroup
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.ownership import VALUE
+from echelon.tensor_parallel import Table, split_over
+from echelon.verify import Case, assert_equal
+from tests.cases import adamw, mean_loss, vectors
+from tests.tensor_parallel.models import gpt, llama, tokens
+
+Warm = Callable[[int], Ranks]
+
+
+class Mine(nn.Module):
+    """A user's own module, which no table knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)})])
+        self.norm = nn.LayerNorm(6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.inner:
+            x = x + block["down"](torch.tanh(block["up"](self.norm(x))))
+        return self.last(x)
+
+
+TABLE: Table = {"inner.*.up": "column", "inner.*.down": "row", "norm": "replicated", "last": "replicated"}
+
+
+def refused(model: nn.Module, ranks: int, table: Table | None = None) -> list[str]:
+    group = RecordingGroup("tensor", 0, ranks)
+    with pytest.raises(UserError) as caught:
+        split_over(model, group, table, sequence=False, whole_sequence=[], join_logits=True)
+    return list(caught.value.faults)
+
+
+def test_a_module_that_no_table_knows_is_named_with_the_line_to_add() -> None:
+    faults = refused(Mine(), 2, {"norm": "replicated"})
+    assert [fault.split(" ")[0] for fault in faults] == ["inner.0.up", "inner.0.down", "last"]
+    assert "add 'inner.*.up': 'column'" in faults[0]
+
+
+@pytest.mark.parametrize("options", [{"table": TABLE}])
+def test_a_few_lines_make_it_known(options: dict[str, Any]) -> None:
+    case = Case(Mine, vectors, mean_loss, adamw, options=options)
+    assert_equal(case, "tensor=2")
+    assert_equal(case, "data=2 tensor=2 zero=2 microbatches=2")
+
+
+def test_heads_must_divide() -> None:
+    config = ModelConfig("llama", 2, 24, 6, vocab=32, sequence=16, kv_heads=3, ffn=48)
+    faults = refused(build(config), 2)
+    assert faults == [
+        "config.num_kv_heads=3: 2 ranks take an equal part each; use tensor=1, or a model where it is a "
+        "multiple of 2"
+    ]
+    assert any(fault.startswith("config.heads=6: 4 ranks") for fault in refused(build(config), 4))
+
+
+def test_the_vocabulary_must_divide() -> None:
+    config = ModelConfig("gpt", 1, 16, 2, vocab=17, sequence=16)
+    faults = refused(build(config), 2)
+    assert [fault.split(":")[0] for fault in faults] == ["embedding.tokens.weight", "head.projection.weight"]
+    assert "pad the vocabulary to 18" in faults[0]
+
+
+def test_all_faults_are_told_at_once() -> None:
+    faults = refused(Mine(), 3, {"inner.*.up": "column", "inner.*.down": "vocabulary", "norm": "row"})
+    told = "\n".join(faults)
+    assert "last (Linear): no table knows it" in told
+    assert "norm (LayerNorm): cannot be 'row'" in told
+    assert "inner.0.up.weight: its dim that 'column' splits is 8, which 3 does not divide; make it 9" in told
+
+
+def test_a_word_that_is_none() -> None:
+    with pytest.raises(UserError, match=r"'colum'.*did you mean 'column'"):
+        split_over(
+            Mine(),
+            RecordingGroup("tensor", 0, 2),
+            {"last": "colum"},
+            sequence=False,
+            whole_sequence=[],
+            join_logits=True,
+        )
+
+
+def test_tied_modules_must_be_split_alike() -> None:
+    faults = refused(gpt(), 2, {"head.projection": "replicated"})
+    assert faults == [
+        "embedding.tokens and head.projection share a parameter, and their styles split it differently"
+    ]
+
+
+def test_the_command_refuses_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--plan", "tensor=3", "--steps", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "config.heads=4" in told
+    assert "blocks.1." not in told  # layers are alike: one is told
+    assert "Traceback" not in told
+
+
+def shapes_and_owned(
+    plan: str,
+) -> tuple[dict[str, tuple[int, ...]], list[tuple[Any, ...]], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(gpt(), plan, optimizer=adamw, loss=cross_entropy)
+    engine.step(engine.local(tokens(0)))
+    shapes = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+    return shapes, [tuple(its.slice) for its in engine.owned()], engine.full_state_dict()
+
+
+def test_ranks_hold_their_part_and_say_where_it_lies(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(shapes_and_owned, "tensor=2")
+    assert first[0] == second[0]
+    assert first[0]["blocks.0.attention.query.weight"] == (8, 16)
+    assert first[0]["blocks.0.attention.output.weight"] == (16, 8)
+    assert first[0]["embedding.tokens.weight"] == (16, 16)
+    assert first[0]["blocks.0.mlp_norm.weight"] == (16,)
+    boxes = {its[0]: its for its in second[1] if its[1] == VALUE}
+    assert boxes["blocks.0.attention.query.weight"][2:5] == ((16, 16), (8, 0), (8, 16))
+    assert boxes["blocks.0.mlp_norm.weight"][2:] == ((16,), (0,), (16,), ("tensor",))
+    whole = build(gpt().config).state_dict()
+    for told in (first, second):
+        assert {name: its.shape for name, its in told[2].items()} == {n: t.shape for n, t in whole.items()}
+        assert all(torch.equal(its, first[2][name]) for name, its in told[2].items())
+
+
+def start(plan: str, rank_seeds: bool) -> dict[str, Tensor]:
+    torch.manual_seed(int(rank_seeds) * torch.distributed.get_rank())
+    engine = echelon.parallelize(llama(), plan, optimizer=adamw, loss=cross_entropy)
+    return engine.full_state_dict()
+
+
+def test_the_start_is_that_of_one_device(warm_ranks: Warm) -> None:
+    """Whatever the other ranks have drawn."""
+    torch.manual_seed(0)
+    whole = llama().state_dict()
+    for told in warm_ranks(4).run(start, "tensor=2 pipeline=2", True):
+        assert all(torch.equal(its, whole[name]) for name, its in told.items())
+        assert told.keys() == whole.keys()
