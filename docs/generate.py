@@ -206,7 +206,11 @@ LAYERS = (
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
     Layer(("engine",), (), "parallelize() composes a plan"),
     Layer(("planner",), (), "measures layers, splits them"),
-    Layer(("data_parallel", "pipeline_parallel"), ("tensor_parallel", "expert_parallel"), "strategies"),
+    Layer(
+        ("data_parallel", "context_parallel", "pipeline_parallel"),
+        ("tensor_parallel", "expert_parallel"),
+        "strategies",
+    ),
     Layer(("precision", "memory", "dropout"), (), "types of numbers; bytes; masks"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
@@ -218,8 +222,8 @@ BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 606, "The packages of echelon. Imports point downward only.")
-    top, row, left, width = 58, 43, 24, 500
+    picture = Drawing(960, 606, "The packages of echelon. Imports point downward only.")
+    top, row, left, width = 58, 43, 24, 560
     for index, layer in enumerate(LAYERS):
         y = top + index * row
         names = [*layer.packages, *layer.planned]
@@ -229,7 +233,7 @@ def draw_layers() -> str:
             x = left + place * (each + 8)
             picture.box(x, y, each, 34, BLUE, name, dashed=planned, size=13 if len(names) < 4 else 11)
         picture.words(left + width + 16, y + 22, layer.about, 12, colour=QUIET)
-    side = 772
+    side = 832
     picture.words(side + 52, top - 8, BESIDE.about, 12, "middle", QUIET)
     for index, name in enumerate([*BESIDE.packages, *BESIDE.planned]):
         planned = name in BESIDE.planned

@@ -1,0 +1,5 @@
+"""A sequence spread over ranks: who holds which positions, and causal attention over all of them."""
+
+from echelon.context_parallel.parts import positions, put_together, take
+
+__all__ = ["positions", "put_together", "take"]
