@@ -2,5 +2,6 @@
 
 from echelon.context_parallel.parts import positions, put_together, take
 from echelon.context_parallel.ring import ring_attention
+from echelon.context_parallel.view import RingView
 
-__all__ = ["positions", "put_together", "ring_attention", "take"]
+__all__ = ["RingView", "positions", "put_together", "ring_attention", "take"]
