@@ -40,12 +40,11 @@ def pass_on(group: Group, tensor: Tensor) -> Moving:
     return Moving(tensor, incoming, (sending, receiving))
 
 
-def rounds(group: Group, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's tensor in turn, with whose it is: first our own, then that of the rank before, and so on.
+def rounds(group: Group, held: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's tensor in turn, with whose it is: first ours, `held`, then that of the rank before, …
 
     The next one is on its way while one is used, which must not be changed.
     """
-    held = own
     for step in range(group.size):
         moving = pass_on(group, held) if step < group.size - 1 else None
         yield (group.rank - step) % group.size, held

@@ -46,16 +46,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Result and log-sums, both wide. If `causal`, queries and keys are the same positions."""
-    grouped, key, value = _grouped(query, key), key.to(wide(key.dtype)), value.to(wide(value.dtype))
-    out = torch.empty(grouped.shape, dtype=key.dtype, device=key.device)
-    sums = out.new_empty(grouped.shape[:-1])
+    key, value = key.to(wide(key.dtype)), value.to(wide(value.dtype))
+    out = torch.empty(query.shape, dtype=key.dtype, device=key.device)
+    sums = out.new_empty(query.shape[:-1])
+    by_key, out_by_key, sums_by_key = (_grouped(x, key) for x in (query, out, sums))
     for rows, seen in _tiles(query, key, causal):
-        scores = _scores(grouped[..., rows, :].to(key.dtype), key[:, :, :seen], causal, scale)
+        scores = _scores(by_key[..., rows, :].to(key.dtype), key[:, :, :seen], causal, scale)
         top = scores.amax(-1, keepdim=True)
         total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-        out[..., rows, :] = _times(scores, value[:, :, :seen]).div_(total)
-        sums[..., rows] = total.log_().add_(top).squeeze(-1)
-    return out.flatten(1, 2), sums.flatten(1, 2)
+        out_by_key[..., rows, :] = _times(scores, value[:, :, :seen]).div_(total)
+        sums_by_key[..., rows] = total.log_().add_(top).squeeze(-1)
+    return out, sums
 
 
 def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:

@@ -1,0 +1,65 @@
+"""Whole models that see a part of the sequence on each rank, against one that sees it all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon import sequence
+from echelon.collectives import Group, RecordingGroup
+from echelon.context_parallel import RingView, take
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.mesh import Mesh
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.plan import Plan
+
+CONFIGS = {
+    "gpt": ModelConfig("gpt", layers=2, width=24, heads=2, vocab=17, sequence=24, tied=True),
+    "llama": ModelConfig("llama", layers=2, width=32, heads=4, kv_heads=2, ffn=40, vocab=17, sequence=24),
+}
+LENGTH = 24
+
+
+def trained(config: ModelConfig, group: Group | None) -> list[Tensor]:
+    """Loss, count and gradients of what `group` leaves to this rank, or of the whole."""
+    torch.manual_seed(0)
+    model = build(config).double()
+    batch = torch.randint(config.vocab, (2, 3, LENGTH), generator=torch.Generator().manual_seed(1))
+    if group is not None:
+        assert sequence.assign(model, RingView(group)) >= config.layers
+        batch = take(batch, group.rank, group.size, dim=2)
+    tokens, targets = batch
+    total, count = cross_entropy(model(tokens), targets)
+    total.backward()
+    return [total.detach(), count, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def trained_on_a_part(config: ModelConfig, ranks: int) -> list[Tensor]:
+    return trained(config, Mesh.join(Plan(context=ranks)).group("context"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_ranks_add_up_to_the_whole(
+    warm_ranks: Callable[[int], Ranks], config: ModelConfig, ranks: int
+) -> None:
+    wanted = trained(config, None)
+    by_rank = warm_ranks(ranks).run(trained_on_a_part, config, ranks)
+    summed = [sum(parts[1:], parts[0]) for parts in zip(*by_rank, strict=True)]
+    assert len(summed) == len(wanted)
+    assert max(float((x - y).abs().max()) for x, y in zip(summed, wanted, strict=True)) <= 1e-10
+
+
+def test_a_view_says_where_its_positions_are() -> None:
+    view = RingView(RecordingGroup("context", rank=1, size=2))
+    assert view.parts == 2
+    assert view.positions(4, torch.device("cpu")).tolist() == [2, 3, 4, 5]
+
+
+def test_a_gpt_counts_the_positions_of_all_ranks() -> None:
+    model = build(CONFIGS["gpt"])
+    sequence.assign(model, RingView(RecordingGroup("context", rank=0, size=2)))
+    with pytest.raises(UserError, match="a sequence of 28 tokens: this GPT has learned 24 positions"):
+        model(torch.zeros(1, 14, dtype=torch.int64))
