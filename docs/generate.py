@@ -60,6 +60,7 @@ def pictures() -> dict[str, str]:
         "buckets.svg": draw_buckets(),
         "zero.svg": draw_zero(),
         "samples.svg": draw_samples(),
+        "tensor.svg": draw_tensor(),
         **{f"schedule-{name}.svg": draw_schedule(shown) for name, shown in SHOWN_SCHEDULES.items()},
     }
 
@@ -252,6 +253,32 @@ def draw_layers() -> str:
     picture.words(left + 30, foot, "planned", 12, colour=QUIET)
     told = "A package on the right is used by train and above, never by a strategy."
     picture.words(left + 110, foot, told, 12, colour=QUIET)
+    return picture.svg()
+
+
+# --- tensor parallelism -------------------------------------------------------------------------------
+
+
+def draw_tensor() -> str:
+    picture = Drawing(900, 316, "One feed-forward of tensor=2: two sums, one each way")
+    left, gap = 132, 112
+    for rank, y in enumerate((78, 178)):
+        picture.words(24, y + 35, f"rank {rank}", 12, colour=QUIET)
+        picture.box(left, y, 72, 58, GREY, "x")
+        picture.box(left + gap, y, 40, 58, BLUE, "enter", size=11)
+        picture.box(left + gap + 62, y, 96, 58, ORANGE, f"x · A{'₁₂'[rank]}")
+        picture.box(left + gap + 180, y, 84, 58, GREEN, "GeLU")
+        picture.box(left + gap + 286, y, 104, 58, ORANGE, f"y{'₁₂'[rank]} · B{'₁₂'[rank]}")
+        picture.box(left + gap + 412, y, 40, 58, BLUE, "leave", size=11)
+        picture.box(left + gap + 474, y, 72, 58, GREY, "z")
+        for begin, end in ((-40, 0), (40, 62), (158, 180), (264, 286), (390, 412), (452, 474)):
+            picture.arrow(left + gap + begin, y + 29, left + gap + end, y + 29)
+    for x in (left + gap + 20, left + gap + 432):
+        picture.line(x, 136, x, 178, EDGES[BLUE], dash="4 3")
+    picture.words(
+        left + gap - 10, 266, "enter: nothing forward, the sum of gradients backward", 12, colour=QUIET
+    )
+    picture.words(left + gap - 10, 288, "leave: the sum forward, nothing backward", 12, colour=QUIET)
     return picture.svg()
 
 
