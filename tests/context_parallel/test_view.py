@@ -63,3 +63,12 @@ def test_a_gpt_counts_the_positions_of_all_ranks() -> None:
     sequence.assign(model, RingView(RecordingGroup("context", rank=0, size=2)))
     with pytest.raises(UserError, match="a sequence of 28 tokens: this GPT has learned 24 positions"):
         model(torch.zeros(1, 14, dtype=torch.int64))
+
+
+def test_a_view_attends_with_the_scale_that_it_is_given() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 6, 4, dtype=torch.float64)
+    view = RingView(RecordingGroup("context"))
+    for scale in (None, 1.7):
+        wanted = sequence.WHOLE.attend(query, key, value, scale)
+        torch.testing.assert_close(view.attend(query, key, value, scale), wanted, rtol=0, atol=1e-13)
