@@ -116,7 +116,8 @@ class SharedGroup(Group):
     # The two ends of a message may be on different devices: all of them go the same way, over the host.
 
     def _send(self, tensor: Tensor, target: int) -> Pending:
-        return self._begin(self._link.sends[target], steps.send(self._link, _resolved(tensor), target))
+        sending = steps.send(self._link, _resolved(tensor), target)
+        return self._begin(self._link.sends[target], sending, at_once=True)
 
     def _recv(self, tensor: Tensor, source: int) -> Pending:
         place = tensor.data  # its memory of now
@@ -130,9 +131,9 @@ class SharedGroup(Group):
     def _collective(self, operation: Steps) -> Pending:
         return self._begin(self._link.collectives, operation)
 
-    def _begin(self, line: Line, operation: Steps) -> Pending:
+    def _begin(self, line: Line, operation: Steps, *, at_once: bool = False) -> Pending:
         where = f"rank {self.rank} of {self.size} along {self.axis}"
-        return self._link.submit(line, operation, where)
+        return self._link.submit(line, operation, where, at_once=at_once)
 
 
 def _on_host(*tensors: Tensor) -> bool:

@@ -1,8 +1,12 @@
-"""The link: one thread that moves whatever the ranks of a group pass each other through shared memory.
+"""The link: moves whatever the ranks of a group pass each other through shared memory.
 
-An operation is a coroutine that runs until it needs something of a peer. The thread runs every operation
-that can go on, then sleeps until a peer says a word. Three kinds of lines keep order, each by itself, so
-that a receive nobody has sent for yet holds up no collective and no other pair:
+An operation is a coroutine that runs until it needs something of a peer. One thread at a time, the *driver*,
+runs every operation that can go on, then sleeps until a peer says a word. Whoever waits for an operation
+takes the driver's seat if it is free: what is waited for is done by the caller itself, with no other thread.
+A thread of the link's own sits there only while there is something to be done in the background.
+
+Three kinds of lines keep order, each by itself, so that a receive nobody has sent for yet holds up no
+collective and no other pair:
 
     collectives     one line: in the order of their calls, the same on every rank
     sends           one line for each target
@@ -10,6 +14,7 @@ that a receive nobody has sent for yet holds up no collective and no other pair:
 """
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -17,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn, final
 
 import torch
@@ -32,6 +37,7 @@ from echelon.launching import PeerLost
 Steps = Coroutine[Any, None, None]
 
 _JOIN_SECONDS = 1.0  # the thread ends at once unless it is in the middle of a copy
+_LONGEST_SECONDS = 3600.0  # of one sleep
 
 
 class Speaker:
@@ -88,14 +94,15 @@ class Speaker:
 
 @final
 class Passage(Pending):
-    """One operation under way; `where` is for the message when a peer is lost, `fail` for a timeout."""
+    """One operation under way; `where` is for the message when a peer is lost.
 
-    def __init__(self, steps: Steps, where: str, timeout: float, fail: Callable[[Exception], None]) -> None:
-        self._steps, self._where, self._timeout, self._fail = steps, where, timeout, fail
+    `alone`: unless someone waits for it, it goes on in the background; receives need not.
+    """
+
+    def __init__(self, steps: Steps, where: str, link: "Link", *, alone: bool) -> None:
+        self._steps, self._where, self._link, self._alone = steps, where, link, alone
         self.error: Exception | None = None
         self._done: float | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
 
     def advance(self) -> bool:
         """Go on as far as possible; whether it is over."""
@@ -114,14 +121,13 @@ class Passage(Pending):
     def done(self) -> bool:
         return self._done is not None
 
+    def in_background(self) -> None:
+        if self._alone and self._done is None:
+            self._link.go_on_with(self)
+
     def wait(self) -> None:
-        if not self._gate.acquire(timeout=self._timeout):
-            late = PeerLost(
-                f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds"
-            )
-            self._fail(late)
-            raise late
-        self._gate.release()  # for whoever waits again
+        if self._done is None:
+            self._link.see_through(self, self._where)
         if self.error is not None:
             _raise(self.error, self._where)
 
@@ -130,7 +136,7 @@ class Passage(Pending):
 
     def _finish(self, error: Exception | None) -> None:
         self.error, self._done = error, time.perf_counter()
-        self._gate.release()
+        self._link.tell_followers()
 
 
 def _raise(error: Exception, where: str) -> NoReturn:
@@ -162,7 +168,7 @@ class Line:
 
 
 class Link:
-    """This rank's ends of all rings between the ranks of a group, and the thread that serves them.
+    """This rank's ends of all rings between the ranks of a group, and who serves them.
 
     `timeout` is how many seconds an operation may be waited for. After an error the ranks are out of step,
     and whatever came next would take what was meant for another operation. So the first error ends the link,
@@ -183,32 +189,75 @@ class Link:
         self.sends = {peer: Line() for peer in self._speakers}
         self.receives = {peer: Line() for peer in self._speakers}
         self._lines = [self.collectives, *self.sends.values(), *self.receives.values()]
-        # Anything may be collected while it is held, and then `close` is called by the same thread.
-        self._lock = threading.RLock()
+        self._seat = threading.Lock()  # the driver's
+        # Where threads wait for the seat, or for their operation. Anything may be collected while it is held,
+        # and then `close` is called by the same thread.
+        self._changed = threading.Condition(threading.RLock())
+        self._followers = 0
+        self._background: list[Passage] = []  # to go on with though nobody waits
         self._failure: Exception | None = None  # why it ended
         self._process = os.getpid()
         self._wake = os.eventfd(0)
+        self._poller = select.poll()
+        self._poller.register(self._wake, select.POLLIN)
+        self._listened = {speaker.descriptor: speaker for speaker in self._speakers.values()}
+        for descriptor in self._listened:
+            self._poller.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="echelon-shared-memory", daemon=True)
         self._thread.start()
         _links.add(self)
 
-    def submit(self, line: Line, steps: Steps, where: str) -> Passage:
-        """Begin an operation behind the others of its line; raise what ended the line or the link."""
+    def submit(self, line: Line, steps: Steps, where: str, *, at_once: bool = False) -> Passage:
+        """Begin an operation behind the others of its line; raise what ended the line or the link.
+
+        `at_once`: do here and now what can be done of it.
+        """
         if os.getpid() != self._process:
             steps.close()
             raise RuntimeError(
                 f"{where}: a forked child cannot use the group of its parent, whose thread and sockets it "
                 "does not have; use the group in the process that made it"
             )
-        with self._lock:
+        with self._changed:
             failure = self._failure or line.failure
             if failure is None:
-                passage = Passage(steps, where, self._timeout, self.fail)
+                passage = Passage(steps, where, self, alone=line not in self.receives.values())
                 line.waiting.append(passage)
-                os.eventfd_write(self._wake, 1)
-                return passage
-        steps.close()
-        _raise(failure, where)
+        if failure is not None:
+            steps.close()
+            _raise(failure, where)
+        if self._seat.locked():  # whoever sits there has not seen it yet
+            self._wake_driver()
+        elif at_once and self._seat.acquire(blocking=False):
+            with self._seated():
+                self._advance(line)
+        return passage
+
+    def see_through(self, passage: Passage, where: str) -> None:
+        """Return when the operation is over: drive, or follow whoever does."""
+        end = time.monotonic() + self._timeout
+        while not passage.done():
+            if self._seat.acquire(blocking=False):
+                with self._seated():
+                    self._drive(passage.done, end)
+            else:
+                self._follow(passage, end)
+            if not passage.done() and time.monotonic() > end:
+                late = PeerLost(f"{where} timed out waiting for its peers after {self._timeout:.0f} seconds")
+                self.fail(late)
+                raise late
+
+    def go_on_with(self, passage: Passage) -> None:
+        """Let an operation go on though nobody waits for it."""
+        with self._changed:
+            self._background.append(passage)
+            self._changed.notify_all()
+
+    def tell_followers(self) -> None:
+        """An operation is over, or the driver's seat is free."""
+        if self._followers:
+            with self._changed:
+                self._changed.notify_all()
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
         """Copy what `peer` has at `address`, where it keeps it until it is told that it was read."""
@@ -225,7 +274,7 @@ class Link:
             ) from unreadable
 
     def close(self) -> None:
-        """End the thread; what is still under way fails."""
+        """End the link; what is still under way fails."""
         if os.getpid() != self._process:
             return  # a forked child, where no thread is and the lock may be held for ever
         self.fail(PeerLost("the process group was destroyed"))
@@ -234,13 +283,14 @@ class Link:
 
     def fail(self, error: Exception) -> None:
         """End the link, and let the peers know before any memory they may be reading is given back."""
-        with self._lock:
+        with self._changed:
             if self._failure is not None:
                 return
             self._failure = error
             for speaker in self._speakers.values():
                 speaker.hang_up()
-            os.eventfd_write(self._wake, 1)
+            self._wake_driver()
+            self._changed.notify_all()
 
     def forget(self) -> None:
         """In a forked child: let go of sockets that would keep this rank alive in the eyes of its peers."""
@@ -261,43 +311,99 @@ class Link:
             self.lanes_out[peer] = Outbox(lane(meeting.region, peer), [speakers[peer]], **in_pairs)
             self.lanes_in[peer] = Inbox(lane(region, self.rank), speakers[peer], **in_pairs)
 
-    # In the thread.
+    # In the driver's seat.
 
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        speakers = {speaker.descriptor: speaker for speaker in self._speakers.values()}
-        for descriptor in speakers:
-            poller.register(descriptor, select.POLLIN)
+    @contextlib.contextmanager
+    def _seated(self) -> Iterator[None]:
+        """Around what the driver does, who has taken the seat."""
         try:
-            while self._failure is None:
-                for line in self._lines:
-                    if error := line.advance():
-                        self._stop(line, error)
-                for descriptor, _ in poller.poll():
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-                    elif not speakers[descriptor].listen():
-                        poller.unregister(descriptor)
+            yield
         except Exception as error:
             self.fail(error)
         finally:
-            self._end(self._failure or RuntimeError("the thread of a link ended"))
+            self._seat.release()
+            if self._followers or self._background:
+                with self._changed:
+                    self._changed.notify_all()
 
-    def _stop(self, line: Line, error: Exception) -> None:
+    def _drive(self, until: Callable[[], bool], end: float) -> None:
+        """Go on with everything until that is so, or the link has ended, or the time is over."""
+        while self._failure is None and not until():
+            for line in self._lines:
+                if line.waiting:
+                    self._advance(line)
+            if until():
+                return
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            self._listen(left)
+
+    def _advance(self, line: Line) -> None:
+        error = line.advance()
+        if error is None:
+            return
         if line is self.collectives or not isinstance(error, PeerLost):
             self.fail(error)
         else:
-            with self._lock:
+            with self._changed:
                 line.fail(error)
 
+    def _listen(self, seconds: float) -> None:
+        """Take in what peers say, when one does."""
+        for descriptor, _ in self._poller.poll(min(seconds, _LONGEST_SECONDS) * 1000):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif not self._listened[descriptor].listen():
+                self._poller.unregister(descriptor)
+
+    # Beside it.
+
+    def _wake_driver(self) -> None:
+        with contextlib.suppress(OSError):  # all is over already
+            os.eventfd_write(self._wake, 1)
+
+    def _follow(self, passage: Passage, end: float) -> None:
+        """Sleep until the operation is over, or the seat is free."""
+        with self._changed:
+            self._followers += 1
+            try:
+                self._changed.wait_for(
+                    lambda: passage.done() or not self._seat.locked(), end - time.monotonic()
+                )
+            finally:
+                self._followers -= 1
+
+    # In the link's own thread.
+
+    def _run(self) -> None:
+        while self._failure is None:
+            with self._changed:
+                self._changed.wait_for(self._is_needed)
+            if self._failure is None and self._seat.acquire(blocking=False):
+                with self._seated():
+                    self._drive(self._is_idle, math.inf)
+        self._seat.acquire()
+        self._end(self._failure)
+
+    def _is_needed(self) -> bool:
+        return self._failure is not None or not (self._is_idle() or self._seat.locked())
+
+    def _is_idle(self) -> bool:
+        """Whether all that was to go on in the background is over."""
+        if self._background and self._background[0].done():
+            with self._changed:
+                self._background = [passage for passage in self._background if not passage.done()]
+        return not self._background
+
     def _end(self, failure: Exception) -> None:
-        self.fail(failure)
         for line in self._lines:
             line.fail(failure)
         for speaker in self._speakers.values():
             speaker.close()
-        os.close(self._wake)
+        with self._changed:
+            os.close(self._wake)
+            self._changed.notify_all()
 
 
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
