@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.errors import UserError, raise_faults
+from echelon.layering import listed_layers
 from echelon.mesh import Mesh
 from echelon.pipeline_parallel import (
     Stage,
@@ -61,7 +62,7 @@ def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None) -> Stage
     plan, group = mesh.plan, mesh.group("pipeline")
     program = _program(plan)
     if program.stages == 1:
-        return Stages({0: model}, program, [], 0, even=True, boundaries=[])
+        return Stages({0: _undivided(model, plan)}, program, [], 0, even=True, boundaries=[])
     edges = even_boundaries(model, program.stages)
     if boundaries is not None:
         edges = check_boundaries(model, boundaries, program.stages)
@@ -75,6 +76,18 @@ def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None) -> Stage
     groups = _groups(ties, program, mesh)
     keep_only(model, stages, [stages[number] for number in mine])
     return Stages(mine, program, groups, group.rank, mesh.layout.even, edges)
+
+
+def _undivided(model: nn.Module, plan: Plan) -> nn.Module:
+    """The model itself; or, where the plan needs layers that are made on the fly, all of them in a row: only
+    then are they called, so that their weights are gathered (zero=3) and their view is asked (context)."""
+    if plan.zero == 0 and plan.context == 1:
+        return model
+    own = set(model.modules())
+    if all(layer in own for layer in listed_layers(model)):
+        return model
+    _check_model(model)
+    return split(model, []).stages[0]
 
 
 def _program(plan: Plan) -> Program:
@@ -189,8 +202,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
     if model._forward_hooks or model._forward_pre_hooks:
         raise UserError(
-            f"pipeline: {type(model).__name__} has forward hooks, and with stages its own forward is never "
-            "called; put the hooks on its layers"
+            f"{type(model).__name__} has forward hooks, and where a plan runs layer by layer its own forward "
+            "is never called; put the hooks on its layers"
         )
     extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
     if extra:
