@@ -103,6 +103,14 @@ def test_layers_are_measured() -> None:
     assert len(measured.nodes) == 5
 
 
+def test_frequencies_of_positions_keep_their_digits_in_low_precision() -> None:
+    model = make("llama")
+    before = model.model.rotary_emb.inv_freq.clone()
+    parallelize(model, "precision=bf16", optimizer=adamw, loss=cross_entropy)
+    assert model.model.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
 # What is not taken.
 
 

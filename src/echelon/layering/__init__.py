@@ -5,9 +5,9 @@ Causal language models of transformers list none; those of known families are li
 
 from torch import nn
 
-from echelon.layering.huggingface import FAMILIES, fault_of, known_family, layers_of
+from echelon.layering.huggingface import FAMILIES, fault_of, frequencies, known_family, layers_of
 
-__all__ = ["how_to_list", "listed_layers"]
+__all__ = ["frequencies", "how_to_list", "listed_layers"]
 
 
 def listed_layers(model: nn.Module) -> list[nn.Module]:

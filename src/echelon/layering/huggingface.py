@@ -9,7 +9,7 @@ from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.layering.hf_layers import Embedding, Head, Layer, Setting
 
@@ -54,6 +54,17 @@ def known_family(model: nn.Module) -> Family | None:
         if its.__module__.startswith("transformers.") and its.__name__ in FAMILIES:
             return FAMILIES[its.__name__] if own.forward is its.forward else None
     return None
+
+
+def frequencies(model: nn.Module) -> list[Tensor]:
+    """The frequencies of rotary positions in modules of transformers, which positions are multiplied with."""
+    return [
+        buffer
+        for module in model.modules()
+        if type(module).__module__.startswith("transformers.")
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
 
 
 def fault_of(model: Any) -> str:
