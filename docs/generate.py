@@ -217,13 +217,14 @@ LAYERS = (
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
-    Layer(("errors", "layering", "sequence"), (), "faults; a model's layers; what they see"),
+    Layer(("layering",), (), "the layers of a model"),
+    Layer(("errors", "sequence"), (), "faults; what layers see of a sequence"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 606, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 649, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

@@ -20,6 +20,7 @@ from echelon.bench import benches
 from echelon.cli.main import app, run
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
+from echelon.layering.huggingface import FAMILIES
 from echelon.models import presets
 from echelon.plan import Plan
 from echelon.program import SCHEDULES, build, load_schedule, show
@@ -290,6 +291,12 @@ def imports(package: Path) -> Iterator[tuple[Path, str]]:
             for name in names:
                 if name is not None and name.startswith("echelon.") and name.split(".")[1] != package.name:
                     yield file, name.split(".")[1]
+
+
+def test_the_families_that_are_taken_as_they_are_are_told() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    told = [name.strip("`") for names, _ in table(page, "class") for name in names.split()]
+    assert told == list(FAMILIES)
 
 
 def test_imports_point_downward_as_the_picture_shows() -> None:

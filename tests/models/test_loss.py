@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -50,3 +52,10 @@ def test_bad_input_lists_all_faults():
         cross_entropy(LOGITS, TARGETS[:, :-1].int())
     assert "logits are [2, 5, 7], targets [2, 4]" in caught.value.faults[0]
     assert "targets.long()" in caught.value.faults[1]
+
+
+def test_what_has_logits_is_taken_as_it_is():
+    output = SimpleNamespace(logits=LOGITS, loss=None)
+    assert cross_entropy(output, TARGETS) == cross_entropy(LOGITS, TARGETS)
+    with pytest.raises(UserError, match="targets must have the shape"):
+        cross_entropy(output, TARGETS[:1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from echelon.dropout.huggingface import drops_by_function
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.place import next_use
 from echelon.errors import UserError
@@ -45,10 +46,10 @@ def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
-    """The names of torch's modules in `model` that drop otherwise than by a module that can be keyed.
+    """The names of modules in `model` that drop otherwise than by a module that can be keyed.
 
-    Recurrent ones and attention have it inside, and a subclass may have a `forward` of its own. What a
-    model does by calling functions (F.dropout, dropout_p of an attention) is not seen here.
+    Torch's recurrent ones and attention have it inside, and so has attention of transformers; a subclass may
+    have a `forward` of its own. What other models do by calling functions (F.dropout) is not seen here.
     """
     return [name or "the model" for name, module in model.named_modules() if _drops_inside(module)]
 
@@ -58,6 +59,8 @@ def _drops_inside(module: nn.Module) -> bool:
         return module.dropout > 0 and module.num_layers > 1
     if isinstance(module, nn.MultiheadAttention):
         return bool(module.dropout > 0)
+    if drops_by_function(module):
+        return True
     return isinstance(module, _DropoutNd) and module.p > 0 and not _is_torchs(module)
 
 

@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.errors import UserError, raise_faults
+from echelon.layering import listed_layers
 from echelon.mesh import Mesh
 from echelon.pipeline_parallel import (
     Stage,
@@ -61,7 +62,7 @@ def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_la
     plan, group = mesh.plan, mesh.group("pipeline")
     program = _program(plan)
     if program.stages == 1:
-        whole = split(model, []).stages[0] if by_layers else model
+        whole = _undivided(model, plan, by_layers=by_layers)
         return Stages({0: whole}, program, [], 0, even=True, boundaries=[])
     edges = even_boundaries(model, program.stages)
     if boundaries is not None:
@@ -76,6 +77,17 @@ def cut(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_la
     groups = _groups(ties, program, mesh)
     keep_only(model, stages, [stages[number] for number in mine])
     return Stages(mine, program, groups, group.rank, mesh.layout.even, edges)
+
+
+def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
+    """The model itself; or all of its layers in a row, where the plan is about them and they are made on the
+    fly: only then are they called, so that their weights are gathered (zero=3)."""
+    own = set(model.modules())
+    listed = plan.zero == 0 or all(layer in own for layer in listed_layers(model))
+    if listed and not by_layers:
+        return model
+    _check_model(model)
+    return split(model, []).stages[0]
 
 
 def _program(plan: Plan) -> Program:
@@ -184,8 +196,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
     if model._forward_hooks or model._forward_pre_hooks:
         raise UserError(
-            f"pipeline: {type(model).__name__} has forward hooks, and with stages its own forward is never "
-            "called; put the hooks on its layers"
+            f"{type(model).__name__} has forward hooks, and where a plan runs layer by layer its own forward "
+            "is never called; put the hooks on its layers"
         )
     extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
     if extra:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.data_parallel import (
     AllReduce,
@@ -30,6 +30,7 @@ from echelon.engine.support import refuse_unsupported
 from echelon.engine.within import Within
 from echelon.errors import UserError
 from echelon.launching import join
+from echelon.layering import frequencies
 from echelon.mesh import Mesh, this_device
 from echelon.optim.local import Make
 from echelon.ownership import StateNames
@@ -103,10 +104,14 @@ def _check_clip(plan: Plan, clip: float | None) -> None:
 
 
 def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model on the device, its real numbers in `dtype`; whole and complex numbers stay what they are."""
-    converted: nn.Module = model._apply(
-        lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device)
-    )
+    """The model on the device, its real numbers in `dtype`; whole and complex numbers stay what they are, and
+    so do frequencies of rotary positions: in bf16 they would be off by whole turns at the 1,000th token."""
+    kept = {id(buffer) for buffer in frequencies(model)}
+
+    def convert(t: Tensor) -> Tensor:
+        return t.to(device, dtype) if t.is_floating_point() and id(t) not in kept else t.to(device)
+
+    converted: nn.Module = model._apply(convert)
     return converted
 
 

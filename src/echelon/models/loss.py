@@ -4,6 +4,8 @@ Who divides is the engine: only it knows how many tokens all microbatches and re
 and a mean of means would be wrong whenever their counts differ.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,14 +15,16 @@ from echelon.errors import raise_faults
 IGNORED = -100
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of logits [..., vocab] against targets [...], and how many targets counted.
 
+    `output` is the logits, or has them as `.logits`, as what a transformers model returns.
     Targets are the tokens to be predicted at each place (the data has shifted them already); a target of
     -100 is left out of both numbers. Computed in float32 at least.
 
     total, count = cross_entropy(model(tokens), targets)
     """
+    logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.errors import UserError
-from echelon.layering import listed_layers
+from echelon.layering import how_to_list, listed_layers
 
 
 class Names(NamedTuple):
@@ -98,8 +98,7 @@ def even_boundaries(model: nn.Module, stages: int) -> list[int]:
     num_layers = len(listed_layers(model))
     if num_layers == 0:
         raise UserError(
-            f"pipeline: {type(model).__name__} lists no layers to cut between; make it an nn.Sequential, or "
-            "give it layers() -> list[nn.Module], each layer taking what the one before returned"
+            f"pipeline: {type(model).__name__} lists no layers to cut between; {how_to_list(model)}"
         )
     if num_layers < stages:
         raise UserError(

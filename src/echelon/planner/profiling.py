@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import UserError
+from echelon.layering import how_to_list, listed_layers
 from echelon.planner.graph import Node, Profile, chain
 
 
@@ -22,8 +23,8 @@ def profile(model: nn.Module, batch: Any, *, repeats: int = 5, warmups: int = 2)
     """What each layer of `model` costs: medians of `repeats`, in training mode, on the batch's device.
 
     `model` is an nn.Sequential, or has `layers() -> list[nn.Module]`, each taking what the one before
-    returned. `batch` is one microbatch as `engine.step` takes it, (inputs, targets); or the inputs alone, if
-    they are no pair. Threads and device are the caller's choice.
+    returned, or is of a known family of transformers. `batch` is one microbatch as `engine.step` takes it,
+    (inputs, targets); or the inputs alone, if they are no pair. Threads and device are the caller's choice.
     """
     layers = _layers(model)
     if repeats < 1 or warmups < 0:
@@ -60,15 +61,10 @@ def profile(model: nn.Module, batch: Any, *, repeats: int = 5, warmups: int = 2)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, nn.Sequential):
-        return list(model)
-    listed = getattr(model, "layers", None)
-    if callable(listed) and not isinstance(listed, nn.Module):
-        return list(listed())
-    raise UserError(
-        f"{type(model).__name__} does not say where it can be cut: make it an nn.Sequential, or give it "
-        "layers() -> list[nn.Module], each taking what the one before returned"
-    )
+    layers = listed_layers(model)
+    if not layers:
+        raise UserError(f"{type(model).__name__} does not say where it can be cut: {how_to_list(model)}")
+    return layers
 
 
 def _names(model: nn.Module, layers: list[nn.Module]) -> list[str]:

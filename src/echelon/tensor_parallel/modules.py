@@ -97,3 +97,17 @@ class Experts:
             self.module, region.enter(hidden_states, dim=0), places, region.enter(top_k_weights, dim=0)
         )
         return region.leave(made, dim=0)
+
+
+@final
+class EnterFirst:
+    """A forward pre-hook: the hidden states that a module is given enter before it looks at them."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if args:
+            return (self.region.enter(args[0]), *args[1:]), named
+        first, *_others = named
+        return args, {**named, first: self.region.enter(named[first])}

@@ -39,8 +39,11 @@ class Region:
         Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
         """
         key = (x._version, torch.is_grad_enabled())
-        if self._entered is not None and self._entered[0]() is x and self._entered[1:3] == key:
-            return self._entered[3]
+        if self._entered is not None:
+            if self._entered[3] is x:  # the module around this one has entered with it
+                return x
+            if self._entered[0]() is x and self._entered[1:3] == key:
+                return self._entered[3]
         split = self.sequence and dim is not None
         entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
         self._entered = (weakref.ref(x, self._forget), *key, entered)

@@ -14,6 +14,7 @@ from echelon.collectives import Group
 from echelon.errors import raise_faults
 from echelon.tensor_parallel.modules import (
     Column,
+    EnterFirst,
     Experts,
     Row,
     VocabularyEmbedding,
@@ -130,6 +131,8 @@ def _set_forward(module: nn.Module, style: Style, region: Region, join_logits: b
         forward = Experts(module, region)
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
         forward = VocabularyEmbedding(module, region)
+    elif style.word == "region":
+        module.register_forward_pre_hook(EnterFirst(region), with_kwargs=True)
     elif style.word == "vocabulary":
         forward = Column(module, region, joined=join_logits)
     if forward is not None:

@@ -7,6 +7,7 @@
     experts         matrices of many experts, each split as column and row
     replicated      whole on every rank, outside of what is split
     heads           whole on every rank, for the heads that are there (a norm of each head; a dropout)
+    region          no weights of its own: all that enters the columns inside is what enters it
 
 and for plain numbers of a module, or of the model's config:
 
@@ -25,7 +26,7 @@ from echelon.errors import UserError, did_you_mean
 
 Table = Mapping[str, str]
 
-OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads")
+OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads", "region")
 OF_NUMBERS = ("divided", "divisible")
 
 
@@ -70,6 +71,7 @@ _LLAMA: Table = {
     "config.num_attention_heads": "divisible",
     "config.num_key_value_heads": "divisible",
     "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn": "region",  # it makes heads of the shape that it is given
     "model.layers.*.self_attn.[qkv]_proj": "column",
     "model.layers.*.self_attn.[qk]_norm": "heads",
     "model.layers.*.self_attn.o_proj": "row",
@@ -127,7 +129,7 @@ class Styles:
         self._entries = [(pattern, Style.read(pattern, text)) for pattern, text in entries.items()]
 
     def of(self, name: str) -> Style | None:
-        """The style of the module `name`; None, if no pattern fits."""
+        """The style of the module `name`; None, if no pattern fits. A `*` stands for one or more names."""
         return next((s for p, s in self._entries if s.word in OF_MODULES and fnmatchcase(name, p)), None)
 
     def numbers(self, word: str) -> list[str]:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.dropout import unkeyed_dropout
 from echelon.errors import UserError
+from echelon.verify.wide import widen
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
                 f"dropout inside {', '.join(random)}: only the masks of torch's own dropout layers are the "
                 "same in every layout, and can be compared; set it to 0, or use nn.Dropout there"
             )
+        widen(model)
         return model.train()
 
     def batches(self) -> list[tuple[Any, Any]]:
