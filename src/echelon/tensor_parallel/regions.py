@@ -31,22 +31,18 @@ class Region:
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-        self._entered: tuple[Any, int, bool, Any] | None = None
+        self._last = _Last()
 
     def enter(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """What a split module works on. `dim` counts positions; None: each rank has them all.
 
         Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
         """
-        key = (x._version, torch.is_grad_enabled())
-        if self._entered is not None and self._entered[0]() is x and self._entered[1:3] == key:
-            known = self._entered[3]()
-            if known is not None:
-                found: Tensor = known
-                return found
-        split = self.sequence and dim is not None
-        entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
-        self._entered = (weakref.ref(x), *key, weakref.ref(entered))
+        entered = self._last.made_from(x, dim)
+        if entered is None:
+            split = self.sequence and dim is not None
+            entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
+            self._last.keep(x, dim, entered)
         return entered
 
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
@@ -61,6 +57,33 @@ class Region:
     def join_logits(self, logits: Tensor) -> Tensor:
         """All logits, from every rank's part of the vocabulary, for a loss that every rank computes."""
         return _call(_Join, logits, self.group)
+
+
+class _Last:
+    """The way in that was made last, for as long as what went in is there. Copies of it start with none."""
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[object, ...] = ()
+        self._entered: Tensor | None = None
+
+    def made_from(self, x: Tensor, dim: int | None) -> Tensor | None:
+        same = self._source is not None and self._source() is x
+        return self._entered if same and self._key == self._state(x, dim) else None
+
+    def keep(self, x: Tensor, dim: int | None, entered: Tensor) -> None:
+        self._source, self._key, self._entered = weakref.ref(x, self._forget), self._state(x, dim), entered
+
+    def _forget(self, source: "weakref.ref[Tensor]") -> None:
+        if self._source is source:
+            self._source, self._entered = None, None
+
+    @staticmethod
+    def _state(x: Tensor, dim: int | None) -> tuple[object, ...]:
+        return x._version, torch.is_grad_enabled(), dim
+
+    def __reduce__(self) -> tuple[type["_Last"], tuple[()]]:
+        return _Last, ()
 
 
 def _call(function: Any, *arguments: object) -> Tensor:
@@ -106,7 +129,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()  # no view: `_Last` would keep what it is a view of, and so itself
 
     @staticmethod
     @once_differentiable
