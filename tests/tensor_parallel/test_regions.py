@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup
+from echelon.collectives.group import Pending, Reduction
 from echelon.tensor_parallel.modules import Column
 from echelon.tensor_parallel.regions import Region
 
@@ -76,3 +77,25 @@ def test_a_region_is_copied_without_what_entered() -> None:
     entered = here.enter(x)
     assert copy.deepcopy(here).enter(x) is not entered
     assert here.enter(x) is entered
+
+
+class Doubling(RecordingGroup):  # type: ignore[misc] # final: for all but this test
+    """Doubles what it sums, as two equal ranks would."""
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+        tensor.mul_(2)
+        return super()._all_reduce(tensor, op)
+
+
+@pytest.mark.parametrize("to_matrices", [True, False])
+def test_gradients_of_others_are_not_summed_in_their_memory(*, to_matrices: bool) -> None:
+    """What adds passes one and the same gradient to both of its terms; a matrix makes its own."""
+    here = Region(Doubling("tensor", 0, 2, Ledger()), sequence=False)
+    x, other, weight = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
+    entered = here.enter(x, to_matrices=to_matrices)
+    (torch.nn.functional.linear(entered, weight) if to_matrices else entered + other).sum().backward()
+    plain = torch.ones(3, 3) @ weight.detach() if to_matrices else torch.ones(3, 3)
+    torch.testing.assert_close(x.grad, 2 * plain)
+    if not to_matrices:
+        assert other.grad is not None
+        assert other.grad.eq(1).all()

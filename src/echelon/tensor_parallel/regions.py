@@ -33,16 +33,22 @@ class Region:
         self.group, self.sequence = group, sequence
         self._last = _Last()
 
-    def enter(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
+    def enter(self, x: Tensor, *, dim: int | None = 1, to_matrices: bool = False) -> Tensor:
         """What a split module works on. `dim` counts positions; None: each rank has them all.
+
+        `to_matrices`: it is multiplied by matrices and nothing else. They make their gradients anew, so that
+        the sum can take place in that memory. What others pass back may be somebody else's too.
 
         Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
         """
-        entered = self._last.made_from(x, dim)
+        key = (x._version, torch.is_grad_enabled(), dim, to_matrices)
+        entered = self._last.made_from(x, key)
         if entered is None:
             split = self.sequence and dim is not None
-            entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
-            self._last.keep(x, dim, entered)
+            entered = (
+                _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group, to_matrices)
+            )
+            self._last.keep(x, key, entered)
         return entered
 
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
@@ -67,20 +73,16 @@ class _Last:
         self._key: tuple[object, ...] = ()
         self._entered: Tensor | None = None
 
-    def made_from(self, x: Tensor, dim: int | None) -> Tensor | None:
+    def made_from(self, x: Tensor, key: tuple[object, ...]) -> Tensor | None:
         same = self._source is not None and self._source() is x
-        return self._entered if same and self._key == self._state(x, dim) else None
+        return self._entered if same and self._key == key else None
 
-    def keep(self, x: Tensor, dim: int | None, entered: Tensor) -> None:
-        self._source, self._key, self._entered = weakref.ref(x, self._forget), self._state(x, dim), entered
+    def keep(self, x: Tensor, key: tuple[object, ...], entered: Tensor) -> None:
+        self._source, self._key, self._entered = weakref.ref(x, self._forget), key, entered
 
     def _forget(self, source: "weakref.ref[Tensor]") -> None:
         if self._source is source:
             self._source, self._entered = None, None
-
-    @staticmethod
-    def _state(x: Tensor, dim: int | None) -> tuple[object, ...]:
-        return x._version, torch.is_grad_enabled(), dim
 
     def __reduce__(self) -> tuple[type["_Last"], tuple[()]]:
         return _Last, ()
@@ -127,14 +129,15 @@ def _check_divides(x: Tensor, group: Group, dim: int) -> None:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
+        ctx.group, ctx.fresh = group, fresh
         return x.detach()  # no view: `_Last` would keep what it is a view of, and so itself
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return summed(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+        mine = gradient if ctx.fresh else gradient.clone(memory_format=torch.contiguous_format)
+        return summed(mine, ctx.group), None, None
 
 
 class _Leave(torch.autograd.Function):
