@@ -5,7 +5,7 @@ from echelon.errors import UserError
 
 
 def test_every_bench_says_what_it_measures() -> None:
-    assert list(benches()) == ["launch", "collectives", "step", "data-parallel", "pipeline"]
+    assert list(benches()) == ["launch", "collectives", "step", "data-parallel", "pipeline", "tensor"]
     assert all(bench.__doc__ for bench in benches().values())
 
 

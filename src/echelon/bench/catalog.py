@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from echelon.bench import collectives, data_parallel, launching, pipeline, step
+from echelon.bench import collectives, data_parallel, launching, pipeline, step, tensor
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
@@ -19,6 +19,7 @@ def benches() -> dict[str, Bench]:
         "step": step.bench,
         "data-parallel": data_parallel.bench,
         "pipeline": pipeline.bench,
+        "tensor": tensor.bench,
     }
 
 

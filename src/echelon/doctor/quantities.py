@@ -31,6 +31,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "_bytes_per_second": show_rate,
     "_bytes": show_bytes,
     "_seconds": show_seconds,
+    "_count": lambda count: f"{count:g}",
     "_points": lambda points: f"{points:+.1f} points",
 }
 

@@ -35,7 +35,7 @@ class Column:
 
     def __call__(self, x: Tensor) -> Tensor:
         bias: Any = self.module.bias
-        output = apply_matrix(self.module, self.region.enter(x), bias)
+        output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
         return self.region.join_logits(output) if self.joined else output
 
 
@@ -49,7 +49,7 @@ class Row:
     def __call__(self, x: Tensor) -> Tensor:
         bias: Any = self.module.bias
         output = self.region.leave(apply_matrix(self.module, x, None))
-        return output if bias is None else output + bias
+        return output if bias is None else output.add_(bias)  # nobody else has this sum
 
 
 @final
@@ -108,6 +108,6 @@ class EnterFirst:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if args:
-            return (self.region.enter(args[0]), *args[1:]), named
+            return (self.region.enter(args[0], to_matrices=True), *args[1:]), named
         first, *_others = named
-        return args, {**named, first: self.region.enter(named[first])}
+        return args, {**named, first: self.region.enter(named[first], to_matrices=True)}

@@ -31,28 +31,27 @@ class Region:
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-        self._entered: tuple[Any, int, bool, Tensor] | None = None
+        self._last = _Last()
 
-    def enter(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
+    def enter(self, x: Tensor, *, dim: int | None = 1, to_matrices: bool = False) -> Tensor:
         """What a split module works on. `dim` counts positions; None: each rank has them all.
+
+        `to_matrices`: it is multiplied by matrices and nothing else. They make their gradients anew, so that
+        the sum can take place in that memory. What others pass back may be somebody else's too.
 
         Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
         """
-        key = (x._version, torch.is_grad_enabled())
-        if self._entered is not None:
-            if self._entered[3] is x:  # the module around this one has entered with it
-                return x
-            if self._entered[0]() is x and self._entered[1:3] == key:
-                return self._entered[3]
-        split = self.sequence and dim is not None
-        entered = _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group)
-        self._entered = (weakref.ref(x, self._forget), *key, entered)
+        if self._last.is_made(x):  # the module around this one has entered with it
+            return x
+        key = (x._version, torch.is_grad_enabled(), dim, to_matrices)
+        entered = self._last.made_from(x, key)
+        if entered is None:
+            split = self.sequence and dim is not None
+            entered = (
+                _call(_Gather, x, self.group, dim) if split else _call(_Enter, x, self.group, to_matrices)
+            )
+            self._last.keep(x, key, entered)
         return entered
-
-    def _forget(self, which: Any) -> None:
-        """Nobody has these hidden states any more: nobody can enter with them."""
-        if self._entered is not None and self._entered[0] is which:
-            self._entered = None
 
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """The sum over ranks of what a split module made; `x` is used up."""
@@ -66,6 +65,32 @@ class Region:
     def join_logits(self, logits: Tensor) -> Tensor:
         """All logits, from every rank's part of the vocabulary, for a loss that every rank computes."""
         return _call(_Join, logits, self.group)
+
+
+class _Last:
+    """The way in that was made last, for as long as what went in is there. Copies of it start with none."""
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[object, ...] = ()
+        self._entered: Tensor | None = None
+
+    def made_from(self, x: Tensor, key: tuple[object, ...]) -> Tensor | None:
+        same = self._source is not None and self._source() is x
+        return self._entered if same and self._key == key else None
+
+    def is_made(self, x: Tensor) -> bool:
+        return self._entered is x
+
+    def keep(self, x: Tensor, key: tuple[object, ...], entered: Tensor) -> None:
+        self._source, self._key, self._entered = weakref.ref(x, self._forget), key, entered
+
+    def _forget(self, source: "weakref.ref[Tensor]") -> None:
+        if self._source is source:
+            self._source, self._entered = None, None
+
+    def __reduce__(self) -> tuple[type["_Last"], tuple[()]]:
+        return _Last, ()
 
 
 def _call(function: Any, *arguments: object) -> Tensor:
@@ -109,14 +134,15 @@ def _check_divides(x: Tensor, group: Group, dim: int) -> None:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
+        ctx.group, ctx.fresh = group, fresh
+        return x.detach()  # no view: `_Last` would keep what it is a view of, and so itself
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return summed(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
+        mine = gradient if ctx.fresh else gradient.clone(memory_format=torch.contiguous_format)
+        return summed(mine, ctx.group), None, None
 
 
 class _Leave(torch.autograd.Function):

@@ -1,0 +1,165 @@
+"""The contenders of the bench `tensor`, as they run in a rank: blocks of a transformer, split over ranks.
+
+Each step does: forward, sum of squares of the output, backward, the sums of gradients that ranks have parts
+of, AdamW; no clipping. There is neither embedding nor head, so that both sides do the same work: hidden
+states go in and come out, whole on every rank, or of each rank its part of the sequence. An engine begins
+with an embedding and ends with the loss of whole sequences, so echelon's side is what an engine does between
+them: `split_over` with the table of the models, and its way to sum gradients.
+
+torch is set up as its documentation says for a transformer block. What enters a module of several matrices
+(query, key, value) is prepared once, as in torchtitan, so that its gradients too are summed once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.bench.trainers import make_model
+from echelon.data_parallel import Alone, Bond, Sync, Tied
+from echelon.mesh import Mesh
+from echelon.models import ModelConfig
+from echelon.plan import Plan
+from echelon.sequence import View, assign
+from echelon.tensor_parallel import TABLES, Sharded, split_over
+
+Gradients = dict[str, Tensor]  # by the parameter's name, summed where ranks have parts of them
+
+# Of the table of the models, what it says of blocks: by names in a list of them, and in one.
+_TABLE = {name[7:]: style for name, style in TABLES["GPT"].items() if name.startswith("blocks.")}
+_STYLES = {name.removeprefix("*."): style for name, style in _TABLE.items()}
+
+
+class Stack(NamedTuple):
+    """`step` trains on hidden states and returns the loss of this rank's output."""
+
+    step: Callable[[Tensor], float]
+    gradients: Callable[[], Gradients]  # of the last step, of what this rank holds
+
+
+def make_hidden(config: ModelConfig, samples: int, *, sequence: bool) -> Tensor:
+    """Random hidden states, the same in every rank; or this rank's part of their `sequence`."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(samples, config.sequence, config.width, generator=generator)
+    return whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() if sequence else whole
+
+
+def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
+    """Split as `parallelize` splits the blocks of a model."""
+    plan, blocks = mesh.plan, _blocks(config)
+    sharded = split_over(
+        blocks,
+        mesh.group("tensor"),
+        _TABLE,
+        sequence=plan.sequence,
+        whole_sequence=(),
+        join_logits=False,
+    )
+    view = View()
+    view.stretch = plan.tensor if plan.sequence else 1
+    assign(blocks, view)
+    sync = _sync(blocks, sharded)
+    optimizer = _adamw([list(blocks.parameters())])
+
+    def step(hidden: Tensor) -> float:
+        mesh.ledger.start_step()
+        sync.start_step()
+        loss = _loss(blocks(hidden))
+        loss.backward()
+        sync.finish_gradients()
+        optimizer.step()
+        return loss.item()
+
+    return Stack(step, lambda: {name: _gradient(p) for name, p in blocks.named_parameters()})
+
+
+def torch_stack(config: ModelConfig, plan: Plan) -> Stack:
+    """Split by `parallelize_module` of torch.distributed.tensor: parameters are DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    blocks = _blocks(config)
+    mesh = init_device_mesh(_kind(blocks), (plan.tensor,))
+    for block in blocks:
+        parallelize_module(block, mesh, _styles(block, sequence=plan.sequence))
+    parameters = list(blocks.parameters())
+    # Together DTensors and tensors cannot be updated in one go.
+    split, whole = ([p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False))
+    optimizer = _adamw([group for group in (split, whole) if group])
+
+    def step(hidden: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = _loss(blocks(hidden))
+        loss.backward()
+        optimizer.step()  # sums the gradients that ranks have parts of
+        return loss.item()
+
+    return Stack(step, lambda: {name: _of_dtensor(_gradient(p)) for name, p in blocks.named_parameters()})
+
+
+def _of_dtensor(tensor: Tensor) -> Tensor:
+    """This rank's share of it, or the sum where ranks have parts."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    (placement,) = tensor.placements
+    whole = tensor.redistribute(placements=[Replicate()]) if placement.is_partial() else tensor
+    return whole.to_local()
+
+
+def _styles(block: nn.Module, *, sequence: bool) -> dict[str, Any]:
+    """The plan of one block for `parallelize_module`."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    stream = Shard(1) if sequence else Replicate()
+    makers: dict[str, Callable[[], Any]] = {
+        "column": ColwiseParallel,
+        "row": partial(RowwiseParallel, output_layouts=stream),
+    }
+    inside = partial(PrepareModuleInput, input_layouts=stream, desired_input_layouts=Replicate())
+    norms = ("attention_norm", "mlp_norm") if sequence else ()
+    there = {name for name, _ in block.named_modules()}
+    return {
+        **{name: SequenceParallel() for name in norms},
+        **{name: inside() for name in ("attention", "mlp")},
+        **{name: makers[style]() for name, style in _STYLES.items() if style in makers and name in there},
+    }
+
+
+def _blocks(config: ModelConfig) -> nn.Sequential:
+    return nn.Sequential(*make_model(config).blocks)
+
+
+def _sync(blocks: nn.Module, sharded: Sharded) -> Sync:
+    """The part of an engine that sums gradients of which ranks have parts."""
+    group = sharded.region.group
+    bonds = [Bond(parameter, group, speaks=True, counts=True) for parameter in sharded.partial]
+    return Tied(Alone(blocks), bonds)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def _kind(module: nn.Module) -> str:
+    return next(module.parameters()).device.type
+
+
+def _adamw(groups: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=3e-4, fused=True)

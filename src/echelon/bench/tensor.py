@@ -1,0 +1,132 @@
+"""The bench `tensor`: a training step of some blocks of a transformer, split over two ranks, beside torch's.
+
+A case is one family and one plan: echelon, and the same split by DTensors of torch.distributed.tensor. They
+take turns step by step in the same ranks. What each does is in `layers`. It compares equals: gradients of the
+first step and losses of the first steps must agree, or there is no result.
+
+Beside echelon's times stands what its ledger counted: collectives and bytes of a rank, a layer and step.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.bench.compare import Row, compare, slowest
+from echelon.bench.harness import alternate, timed
+from echelon.bench.layers import Gradients, echelon_stack, make_hidden, torch_stack
+from echelon.engine import TRAINING_MODULES
+from echelon.launching import Ranks, preload
+from echelon.mesh import Mesh
+from echelon.models import ModelConfig
+from echelon.plan import Plan
+
+_RANKS, _SAMPLES = 2, 8
+_PLANS = (Plan(tensor=_RANKS), Plan(tensor=_RANKS, sequence=True))
+_FULL = (
+    ModelConfig("gpt", layers=2, width=384, heads=6, vocab=256, sequence=128),
+    ModelConfig("llama", layers=2, width=384, heads=6, kv_heads=2, vocab=256, sequence=128),
+)
+_SMALL = (
+    ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16),
+    ModelConfig("llama", layers=1, width=32, heads=4, kv_heads=2, vocab=64, sequence=16),
+)
+
+_WARMUP = 4
+_ECHELON, _TORCH = "echelon", "torch DTensor"
+_PRELOADED = ("echelon.bench.tensor", "torch.distributed.tensor.parallel")
+
+# Float32 sums in another order differ by this much. A gradient that is zero but for rounding (that of a key's
+# bias) is held to as much of a small part of the largest.
+_ROUNDING, _SMALL_PART = 1e-4, 1e-2
+
+
+class Measured(NamedTuple):
+    """One rank's seconds by contender, a number a round; its losses, a number a step; by how much the
+    gradients of the first step differ; and of echelon's last step the collectives, and the bytes sent."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, list[float]]
+    differences: dict[str, float]
+    collectives: int
+    sent: int
+
+
+def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
+    """A training step of transformer blocks split over 2 ranks, against torch's DTensor."""
+    preload(*TRAINING_MODULES, *_PRELOADED)
+    configs, rounds = (_SMALL, 2) if quick else (_FULL, 30)
+    rows = [row for config in configs for plan in _PLANS for row in _rows(plan, config, rounds)]
+    settings = {
+        "models": [dataclasses.asdict(config) for config in configs],
+        "without": "embedding and head",
+        "ranks": _RANKS,
+        "samples": _SAMPLES,
+        "precision": "fp32",
+        "optimizer": "AdamW, fused",
+        "clip": None,
+        "rounds": rounds,
+    }
+    return settings, rows
+
+
+def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
+    with Ranks(_RANKS) as ranks:
+        told = ranks.run(measure, plan, config, rounds)
+    case = f"{config.family}, {plan}"
+    check_equal(case, told, in_parts=plan.sequence)
+    extras = {
+        "collectives_a_layer_count": max(rank.collectives for rank in told) / config.layers,
+        "sent_a_layer_bytes": max(rank.sent for rank in told) / config.layers,
+    }
+    rows = compare(case, slowest([rank.seconds for rank in told]), _TORCH)
+    return [dataclasses.replace(row, extras=extras if row.contender == _ECHELON else {}) for row in rows]
+
+
+def measure(plan: Plan, config: ModelConfig, rounds: int) -> Measured:
+    """Runs in every rank: the contenders of one case, in turn."""
+    hidden = make_hidden(config, _SAMPLES, sequence=plan.sequence)
+    mesh = Mesh.join(plan)
+    stacks = {_TORCH: torch_stack(config, plan), _ECHELON: echelon_stack(config, mesh)}
+    losses = {name: [stack.step(hidden)] for name, stack in stacks.items()}
+    differences = differing(stacks[_ECHELON].gradients(), stacks[_TORCH].gradients())
+    contenders = {
+        name: timed(partial(_train, stack.step, hidden, losses[name]), before=dist.barrier)
+        for name, stack in stacks.items()
+    }
+    seconds = alternate(contenders, rounds, warmup=_WARMUP)
+    moves = mesh.ledger.moves
+    return Measured(seconds, losses, differences, len(moves), sum(move.traffic.sent for move in moves))
+
+
+def _train(step: Callable[[Tensor], float], hidden: Tensor, losses: list[float]) -> None:
+    losses.append(step(hidden))
+
+
+def differing(mine: Gradients, theirs: Gradients) -> dict[str, float]:
+    """By how much of its size each gradient differs."""
+    sizes = {name: theirs[name].norm().item() for name in mine}
+    least = _SMALL_PART * max(sizes.values())
+    return {name: (mine[name] - theirs[name]).norm().item() / max(sizes[name], least) for name in mine}
+
+
+def check_equal(case: str, ranks: Sequence[Measured], *, in_parts: bool) -> None:
+    """Raise unless both had the same gradients and losses. `in_parts`: of losses each rank tells a part."""
+    for name, difference in (found for rank in ranks for found in rank.differences.items()):
+        if not difference < _ROUNDING:
+            raise RuntimeError(
+                f"{case}: {_ECHELON} and {_TORCH} are no equals: {name} differs by {difference:.1e}"
+            )
+    mine, theirs = (_losses([rank.losses[name] for rank in ranks], in_parts) for name in (_ECHELON, _TORCH))
+    if not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(mine, theirs, strict=True)):
+        raise RuntimeError(f"{case}: {_ECHELON} and {_TORCH} are no equals: losses {mine} and {theirs}")
+
+
+def _losses(ranks: Sequence[list[float]], in_parts: bool) -> list[float]:
+    """Of the first steps, over all ranks."""
+    steps = zip(*(losses[:_WARMUP] for losses in ranks), strict=True)
+    return [sum(losses) if in_parts else losses[0] for losses in steps]
