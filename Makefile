@@ -25,8 +25,9 @@ train: .venv/.installed     ## the main job: a small GPT on 2 ranks, about 2 min
 test: .venv/.installed-dev  ## the whole suite, under 10 minutes on 2 cores
 	@$(BIN)/python -m pytest
 
-fuzz: .venv/.installed-dev  ## the long suites: every strategy against every number of ranks
+fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
 	@$(BIN)/python -m pytest -m slow -rA
+	@$(BIN)/python -m tests.fuzz --plans 1000
 
 lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .

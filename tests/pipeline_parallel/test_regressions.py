@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from echelon import UserError
+from echelon.program import flushed, show
 from echelon.verify import Case, assert_equal, verify
 from tests.cases import adamw
 
@@ -50,6 +51,10 @@ class ChangesItsInput(Block):
 
 def four(block: type[nn.Module] = Block) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), block(), block(), nn.Linear(8, 5))
+
+
+def eight() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), *(Block() for _ in range(6)), nn.Linear(8, 5))
 
 
 def checkpointed() -> nn.Module:
@@ -192,6 +197,20 @@ def case(model: Make, make_batch: Any = batch, clip: float | None = 0.1) -> Case
 def test_replicas_remember_forms_of_each_rank_apart(stages: str) -> None:
     """One side had learned a form from one replica and expected it of another."""
     assert_equal(case(four, changing), f"pipeline={stages} microbatches=2")
+
+
+@pytest.mark.parametrize("order", ["naive", "file"])
+@pytest.mark.parametrize("stages", ["1-2", "1-3"])
+def test_replicas_that_work_one_after_the_other_do_not_wait_for_sums_of_gradients(
+    stages: str, order: str, tmp_path: Path
+) -> None:
+    """At zero=1 a backward waited for the sum of one unit's gradients before it went on to the next but one.
+    The other replica, whose microbatch comes later, took no part in it: it waited for that backward to end.
+    Random plans found it."""
+    path = tmp_path / "mine.txt"
+    path.write_text(show(flushed("naive", tuple(map(int, stages.split("-"))), 2)))
+    schedule = path if order == "file" else order
+    assert_equal(case(eight), f"pipeline={stages} zero=1 schedule={schedule} microbatches=2")
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])

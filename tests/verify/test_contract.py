@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from echelon.engine import Engine
+from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.verify import Case, Verdict, assert_equal, verify
 from tests.cases import (
@@ -29,6 +30,11 @@ from tests.cases import (
 def test_plans_are_equal_to_one_device(plan: str) -> None:
     verdict = assert_equal(perceptron_case(), plan)
     assert verdict.worst[1] < 1e-11
+
+
+def test_ranks_that_are_there_are_used_again_and_again(warm_ranks: Callable[[int], Ranks]) -> None:
+    for plan in ("data=2", "data=2 zero=1", "pipeline=auto data=2"):
+        assert verify(perceptron_case(steps=3), plan, ranks=warm_ranks(2)).equal
 
 
 def test_uneven_batches_weigh_by_samples() -> None:

@@ -195,7 +195,8 @@ class Zero(Sync):
         with self._group.ledger.about("gradients"):
             handle = self._group.reduce_scatter(part, gradient, wait=False)
         self._in_flight.append(_Reduction(handle, flat, part))
-        self._complete(_IN_FLIGHT)
+        if self._level > 1:  # at level 1 a sum is made in place, so waiting for it would save no memory
+            self._complete(_IN_FLIGHT)
         for use in self._uses:  # the embedding of tokens: no input tells that it is through
             if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)

@@ -173,6 +173,7 @@ def _asynchronous(
         model,
         mesh.group("data"),
         make,
+        groups=mesh.layout.groups("data"),
         staleness=mesh.plan.staleness,
         clip=clip,
         schedule=schedule,

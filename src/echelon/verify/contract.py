@@ -19,7 +19,7 @@ from echelon.engine import TRAINING_MODULES, parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.launching import launch, preload
+from echelon.launching import Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS
 from echelon.verify.case import Case
@@ -96,31 +96,45 @@ def _badness(item: tuple[str, float]) -> float:
 
 
 def verify(
-    case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE, plant: str | Plant | None = None
+    case: Case,
+    plan: Plan | str,
+    *,
+    tolerance: float = TOLERANCE,
+    plant: str | Plant | None = None,
+    ranks: Ranks | None = None,
 ) -> Verdict:
     """Train `case` with `plan` on real processes and on one device; compare everything.
 
     Asynchronous training has a meaning of its own, which its log tells: that is replayed on one process.
     `plant` puts a known mistake into the parallel training (by name, see plants.py; or a function of the
-    engine): the verdict must find it.
+    engine): the verdict must find it. `ranks` are processes that are there already, as many as the plan
+    takes; with pipeline=auto, any number. Without them it starts its own, which takes longer.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     if plant is not None and plan.data == 1:
         raise UserError(f"--plant {plant} with '{plan}': the bug is one between replicas; set data=2 or more")
     exact = dataclasses.replace(plan, precision="fp64")
-    preload(*TRAINING_MODULES)
-    ranks = launch(_train_rank, ranks_here(exact), case, exact, plant, deadline=_DEADLINE)
-    plan = dataclasses.replace(Plan.parse(ranks[0].plan), precision=plan.precision)  # without `auto`
-    reference, against = _reference(case, plan, ranks[0])
+    trained = _train(ranks, case, exact, plant)
+    first = trained[0]
+    plan = dataclasses.replace(Plan.parse(first.plan), precision=plan.precision)  # without `auto`
+    reference, against = _reference(case, plan, first)
     _refuse_standstill(case, reference)
-    tensors = dict(_tensor_gaps(ranks[0], reference)) | dict(_disagreements(ranks, against))
-    numbers = {"evaluation": _gap(_doubles([ranks[0].evaluation]), _doubles([reference.evaluation]))}
+    tensors = dict(_tensor_gaps(first, reference)) | dict(_disagreements(trained, against))
+    numbers = {"evaluation": _gap(_doubles([first.evaluation]), _doubles([reference.evaluation]))}
     if against != _LOG:  # where the losses of steps are each worker's own
-        numbers["loss"] = _gap(_doubles(ranks[0].losses), _doubles(reference.losses))
+        numbers["loss"] = _gap(_doubles(first.losses), _doubles(reference.losses))
     if against == ONE_DEVICE:
-        numbers["grad_norm"] = _gap(_doubles(ranks[0].grad_norms), _doubles(reference.grad_norms))
+        numbers["grad_norm"] = _gap(_doubles(first.grad_norms), _doubles(reference.grad_norms))
     return Verdict(plan, case.steps, tensors, numbers, tolerance, against)
+
+
+def _train(ranks: Ranks | None, case: Case, plan: Plan, plant: str | Plant | None) -> list[Trained]:
+    """What each rank's training left: on `ranks`, or on new ones."""
+    if ranks is not None:
+        return ranks.run(_train_rank, case, plan, plant)
+    preload(*TRAINING_MODULES)
+    return launch(_train_rank, ranks_here(plan), case, plan, plant, deadline=_DEADLINE)
 
 
 def _reference(case: Case, plan: Plan, ran: Trained) -> tuple[Trained, str]:

@@ -18,7 +18,7 @@ Gloo moves host memory: what lives on a device passes through there.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives import Group, Ledger, SharedGroup, TorchGroup
+from echelon.collectives import Group, Ledger, TorchGroup
 
 _FOREVER = timedelta(
     days=365
@@ -54,13 +54,16 @@ class Message(NamedTuple):
     norm: float = 0.0
 
 
-def open_group(group: Group) -> dist.ProcessGroup:
-    """A process group of the same ranks, for these messages alone; all of them must call this."""
-    assert isinstance(group, TorchGroup | SharedGroup), "more than one rank means real processes"
-    ranks = dist.get_process_group_ranks(group.process_group)
-    made = dist.new_group(ranks, timeout=_FOREVER, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
-    return made
+def open_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+    """A process group for these messages alone: of those `groups` of ranks, the one that this rank is in.
+
+    Every rank makes every group, in the same order. Torch could make just its own, but names that one by how
+    many groups this process is in already, and ranks which differ in that would never find each other.
+    """
+    made = {tuple(ranks): dist.new_group(list(ranks), timeout=_FOREVER, backend="gloo") for ranks in groups}
+    mine = next(its for ranks, its in made.items() if dist.get_rank() in ranks)
+    assert isinstance(mine, dist.ProcessGroup), "this rank is one of them"
+    return mine
 
 
 def channel(group: dist.ProcessGroup, ledger: Ledger) -> TorchGroup:

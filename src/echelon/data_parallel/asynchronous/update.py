@@ -10,7 +10,7 @@ batch, else of this worker's own. Whatever ranks do together between steps calls
 
 import atexit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -38,6 +38,7 @@ from echelon.precision import Direct, Masters
 class Asynchronous(Update):
     """Workers along `group`; the process of replica 0 hosts the server beside its worker.
 
+    `groups` are the ranks of this group and of all others along its axis, in the same order on every rank.
     `schedule` maps the version to a factor of the learning rate; `stepper` is how the server updates.
     """
 
@@ -50,6 +51,7 @@ class Asynchronous(Update):
         group: Group,
         make: Make,
         *,
+        groups: Sequence[Sequence[int]],
         staleness: float,
         clip: float | None = None,
         schedule: Callable[[int], float] | None = None,
@@ -83,7 +85,7 @@ class Asynchronous(Update):
             self.optimizer = make_local(make, self._parameters, {}, in_parts=False)
         self._rates = Rates(self.optimizer, schedule)
         self._step = 0
-        self._port = self._open_port()
+        self._port = self._open_port(groups)
         # When nobody has this any more, or the process ends, the server must not wait for this worker.
         weakref.finalize(self, self._port.leave).atexit = False
         # At the end the last to register is the first to be called: while the process group is still there.
@@ -156,8 +158,8 @@ class Asynchronous(Update):
             storages["optimizer"] += self._host.optimizer_storages()
         return storages
 
-    def _open_port(self) -> Port:
-        messages = open_group(self._group) if self._group.size > 1 else None
+    def _open_port(self, groups: Sequence[Sequence[int]]) -> Port:
+        messages = open_group(groups) if self._group.size > 1 else None
         if self._host is None:
             assert messages is not None, "who is alone is the server"
             return RemotePort(messages, self._group.ledger)

@@ -1,0 +1,1 @@
+"""Random plans, each held to the equality contract. `make test` runs some, `make fuzz` many."""

@@ -1,0 +1,71 @@
+"""One random training as plain data, which prints as one line and is read from it again.
+
+>>> print(Drawn(Plan(data=2, zero=1), model="llama", samples=5))
+data=2 zero=1 | model=llama samples=5
+"""
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.plan import AUTO, Plan
+
+ORDER_FILE = "order.txt"  # in a drawn plan; the file is written where the plan runs
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan, a model, an optimizer and a batch. What it does not say is the simplest there is."""
+
+    plan: Plan
+    order: str = ""  # the schedule file of the plan, its lines joined by " / "
+    workers: int = 1  # how many ranks pipeline=auto has for each replica
+    model: str = "gpt"
+    layers: int = 1
+    heads: int = 2
+    kv_heads: int = 0  # 0: as many as heads
+    vocab: int = 16
+    tokens: int = 8  # of a sequence
+    tied: bool = False
+    dropout: float = 0.0
+    optimizer: str = "sgd"
+    decay: str = "none"
+    clip: float = 0.0  # 0: none
+    samples: int = 1
+    targets: str = "all"
+    steps: int = 4
+    prefetch: int = 1
+    smallest_unit: int = 0
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        plan = self.plan
+        if plan.pipeline == AUTO:
+            return plan.data * plan.tensor * plan.context * self.workers
+        return plan.ranks
+
+    @property
+    def order_text(self) -> str:
+        """The schedule file as it is written."""
+        return self.order.replace(" / ", "\n") + "\n"
+
+    def __str__(self) -> str:
+        words = [
+            f"{field.name}={shlex.quote(str(getattr(self, field.name)))}"
+            for field in dataclasses.fields(self)[1:]
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{self.plan} | {' '.join(words)}"
+
+    @classmethod
+    def parse(cls, line: str) -> "Drawn":
+        plan, _, rest = line.partition("|")
+        words = dict(word.split("=", 1) for word in shlex.split(rest))
+        return cls(Plan.parse(plan.strip()), **{name: _read(name, text) for name, text in words.items()})
+
+
+def _read(name: str, text: str) -> Any:
+    default = next(field.default for field in dataclasses.fields(Drawn) if field.name == name)
+    return text == "True" if isinstance(default, bool) else type(default)(text)

@@ -1,0 +1,203 @@
+"""What each field of a random training may be, the simplest first, and which values go together.
+
+A value that the engine does not run yet is left out, as `engine/support.py` says: a strategy that is added
+there is drawn from then on. A rule here is a rule of the library that a person could know beforehand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from echelon.engine.support import _RUNS
+from echelon.plan import AUTO, Plan
+from echelon.plan.fields import SCHEDULES
+from echelon.plan.plan import _draft
+from echelon.plan.rules import ASYNCHRONOUS_SCHEDULES, broken_rules
+from tests.fuzz.drawn import ORDER_FILE
+
+Values = Mapping[str, Any]
+
+MOST_RANKS = 8
+TRANSFORMERS = ("gpt", "llama")
+OF_TOKENS = (*TRANSFORMERS, "lstm", "encoder")
+PLAN_FIELDS = tuple(Plan.__dataclass_fields__)
+INFINITE = float("inf")
+_NAIVE_OR_FILE = ("naive", ORDER_FILE)
+
+_PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 2, 1), AUTO)
+# Field → its values, in the order in which they are drawn; a value that stands twice is drawn twice as often.
+_CANDIDATES: dict[str, Sequence[Any]] = {
+    "model": (*("gpt",) * 5, *("llama",) * 5, "resnet", "lstm", "encoder", "twice"),
+    "pipeline": (*_PIPELINES, 1, 1, 2, 2, 3),
+    "workers": (1, 2, 3, 4),
+    "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b"), ORDER_FILE),
+    "sync": ("all-reduce", "all-reduce", "all-reduce", "parameter-server", "async"),
+    "data": (1, 2, 3, 4, 6, 8, 2),
+    "tensor": (1, 2, 4, 2),
+    "context": (1, 2, 3, 4, 2),
+    "expert": (1,),  # the models here have no experts
+    "staleness": (INFINITE, 0, 1, 2, 5),
+    "zero": (0, 1, 2, 3),
+    "chunks": (1, 2, 3),
+    "microbatches": (1, 2, 3, 4, 5, 6, 7, 8),
+    "sequence": (False, True),
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
+    "offload": ((), ("optimizer",), ("parameters",), ("activations",), ("optimizer", "activations")),
+    "compress": ("none", "gist"),  # the others are not exact
+    "layers": (1, 2, 3, 4, 5, 6),
+    "heads": (2, 1, 4),
+    "kv_heads": (0, 1, 2),
+    "vocab": (16, 17),
+    "tokens": (8, 12),
+    "tied": (False, True),
+    "dropout": (0.0, 0.2),
+    "optimizer": ("sgd", "adam", "adamw"),
+    "decay": ("none", "all", "matrices"),
+    "clip": (0.0, 0.1, 1.0),
+    "targets": ("all", "some", "few"),
+    "steps": (4, 5, 6),
+    "prefetch": (1, 0, 2),
+    "smallest_unit": (0, 4096),
+    "seed": (0, 1, 2, 3),
+}
+FIELDS = (*_CANDIDATES, "samples")
+_MOST_STAGES = max(_CANDIDATES["layers"]) + 2  # with the embedding and the head
+
+
+def candidates(field: str, known: Values) -> list[Any]:
+    """The values of a field that run, those before first that make a smaller training."""
+    if field == "samples":
+        return _samples(known)
+    runs = _RUNS.get(field)
+    return [value for value in _CANDIDATES[field] if runs is None or value in runs]
+
+
+def _samples(known: Values) -> list[int]:
+    """As many as divide evenly, one less, one more, one a replica, fewer than replicas, and many."""
+    replicas, shares = known["data"], known["data"] * known["microbatches"]
+    numbers = (shares, shares + 1, shares - 1, replicas, replicas - 1, 2 * shares + 1, 1, 11)
+    return [number for number in numbers if 0 < number <= 24] + [replicas * known["workers"]]
+
+
+def fits(known: Values, field: str) -> bool:
+    """Whether the value of a field breaks no rule with others that are known; some rules wait for more."""
+    own = (rule(known) for names, rule in _RULES if field in names and all(name in known for name in names))
+    if not all(own) or _ranks(known) > MOST_RANKS:
+        return False
+    draft = _draft({name: value for name, value in known.items() if name in PLAN_FIELDS})
+    unknown = [name for name in PLAN_FIELDS if name not in known]
+    return field not in PLAN_FIELDS or not any(broken_rules(draft, unknown))
+
+
+def _ranks(known: Values) -> int:
+    """How many ranks the fields take that are known so far."""
+    product = known.get("workers", 1)
+    for axis in ("data", "tensor", "context"):
+        product *= known.get(axis, 1)
+    pipeline = known.get("pipeline", 1)
+    if pipeline == AUTO:
+        return product  # type: ignore[no-any-return]
+    return product * (sum(pipeline) if isinstance(pipeline, tuple) else pipeline)  # type: ignore[no-any-return]
+
+
+def has_replicas(known: Values) -> bool:
+    """Whether some stage has, or may be found to have, several ranks within a replica."""
+    return isinstance(known["pipeline"], tuple) or known["pipeline"] == AUTO
+
+
+def _meets_in_microbatches(known: Values) -> bool:
+    """Whether every replica needs a sample."""
+    in_stages = known["pipeline"] != 1 or known["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
+    return in_stages or known["zero"] >= 2 or known["sync"] == "async"
+
+
+def _finds_no_replicas(known: Values) -> bool:
+    """Whether measuring finds one stage for each worker."""
+    straight = known["schedule"] in ASYNCHRONOUS_SCHEDULES or known["zero"] == 3
+    return known["pipeline"] == AUTO and straight
+
+
+def _of_layers(known: Values) -> bool:
+    return known["model"] in TRANSFORMERS
+
+
+def _stages(known: Values) -> int:
+    pipeline = known["pipeline"]
+    if pipeline == AUTO:
+        return 1
+    return len(pipeline) if isinstance(pipeline, tuple) else pipeline  # type: ignore[no-any-return]
+
+
+Rule = Callable[[Values], bool]
+
+
+def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
+    """The fields that a rule reads, and whether they go together."""
+    # What only some models have.
+    yield ("model", "schedule"), lambda v: _of_layers(v) or v["schedule"] not in ("interleaved", ORDER_FILE)
+    for axis in ("tensor", "context"):
+        yield ("model", axis), lambda v, axis=axis: _of_layers(v) or v[axis] == 1
+    for field in ("layers", "heads", "vocab", "tokens", "tied", "dropout", "chunks", "workers", "pipeline"):
+        plain = _CANDIDATES[field][0]
+        yield ("model", field), lambda v, f=field, plain=plain: _of_layers(v) or v[f] == plain
+    yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
+    yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
+    yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
+    # What axes divide.
+    yield ("tensor", "heads"), lambda v: v["heads"] % v["tensor"] == 0
+    yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
+    yield ("tensor", "vocab"), lambda v: v["vocab"] % v["tensor"] == 0
+    yield ("context", "tokens"), lambda v: v["tokens"] % (2 * v["context"]) == 0
+    yield ("tensor", "sequence"), lambda v: v["tensor"] > 1 or not v["sequence"]
+    # Stages.
+    yield ("pipeline", "workers"), lambda v: v["pipeline"] == AUTO or v["workers"] == 1
+    yield ("pipeline", "schedule"), lambda v: v["schedule"] != "interleaved" or v["pipeline"] != 1
+    yield ("pipeline", "chunks"), lambda v: _stages(v) * v["chunks"] <= _MOST_STAGES
+    yield ("pipeline", "chunks", "layers"), lambda v: _stages(v) * v["chunks"] <= v["layers"] + 2
+    yield (
+        ("pipeline", "schedule", "layers"),
+        lambda v: v["schedule"] != "interleaved" or 2 * _stages(v) <= v["layers"] + 2,
+    )
+    yield ("schedule", "chunks"), lambda v: v["schedule"] != ORDER_FILE or v["chunks"] == 1
+    yield ("schedule", "clip"), lambda v: v["schedule"] not in ASYNCHRONOUS_SCHEDULES or v["clip"] == 0
+    # Weights in the first and the last stage.
+    yield (
+        ("schedule", "pipeline", "tied"),
+        lambda v: not (v["tied"] and v["schedule"] in ASYNCHRONOUS_SCHEDULES and v["pipeline"] != 1),
+    )
+    yield (
+        ("zero", "pipeline", "tied"),
+        lambda v: not (v["tied"] and v["zero"] and has_replicas(v) and v["pipeline"] != (2, 2)),
+    )
+    # What measuring may find: replicas of a stage, or no stages at all.
+    yield (
+        ("pipeline", "zero", "schedule"),
+        lambda v: v["pipeline"] != AUTO or v["zero"] < 2 or v["schedule"] not in _NAIVE_OR_FILE,
+    )
+    yield (
+        ("pipeline", "schedule", "microbatches", "workers"),
+        lambda v: (
+            v["pipeline"] != AUTO or v["schedule"] != "pipedream-2bw" or v["microbatches"] >= v["workers"]
+        ),
+    )
+    yield (
+        ("pipeline", "schedule", "zero", "workers", "layers"),
+        lambda v: not _finds_no_replicas(v) or v["workers"] <= v["layers"] + 2,
+    )
+    # Batches.
+    yield (
+        ("samples", "data", "workers", "pipeline", "schedule", "zero", "sync"),
+        lambda v: not _meets_in_microbatches(v) or v["samples"] >= v["data"] * v["workers"],
+    )
+    yield (
+        ("sync", "staleness", "dropout", "data", "samples"),
+        lambda v: (
+            not (v["sync"] == "async" and v["staleness"] == 0 and v["dropout"])
+            or v["samples"] % v["data"] == 0
+        ),
+    )
+    yield ("sync", "targets"), lambda v: v["sync"] != "async" or v["targets"] != "few"
+    yield ("zero", "prefetch"), lambda v: v["zero"] == 3 or v["prefetch"] == 1
+
+
+_RULES = tuple(_rules())
