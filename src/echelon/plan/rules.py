@@ -163,14 +163,16 @@ def _sequence_needs_tensor(plan: "Plan") -> str | None:
     )
 
 
-def _workers_are_single_ranks(plan: "Plan") -> str | None:
-    if plan.sync != "async" or plan.tensor * plan.context == 1:
-        return None
-    return (
-        f"sync=async tensor={plan.tensor} context={plan.context}: an asynchronous worker pulls and pushes "
-        "when it likes, and ranks that share a layer would be at different versions; use sync=all-reduce, "
-        "or tensor=1 context=1"
-    )
+def _workers_are_single_ranks(axis: str) -> Callable[["Plan"], str | None]:
+    def rule(plan: "Plan") -> str | None:
+        if plan.sync != "async" or getattr(plan, axis) == 1:
+            return None
+        return (
+            f"sync=async {axis}={getattr(plan, axis)}: an asynchronous worker pulls and pushes at will, "
+            f"and ranks that share a layer would be at different versions; use sync=all-reduce, or {axis}=1"
+        )
+
+    return rule
 
 
 # The fields that a rule reads, and the rule.
@@ -191,7 +193,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("sync", "pipeline"), _workers_have_whole_models),
     (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
     (("sequence", "tensor"), _sequence_needs_tensor),
-    (("sync", "tensor", "context"), _workers_are_single_ranks),
+    (("sync", "tensor"), _workers_are_single_ranks("tensor")),
+    (("sync", "context"), _workers_are_single_ranks("context")),
 )
 
 
