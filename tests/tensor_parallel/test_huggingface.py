@@ -1,0 +1,50 @@
+"""Models of transformers, as they are, with their layers split over ranks."""
+
+import pytest
+
+from echelon.verify import assert_equal
+from tests.layering.models import KINDS, case
+
+# The table splits a vocabulary that ranks divide.
+VOCABULARY = {"vocab_size": 32}
+WIDE_WINDOWS = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}
+
+
+def prove(kind: str, plan: str, steps: int) -> None:
+    changes = VOCABULARY | (WIDE_WINDOWS.get(kind, {}) if "context" in plan else {})
+    verdict = assert_equal(case(kind, steps, **changes), plan)
+    print(f"{verdict.worst[1]:.1e} {kind} {verdict.plan}")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "data=2 zero=1"])
+def test_each_axis_alone(kind: str, plan: str) -> None:
+    prove(kind, plan, steps=20)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_all_axes_together(kind: str) -> None:
+    prove(kind, "data=2 tensor=2 pipeline=2 zero=1 sequence=true microbatches=2", steps=6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "mixtral"])
+def test_the_other_families(kind: str) -> None:
+    prove(kind, "tensor=2 sequence=true", steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tensor=2",
+        "tensor=2 sequence=true",
+        "context=2",
+        "context=2 tensor=2 sequence=true",
+        "data=2 tensor=2 zero=3 sequence=true",
+        "pipeline=3 tensor=2 microbatches=3 schedule=zero-bubble",
+        "pipeline=2 context=2 tensor=2 microbatches=2",
+    ],
+)
+def test_families_and_axes(kind: str, plan: str) -> None:
+    prove(kind, plan, steps=20)
