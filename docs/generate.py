@@ -216,7 +216,7 @@ LAYERS = (
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
-    Layer(("errors", "layering", "sequence"), (), "faults; a model's layers; what they see"),
+    Layer(("errors", "layering", "sequence", "tracing"), (), "faults; a model's layers; what they see"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

@@ -173,6 +173,15 @@ def _workers_are_single_ranks(plan: "Plan") -> str | None:
     )
 
 
+def _compiled_backwards_are_one(plan: "Plan") -> str | None:
+    if not plan.compile or plan.schedule != "zero-bubble":
+        return None
+    return (
+        "compile=true schedule=zero-bubble: a compiled layer's backward pass is one piece, for inputs and "
+        "weights together, so each half would do the work of both; use schedule=1f1b, or drop compile"
+    )
+
+
 # The fields that a rule reads, and the rule.
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("data", "expert"), _expert_divides_data),
@@ -192,6 +201,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
     (("sequence", "tensor"), _sequence_needs_tensor),
     (("sync", "tensor", "context"), _workers_are_single_ranks),
+    (("compile", "schedule"), _compiled_backwards_are_one),
 )
 
 
