@@ -218,7 +218,7 @@ LAYERS = (
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("layering",), (), "the layers of a model"),
-    Layer(("errors", "sequence"), (), "faults; what layers see of a sequence"),
+    Layer(("errors", "sequence", "tracing"), (), "faults; what layers see; what is not compiled"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

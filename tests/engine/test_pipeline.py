@@ -195,6 +195,11 @@ def test_a_printed_program_runs_with_its_sends(tmp_path: Path) -> None:
             "pipeline=2 microbatches=2",
             "keeps weight versions, .*; leave",
         ),
+        (
+            show(build("zero-bubble", (1, 1), 2)),
+            "pipeline=2 microbatches=2 compile=true",
+            "backwards in two, .*; drop compile",
+        ),
         ("rank 0: F0 Q0\n", "pipeline=2", "line 1"),
     ],
 )

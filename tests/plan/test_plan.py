@@ -74,6 +74,7 @@ def test_an_open_quote_is_a_fault_not_a_traceback() -> None:
         ("pipeline=2-1 schedule=pipedream-vertical microbatches=2", "different weight versions"),
         ("pipeline=4 schedule=pipedream-2bw microbatches=2", "microbatches=4 or more"),
         ("pipeline=2 data=2 zero=3 schedule=pipedream", "stay whole"),
+        ("pipeline=2 schedule=zero-bubble compile=true", "use schedule=1f1b, or drop compile"),
     ],
 )
 def test_meaningless_combinations_are_refused_with_the_mend(text: str, says: str) -> None:
@@ -103,7 +104,7 @@ def test_values_are_normalised() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"data": True}, {"data": 1.5}, {"zero": -1}, {"pipeline": ()}, {"sequence": 2}]
+    "bad", [{"data": True}, {"data": 1.5}, {"zero": -1}, {"pipeline": ()}, {"sequence": 2}, {"compile": 2}]
 )
 def test_python_values_are_checked_like_text(bad: dict[str, object]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(bad))}="):
@@ -130,6 +131,7 @@ values = st.fixed_dictionaries(
         "microbatches": degree,
         "chunks": degree,
         "sequence": st.booleans(),
+        "compile": st.booleans(),
         "precision": st.sampled_from(PRECISIONS),
         "recompute": st.sampled_from([*RECOMPUTES, "budget:1024"]),
         "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),

@@ -26,8 +26,10 @@ from echelon.context_parallel.parts import block_of, check_length
 from echelon.context_parallel.passing import Moving, pass_on, rounds
 from echelon.context_parallel.tiles import Asked, Gradients, add_gradients, attend, merge
 from echelon.errors import raise_faults
+from echelon.tracing import untraced
 
 
+@untraced
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float | None = None
 ) -> Tensor:

@@ -19,6 +19,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.tracing import untraced
+
 
 class Use:
     """One call of a module's forward: which units it needs, and whether its backward pass is under way."""
@@ -49,6 +51,7 @@ class UseHooks:
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, unit: int) -> Callable[..., Any]:
+        @untraced
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             use = Use(unit)
             self._calls[module].append(use)
@@ -58,6 +61,7 @@ class UseHooks:
 
         return hook
 
+    @untraced
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
         use = self._calls[module].pop()
         for tensor in _tensors(output):  # nothing, when the forward has raised

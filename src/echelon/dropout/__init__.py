@@ -6,13 +6,21 @@ with scope(seed=0, step=7, first_sample=16):       # around the forward pass of 
 """
 
 from echelon.dropout.mask import keep_mask
-from echelon.dropout.modules import Places, key_dropout, keyed_modules, place_dropout, unkeyed_dropout
+from echelon.dropout.modules import (
+    Places,
+    is_keyed,
+    key_dropout,
+    keyed_modules,
+    place_dropout,
+    unkeyed_dropout,
+)
 from echelon.dropout.place import Place, current, restore, scope
 
 __all__ = [
     "Place",
     "Places",
     "current",
+    "is_keyed",
     "keep_mask",
     "key_dropout",
     "keyed_modules",

@@ -15,6 +15,7 @@ from echelon.dropout.huggingface import drops_by_function
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.place import next_use
 from echelon.errors import UserError
+from echelon.tracing import untraced
 
 _ALPHA = 1.7580993408473766  # minus what SELU comes to far below 0: what a dropped element becomes
 
@@ -26,7 +27,7 @@ def key_dropout(model: nn.Module) -> int:
     is keyed already keeps its key. In eval mode, and outside every scope, all behave as torch's own.
     """
     for name, module in model.named_modules():
-        if _is_torchs(module) and not _is_keyed(module):
+        if _is_torchs(module) and not is_keyed(module):
             module.forward = _Keyed(module, name)
     return len(keyed_modules(model))
 
@@ -36,13 +37,13 @@ Places = Callable[[int], Tensor]  # from a size along dim 1 to the places in the
 
 def place_dropout(module: nn.Module, places: Places) -> None:
     """Let a keyed dropout know that what it is given is a part of the whole along dim 1."""
-    keyed = module.__dict__.get("forward")
-    if isinstance(keyed, _Keyed):
+    keyed = _keyed(module)
+    if keyed is not None:
         keyed.places = places
 
 
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
-    return [module for module in model.modules() if isinstance(module, _DropoutNd) and _is_keyed(module)]
+    return [module for module in model.modules() if isinstance(module, _DropoutNd) and is_keyed(module)]
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
@@ -68,8 +69,14 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).forward in _KINDS
 
 
-def _is_keyed(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), _Keyed)
+def is_keyed(module: nn.Module) -> bool:
+    return _keyed(module) is not None
+
+
+def _keyed(module: nn.Module) -> "_Keyed | None":
+    forward = module.__dict__.get("forward")
+    forward = getattr(forward, "__self__", forward)  # its method, in a compiled layer
+    return forward if isinstance(forward, _Keyed) else None
 
 
 class _Keyed:
@@ -85,20 +92,26 @@ class _Keyed:
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
         plain: Callable[..., Tensor] = type(module).forward
-        if not module.training or module.p == 0 or input.ndim == 0:
+        drops = module.training and module.p > 0 and input.ndim > 0
+        keep = self._mask(input) if drops else None
+        if keep is None:
             return plain(module, input)
+        return _KINDS[plain][1](input, keep, module.p, module.inplace)
+
+    @untraced  # its place in the training is another one each time
+    def _mask(self, input: Tensor) -> Tensor | None:
+        """What is kept of `input`; None outside every scope."""
         found = next_use(self.layer)
         if found is None:
             self._refuse_recomputation()
-            return plain(module, input)
+            return None
         place, use = found
-        mask_shape, drop = _KINDS[plain]
         seed, step, first = place.seed, place.step, place.first_sample
-        shape = mask_shape(input)
+        module, shape = self.module, _KINDS[type(self.module).forward][0](input)
         places = None if self.places is None else self.places(shape[1])
         keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use, places)
         # A mask of one sample stands for an input that has no dim for samples.
-        return drop(input, keep[0] if len(shape) > input.ndim else keep, module.p, module.inplace)
+        return keep[0] if len(shape) > input.ndim else keep
 
     def _refuse_recomputation(self) -> None:
         """Made again in a backward pass, the mask would be another than before: gradients would be wrong."""

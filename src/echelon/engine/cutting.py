@@ -112,6 +112,8 @@ def _program(plan: Plan) -> Program:
         faults.append("it keeps weight versions, which only the schedules by name do; leave them out")
     if plan.zero == 3 and any(its.op is Op.BACKWARD_INPUT for its in work):
         faults.append("it cuts backwards in two, and zero=3 frees the weights between; use zero=2")
+    if plan.compile and any(its.op is Op.BACKWARD_INPUT for its in work):
+        faults.append("it cuts backwards in two, and those of compiled layers are one piece; drop compile")
     if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
         faults.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
     raise_faults(f"schedule={plan.schedule}", faults)

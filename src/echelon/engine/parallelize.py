@@ -22,6 +22,7 @@ from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer, check_trainable
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
+from echelon.engine.compiling import compile_layers
 from echelon.engine.course import Assigned
 from echelon.engine.cutting import cut
 from echelon.engine.engine import Engine
@@ -80,6 +81,8 @@ def parallelize(
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
         held = Assigned({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
+        if plan.compile:
+            compile_layers([model])
         return Engine(model, names, mesh, held, workers, within, None, scopes)
     _check_clip(plan, clip)
     stages = cut(model, mesh, found if found is not None else boundaries, by_layers=within.by_layers)
@@ -92,6 +95,8 @@ def parallelize(
     sync = within.bond(stages.tied(sync), list(stages.mine.values()))
     update = _update(sync, mesh, _checked(optimizer, whole=plan.stages == 1), clip)
     held = Assigned(stages.mine, syncs, stages.program, stages.boundaries)
+    if plan.compile:
+        compile_layers(stages.mine.values())
     return Engine(model, names, mesh, held, update, within, schedule, scopes)
 
 

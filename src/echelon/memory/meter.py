@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.tracing import untraced
+
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # Measuring costs a little time in each step, and steps are alike: the first ones tell.
@@ -81,10 +83,12 @@ class Meter:
             ]
         }
 
+        @untraced  # a layer that is compiled in pieces calls these between them
         def pack(tensor: Tensor) -> _Saved:
             counts = tensor.layout == torch.strided and _identity(tensor) not in standing
             return _Saved(tensor, self if counts else None)
 
+        @untraced
         def unpack(saved: _Saved) -> Tensor:
             return saved.take()
 
@@ -124,6 +128,7 @@ class _Saved:
             )
         return self._tensor
 
+    @untraced
     def __del__(self) -> None:
         if self._meter is not None:
             self._meter._drop(*self._storage)

@@ -137,6 +137,7 @@ FIELDS: dict[str, Field] = {
     "microbatches": _count(),
     "chunks": _count(),
     "sequence": Field("must be true or false", _switch, lambda value: str(value).lower()),
+    "compile": Field("must be true or false", _switch, lambda value: str(value).lower()),
     "precision": _words(PRECISIONS),
     "recompute": Field(
         f"must be one of {', '.join(RECOMPUTES)}, or budget:BYTES, like budget:2GiB", _recompute

@@ -35,6 +35,7 @@ class Plan:
     microbatches: int = 1
     chunks: int = 1
     sequence: bool = False
+    compile: bool = False
     precision: str = "fp32"
     recompute: str = "none"
     offload: tuple[str, ...] = ()

@@ -175,6 +175,15 @@ def _workers_are_single_ranks(axis: str) -> Callable[["Plan"], str | None]:
     return rule
 
 
+def _compiled_backwards_are_one(plan: "Plan") -> str | None:
+    if not plan.compile or plan.schedule != "zero-bubble":
+        return None
+    return (
+        "compile=true schedule=zero-bubble: a compiled layer's backward pass is one piece, for inputs and "
+        "weights together, so each half would do the work of both; use schedule=1f1b, or drop compile"
+    )
+
+
 # The fields that a rule reads, and the rule.
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("data", "expert"), _expert_divides_data),
@@ -195,6 +204,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
     (("sequence", "tensor"), _sequence_needs_tensor),
     (("sync", "tensor"), _workers_are_single_ranks("tensor")),
     (("sync", "context"), _workers_are_single_ranks("context")),
+    (("compile", "schedule"), _compiled_backwards_are_one),
 )
 
 

@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from echelon.collectives import Group
 from echelon.errors import UserError
+from echelon.tracing import untraced
 
 _SUBJECT = "tensor parallelism"
 
@@ -33,6 +34,7 @@ class Region:
         self.group, self.sequence = group, sequence
         self._last = _Last()
 
+    @untraced
     def enter(self, x: Tensor, *, dim: int | None = 1, to_matrices: bool = False) -> Tensor:
         """What a split module works on. `dim` counts positions; None: each rank has them all.
 
@@ -53,15 +55,18 @@ class Region:
             self._last.keep(x, key, entered)
         return entered
 
+    @untraced
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """The sum over ranks of what a split module made; `x` is used up."""
         split = self.sequence and dim is not None
         return _call(_Scatter, x, self.group, dim) if split else _call(_Leave, x, self.group)
 
+    @untraced
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of a sequence that all ranks have whole."""
         return _call(_Part, x, self.group, 1) if self.sequence else x
 
+    @untraced
     def join_logits(self, logits: Tensor) -> Tensor:
         """All logits, from every rank's part of the vocabulary, for a loss that every rank computes."""
         return _call(_Join, logits, self.group)
@@ -98,6 +103,7 @@ def _call(function: Any, *arguments: object) -> Tensor:
     return result
 
 
+@untraced
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     """Every rank's part, one after the other along `dim`."""
     parts = x.new_empty(group.size, *x.shape)

@@ -1,0 +1,76 @@
+"""compile=true: the layers of a model, compiled in place by torch.compile.
+
+Only the `forward` of a layer is compiled. Its hooks stay outside (ZeRO gathers and frees weights in them),
+and its names, parameters and state are what they were. Layers of one class share their compiled code.
+"""
+
+import inspect
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from echelon.dropout import is_keyed
+from echelon.errors import UserError
+from echelon.launching import beat
+from echelon.layering import listed_layers
+
+# Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
+# recordings of a function and, when there are more, goes on without compiling, which is slow but right.
+_LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
+
+
+def compile_layers(stages: Iterable[nn.Module]) -> None:
+    """Compile each layer that the stages list; a model that lists none of its own, as a whole."""
+    _check_compiler()
+    for stage in stages:
+        inside = set(stage.modules())
+        layers = [layer for layer in listed_layers(stage) if layer in inside]
+        for layer in dict.fromkeys(layers or [stage]):
+            if not is_keyed(layer):  # a dropout alone, whose mask is never compiled
+                _share_code(layer)
+                layer.forward = Compiled(layer)
+
+
+def _share_code(layer: nn.Module) -> None:
+    """What replaces a module's forward becomes a method: torch knows those of several layers as the same, and
+    any other object as itself alone, for which it would compile every layer anew."""
+    for module in layer.modules():
+        own = module.__dict__.get("forward")
+        if own is not None and not inspect.isroutine(own):
+            module.forward = own.__call__
+
+
+@final
+class Compiled:
+    """The forward of one layer. No closure, so that the model can be copied: a copy compiles its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self._own = layer, layer.__dict__.get("forward")  # what a split layer has
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(self._own or MethodType(type(self.layer).forward, self.layer))
+        beat()  # the first calls take long
+        with torch._dynamo.config.patch(_LIMITS):
+            return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": None}
+
+
+def _check_compiler() -> None:
+    """Fail here, and not in the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes seconds to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "compile=true: torch.compile writes C++ and finds no compiler here; install g++, or set CXX "
+            "to a compiler, or drop compile"
+        ) from None

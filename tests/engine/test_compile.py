@@ -1,0 +1,217 @@
+"""compile=true: equal to one device that does not compile, with little compiled, and nothing baked in.
+
+Most tests record and differentiate the layers as torch.compile always does, but run what was recorded as it
+stands ("aot_eager"): C++ takes minutes to make, and is torch's own affair. The slow ones make it.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine.compiling import compile_layers
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.models import ModelConfig, build
+from echelon.plan import Plan
+from echelon.verify import Case
+from echelon.verify.contract import Verdict, _disagreements, _reference, _tensor_gaps, _train_rank
+from echelon.verify.reference import Trained
+from tests.cases import adamw
+from tests.contract_models import SEQUENCE, VOCAB, Encoder, class_loss, token_loss, tokens, vectors
+
+Warm = Callable[[int], Ranks]
+
+
+def dropping(layers: int = 2) -> nn.Module:
+    config = ModelConfig("gpt", layers, 16, 2, vocab=VOCAB + 1, sequence=SEQUENCE, dropout=0.2)
+    return build(config)
+
+
+class Breaking(nn.Module):
+    """Lists no layers, and looks at its numbers in the middle: what torch cannot record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(6, 12), nn.Linear(12, 5), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.left(x) if float(x.detach().sum()) > 0 else self.right(x) + self.left(x)
+
+
+def twelve(step: int) -> tuple[Tensor, Tensor]:
+    """As many samples for each rank and microbatch: every other number would be compiled too."""
+    inputs, targets = tokens(step)
+    return inputs[:12], targets[:12]
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    before = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend(name)
+    try:
+        yield
+    finally:
+        torch.compiler.set_default_backend(before)
+
+
+def train(case: Case, plan: str, name: str) -> Trained:
+    with backend(name):
+        return _train_rank(case, dataclasses.replace(Plan.parse(plan), precision="fp64"), None)
+
+
+def assert_equal(ranks: Ranks, case: Case, plan: str, name: str = "aot_eager") -> None:
+    trained = ranks.run(train, case, f"{plan} compile=true", name)
+    ran = Plan.parse(trained[0].plan)
+    reference, against = _reference(case, ran, trained[0])
+    gaps = dict(_tensor_gaps(trained[0], reference)) | dict(_disagreements(trained, against))
+    numbers = {"evaluation": abs(trained[0].evaluation - reference.evaluation)}
+    verdict = Verdict(ran, case.steps, gaps, numbers, against=against)
+    assert verdict.equal, str(verdict)
+
+
+GPT = Case(dropping, twelve, token_loss, adamw, steps=2)
+BREAKING = Case(Breaking, vectors, class_loss, adamw, steps=3, options={"smallest_unit": 1})
+ENCODER = Case(Encoder, tokens, token_loss, adamw, steps=2, options={"smallest_unit": 1})
+
+FAST = ["data=2 zero=3", "pipeline=2 microbatches=2", "tensor=2 sequence=true", "context=2"]
+MORE = [
+    "data=2",
+    "data=2 zero=1",
+    "data=2 zero=2 microbatches=2",
+    "data=2 sync=parameter-server",
+    "data=2 sync=async",
+    "tensor=2",
+    "pipeline=2 microbatches=2 schedule=gpipe",
+    "pipeline=2 microbatches=2 schedule=interleaved chunks=2",
+    "pipeline=2 microbatches=2 schedule=pipedream",
+    "pipeline=2 microbatches=2 schedule=pipedream-vertical",
+    "pipeline=2 microbatches=2 schedule=pipedream-2bw",
+]
+
+
+@pytest.mark.parametrize("plan", FAST)
+def test_compiled_layers_with_dropout_are_equal_to_one_device(warm_ranks: Warm, plan: str) -> None:
+    assert_equal(warm_ranks(2), GPT, plan)
+
+
+def test_a_model_without_layers_and_with_a_break_is_compiled_as_a_whole(warm_ranks: Warm) -> None:
+    assert_equal(warm_ranks(2), BREAKING, "data=2 zero=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", MORE)
+def test_every_other_plan_too(warm_ranks: Warm, plan: str) -> None:
+    case = dataclasses.replace(GPT, clip=None) if "pipedream" in plan else GPT
+    assert_equal(warm_ranks(2), case, plan)
+
+
+@pytest.mark.slow
+def test_torch_s_own_transformer_too(warm_ranks: Warm) -> None:
+    assert_equal(warm_ranks(2), ENCODER, "data=2 zero=3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "tensor=2", "context=2"])
+def test_what_is_made_of_them_in_c_is_equal_too(plan: str) -> None:
+    with Ranks(2, deadline=600.0) as ranks:
+        assert_equal(ranks, GPT, plan, "inductor")
+
+
+# What is compiled, and how often.
+
+
+def num_graphs(layers: list[int]) -> list[int]:
+    """How many graphs a step of each model has added in this process."""
+    from torch._dynamo.utils import counters
+
+    added = []
+    with backend("aot_eager"):
+        for number in layers:
+            before = counters["stats"]["unique_graphs"]
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(number)))
+            engine = echelon.parallelize(
+                model, "microbatches=2 compile=true", optimizer=adamw, loss=class_loss
+            )
+            engine.step(vectors(0))
+            engine.step(vectors(1))
+            added.append(counters["stats"]["unique_graphs"] - before)
+    return added
+
+
+def test_layers_and_engines_share_what_is_compiled(warm_ranks: Warm) -> None:
+    first, *others = warm_ranks(1).run(num_graphs, [2, 2, 5])[0]
+    # For microbatches of 7 samples and, since the next has 6, of any number; with and without a gradient of
+    # the input, which the first layer's does not need.
+    assert (first, *others) == (4, 0, 0)
+
+
+def num_dropping_graphs(layers: int) -> list[int]:
+    from torch._dynamo.utils import counters
+
+    added = []
+    with backend("aot_eager"):
+        for number in (layers, layers + 3):
+            before = counters["stats"]["unique_graphs"]
+            plan = "compile=true"
+            engine = echelon.parallelize(dropping(number), plan, optimizer=adamw, loss=token_loss)
+            for step in range(3):
+                engine.step(tokens(step))
+            added.append(counters["stats"]["unique_graphs"] - before)
+    return added
+
+
+def test_dropout_is_no_reason_to_compile_every_layer_and_step_anew(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(1).run(num_dropping_graphs, 1)[0]
+    assert first > 0
+    assert second == 0
+
+
+def copied() -> tuple[list[str], list[str], float]:
+    with backend("aot_eager"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+        names = list(model.state_dict())
+        compile_layers([model])
+        x = torch.ones(2, 6)
+        model(x)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return names, list(model.state_dict()), float(other(x).abs().sum())
+
+
+def test_a_compiled_model_keeps_its_names_and_can_be_copied(warm_ranks: Warm) -> None:
+    names, after, output = warm_ranks(1).run(copied)[0]
+    assert after == names
+    assert output > 0  # of the copy's own weights, which are not 0
+
+
+def refusal_without_compiler() -> str:
+    import torch._inductor.config
+
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        try:
+            compile_layers([nn.Linear(1, 1)])
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_no_compiler_is_told_at_the_start(warm_ranks: Warm) -> None:
+    assert "install g++" in warm_ranks(1).run(refusal_without_compiler)[0]
+
+
+def plain() -> bool:
+    engine = echelon.parallelize(nn.Linear(6, 5), "data=1", optimizer=adamw, loss=class_loss)
+    return "forward" in engine.module.__dict__
+
+
+def test_nothing_is_compiled_unless_asked(warm_ranks: Warm) -> None:
+    assert not warm_ranks(1).run(plain)[0]
