@@ -7,6 +7,8 @@ there is drawn from then on. A rule here is a rule of the library that a person 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from echelon.engine.support import _RUNS
 from echelon.plan import AUTO, Plan
 from echelon.plan.fields import SCHEDULES
@@ -21,6 +23,7 @@ TRANSFORMERS = ("gpt", "llama")
 OF_TOKENS = (*TRANSFORMERS, "lstm", "encoder")
 PLAN_FIELDS = tuple(Plan.__dataclass_fields__)
 INFINITE = float("inf")
+CAN_COMPILE = hasattr(torch.compiler, "set_default_backend")  # by one that makes no C++, which takes minutes
 _NAIVE_OR_FILE = ("naive", ORDER_FILE)
 
 _PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 2, 1), AUTO)
@@ -40,6 +43,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "chunks": (1, 2, 3),
     "microbatches": (1, 2, 3, 4, 5, 6, 7, 8),
     "sequence": (False, True),
+    "compile": (*(False,) * 40, *((True,) if CAN_COMPILE else ())),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
     "offload": ((), ("optimizer",), ("parameters",), ("activations",), ("optimizer", "activations")),
@@ -137,7 +141,18 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("model", "schedule"), lambda v: _of_layers(v) or v["schedule"] not in ("interleaved", ORDER_FILE)
     for axis in ("tensor", "context"):
         yield ("model", axis), lambda v, axis=axis: _of_layers(v) or v[axis] == 1
-    for field in ("layers", "heads", "vocab", "tokens", "tied", "dropout", "chunks", "workers", "pipeline"):
+    for field in (
+        "compile",
+        "layers",
+        "heads",
+        "vocab",
+        "tokens",
+        "tied",
+        "dropout",
+        "chunks",
+        "workers",
+        "pipeline",
+    ):
         plain = _CANDIDATES[field][0]
         yield ("model", field), lambda v, f=field, plain=plain: _of_layers(v) or v[f] == plain
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
