@@ -202,7 +202,7 @@ def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:
 def test_a_full_disk_ends_a_run_with_a_clear_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("this machine does not let us mount")
     try:
