@@ -14,6 +14,8 @@ from echelon import UserError
 from echelon.verify import Case, assert_equal, verify
 from tests.cases import adamw
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 Make = Callable[[], nn.Module]
 
 
