@@ -1,13 +1,33 @@
-"""Shared by all tests: ranks that are kept warm, since starting them anew for every test is slow."""
+"""Shared by all tests: one thread here, and ranks that are kept warm or start with all they need.
+
+Starting ranks anew is slow, and so is each module that every one of them must import for itself. A contract
+test computes its reference here, beside ranks that fill the cores: its tensors are tiny, and threads that
+wait for each other cost it four times its time.
+"""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, preload
+from echelon.launching import Ranks, launch, preload
+from echelon.plan import Plan
+from echelon.verify import Case, contract
 
-preload(*TRAINING_MODULES)
+preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
+preload("tests.pipeline_parallel.models")
+
+_MOST_RUNS = 25  # of one set of ranks: what trainings leave in them, as process groups, adds up
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +43,46 @@ def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
     yield ranks
     for started in sets.values():
         started.__exit__(None, None, None)
+
+
+class _Trainers:
+    """Sets of ranks that train for one contract test after the other; a failure, or age, ends a set."""
+
+    def __init__(self) -> None:
+        self._sets: dict[int, Ranks] = {}
+        self._runs: dict[int, int] = {}
+
+    def launch(
+        self, fn: Callable[..., Any], count: int, case: Case, plan: Plan, *args: object, deadline: float
+    ) -> list[Any]:
+        """As `echelon.launch` does it, but for the start; asynchronous workers want ranks of their own."""
+        if plan.sync == "async":
+            return launch(fn, count, case, plan, *args, deadline=deadline)
+        if count not in self._sets:
+            self._sets[count], self._runs[count] = Ranks(count, deadline=deadline), 0
+        try:
+            results = self._sets[count].run(fn, case, plan, *args)
+        except BaseException:
+            del self._sets[count]  # whose ranks have been ended
+            raise
+        self._runs[count] += 1
+        if self._runs[count] == _MOST_RUNS:
+            self._sets.pop(count).close()
+        return results
+
+    def close(self) -> None:
+        for ranks in self._sets.values():
+            ranks.close()
+
+
+@pytest.fixture(scope="session")
+def _trainers() -> Iterator[_Trainers]:
+    trainers = _Trainers()
+    yield trainers
+    trainers.close()
+
+
+@pytest.fixture
+def warm_contract(_trainers: _Trainers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` trains on warm ranks, where it would start new ones each time."""
+    monkeypatch.setattr(contract, "launch", _trainers.launch)

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,19 @@ def train_command(out: Path) -> list[str]:
     return [sys.executable, "-m", "echelon", "train", "--set", f"out={out}", "--set", "steps=5000", *SMALL]
 
 
+@contextmanager
+def training(out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A training of its own process, which does not outlive its test."""
+    with subprocess.Popen(
+        [*train_command(out), *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            wait_for(lambda: list(out.glob("*/metrics.jsonl")))
+            yield process
+        finally:
+            process.kill()
+
+
 def wait_for(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     give_up = time.monotonic() + seconds
     while not condition():
@@ -146,10 +161,9 @@ def wait_for(condition, seconds: float = 60.0) -> None:  # type: ignore[no-untyp
 
 
 def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(train_command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")))
-    process.send_signal(2)
-    _, err = process.communicate(timeout=60)
+    with training(tmp_path) as process:
+        process.send_signal(2)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"interrupted" in err
     assert b"Traceback" not in err
@@ -158,15 +172,12 @@ def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> No
 
 
 def test_sigterm_marks_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [*train_command(tmp_path), "--json"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    wait_for(lambda: list(tmp_path.glob("*/metrics.jsonl")))
-    ranks = children_of(process.pid)
-    assert ranks
-    process.terminate()
-    process.terminate()  # as `timeout` does
-    out, err = process.communicate(timeout=60)
+    with training(tmp_path, "--json") as process:
+        ranks = children_of(process.pid)
+        assert ranks
+        process.terminate()
+        process.terminate()  # as `timeout` does
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (143, b"")
     assert json.loads(out)["exit_code"] == 143
     assert "SIGTERM" in json.loads(out)["error"]
@@ -202,7 +213,7 @@ def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:
 def test_a_full_disk_ends_a_run_with_a_clear_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("this machine does not let us mount")
     try:

@@ -13,6 +13,8 @@ from echelon.data_parallel import AllReduce
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 
 @pytest.mark.parametrize("plan", ["data=2", "data=4", "data=3 microbatches=2"])
 def test_parameters_that_only_some_replicas_use(plan: str) -> None:

@@ -22,6 +22,8 @@ from tests.cases import (
     vectors,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 PLAN = "sync=parameter-server"
 
 

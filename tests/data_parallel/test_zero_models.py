@@ -12,6 +12,8 @@ from echelon.verify import Case, assert_equal, verify
 from tests.cases import adamw
 from tests.contract_models import class_loss, vectors
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
 
 

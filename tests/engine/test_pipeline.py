@@ -18,7 +18,6 @@ from echelon.program import build, show
 from echelon.verify import assert_equal
 from tests.cases import adamw, counted_loss, mean_loss, vectors
 from tests.contract_models import token_loss
-from tests.pipeline_parallel.conftest import one_thread  # noqa: F401 (a fixture)
 from tests.pipeline_parallel.models import (
     Hidden,
     dropping,

@@ -1,7 +1,5 @@
 """Small models of every kind that the tests share."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -26,14 +24,6 @@ SMALL = {
         rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_sequence=16),
     ),
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=SMALL)

@@ -21,6 +21,8 @@ from tests.pipeline_parallel.models import (
     untied_dropping,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 FLUSHED = ("naive", "gpipe", "1f1b", "zero-bubble")
 STAGES, MICROBATCHES = (2, 3, 4), (1, 2, 4, 7)
 REPLICAS = ("data=1", "data=2", "data=2 zero=1", "data=2 zero=2")

@@ -15,6 +15,8 @@ from echelon.program import flushed, show
 from echelon.verify import Case, assert_equal, verify
 from tests.cases import adamw
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 Make = Callable[[], nn.Module]
 
 

@@ -13,6 +13,8 @@ from tests.cases import adamw, eleven_vectors, vectors
 from tests.contract_models import token_loss
 from tests.pipeline_parallel.models import VOCAB, Hidden, perceptron, tokens, vector_case
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 Structure = dict[str, Any]
 
 

@@ -15,6 +15,8 @@ from echelon.verify.job_case import case_of
 from tests.cases import adamw, sgd
 from tests.contract_models import VOCAB, gpt, token_loss, tokens
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 
 def dropping_gpt() -> nn.Module:
     return build(dataclasses.replace(gpt().config, dropout=0.1))

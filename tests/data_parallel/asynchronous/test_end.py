@@ -1,5 +1,6 @@
 """How it ends: quietly when all is done, whoever is first; loudly when something breaks; never by hanging."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -23,22 +24,28 @@ from tests.data_parallel.asynchronous.training import engine_for
 SCRIPT = Path(__file__).parent / "scripts" / "ending.py"
 
 
-def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
-    """The script as three processes that nobody watches, as torchrun would start them."""
+def start(*args: str, **environment: str) -> subprocess.Popen[str]:
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *args],
+        env=os.environ | shared | environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *args],
-            env=os.environ | shared | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+        return str(free.getsockname()[1])
+
+
+def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
+    """The script as three processes that nobody watches, as torchrun would start them."""
+    port = free_port()
+    ranks = [start(*args, MASTER_PORT=port, RANK=str(rank)) for rank in range(3)]
     try:
         return [
             subprocess.CompletedProcess(its.args, its.wait(), *its.communicate(timeout=60)) for its in ranks
@@ -48,9 +55,43 @@ def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
             its.kill()
 
 
-@pytest.mark.parametrize(("longest", "engine"), [(0, "kept"), (2, "let-go"), (2, "kept")])
+def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:
+    """The same, but for the start: three processes that were one while it imported torch."""
+    script = start(*args, str(folder), MASTER_PORT=free_port())
+    try:
+        _, problems = script.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    assert script.returncode == 0, problems
+
+    def read(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    return [
+        subprocess.CompletedProcess(
+            script.args, int(read(f"code-{rank}")), read(f"stdout-{rank}"), read(f"stderr-{rank}")
+        )
+        for rank in range(3)
+    ]
+
+
+WHO_IS_DONE_FIRST = pytest.mark.parametrize(("longest", "engine"), [(0, "kept"), (2, "let-go"), (2, "kept")])
+
+
+@WHO_IS_DONE_FIRST
+def test_a_script_ends_quietly_whoever_is_done_first(longest: int, engine: str, tmp_path: Path) -> None:
+    assert_quiet(longest, run_forked_ranks(tmp_path, str(longest), engine))
+
+
+@pytest.mark.slow
+@WHO_IS_DONE_FIRST
 def test_a_plain_script_ends_quietly_whoever_is_done_first(longest: int, engine: str) -> None:
-    for rank, ended in enumerate(run_plain_ranks(str(longest), engine)):
+    assert_quiet(longest, run_plain_ranks(str(longest), engine))
+
+
+def assert_quiet(longest: int, ranks: list[subprocess.CompletedProcess[str]]) -> None:
+    for rank, ended in enumerate(ranks):
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout == f"rank {rank} made {10 if rank == longest else 2} steps\n"
         assert "rror" not in ended.stderr
