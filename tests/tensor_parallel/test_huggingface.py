@@ -5,6 +5,8 @@ import pytest
 from echelon.verify import assert_equal
 from tests.layering.models import KINDS, case
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 # The table splits a vocabulary that ranks divide.
 VOCABULARY = {"vocab_size": 32}
 WIDE_WINDOWS = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}

@@ -10,6 +10,8 @@ import pytest
 from echelon.verify import assert_equal
 from tests.tensor_parallel.models import language_case
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 SCHEDULES = (
     "naive microbatches=2",
     "gpipe microbatches=3",

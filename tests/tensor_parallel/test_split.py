@@ -19,6 +19,8 @@ from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, vectors
 from tests.tensor_parallel.models import gpt, llama, tokens
 
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
 Warm = Callable[[int], Ranks]
 
 
