@@ -57,12 +57,12 @@ def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
 
 def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:
     """The same, but for the start: three processes that were one while it imported torch."""
-    script = start(*args, str(folder), MASTER_PORT=free_port())
-    try:
-        _, problems = script.communicate(timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
+    with start(*args, str(folder), MASTER_PORT=free_port()) as script:
+        try:
+            _, problems = script.communicate(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
     assert script.returncode == 0, problems
 
     def read(name: str) -> str:
