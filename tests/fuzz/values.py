@@ -164,6 +164,10 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("tensor", "vocab"), lambda v: v["vocab"] % v["tensor"] == 0
     yield ("context", "tokens"), lambda v: v["tokens"] % (2 * v["context"]) == 0
     yield ("tensor", "sequence"), lambda v: v["tensor"] > 1 or not v["sequence"]
+    yield (
+        ("tensor", "sequence", "context", "tokens"),
+        lambda v: not v["sequence"] or v["tokens"] % (v["tensor"] * v["context"]) == 0,
+    )
     # Stages.
     yield ("pipeline", "workers"), lambda v: v["pipeline"] == AUTO or v["workers"] == 1
     yield ("pipeline", "schedule"), lambda v: v["schedule"] != "interleaved" or v["pipeline"] != 1

@@ -153,3 +153,22 @@ def test_the_start_is_that_of_one_device(warm_ranks: Warm) -> None:
     for told in warm_ranks(4).run(start, "tensor=2 pipeline=2", True):
         assert all(torch.equal(its, whole[name]) for name, its in told.items())
         assert told.keys() == whole.keys()
+
+
+def used_before(plan: str) -> list[float]:
+    torch.manual_seed(0)
+    model = gpt()
+    inputs, targets = tokens(0)
+    total, _ = cross_entropy(model(inputs), targets)
+    total.backward()
+    model.zero_grad()
+    engine = echelon.parallelize(model, plan, optimizer=adamw, loss=cross_entropy)
+    # `total` lives on, and its graph remembers the shapes of the parameters that were used.
+    return [engine.step(engine.local(tokens(0))).loss for _ in range(2)] + [float(total.detach())]
+
+
+def test_a_model_that_was_used_before_can_be_split(warm_ranks: Warm) -> None:
+    """pipeline=auto measures the whole model first; its gradients then did not fit the parts. Random plans
+    found it."""
+    for losses in warm_ranks(2).run(used_before, "tensor=2"):
+        assert losses[1] < losses[0]

@@ -57,14 +57,16 @@ class VocabularyEmbedding:
     """Each rank looks up the tokens whose rows it has; the sum has them all. Hidden states leave whole."""
 
     def __init__(self, module: nn.Embedding, region: Region) -> None:
+        """`module` has all rows as yet."""
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise UserError(
                 "tensor: an embedding split by vocabulary cannot have max_norm, scale_grad_by_freq or "
                 "sparse; leave them out, or make it 'replicated'"
             )
         self.module, self.region = module, region
-        group, self.rows = region.group, module.weight.shape[0]
-        self.whole, self.begin = self.rows * group.size, self.rows * group.rank
+        group, self.whole = region.group, module.weight.shape[0]
+        self.rows = self.whole // group.size
+        self.begin = self.rows * group.rank
         padding = -1 if module.padding_idx is None else module.padding_idx - self.begin
         self.padding = padding if 0 <= padding < self.rows else None
 

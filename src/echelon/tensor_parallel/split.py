@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
@@ -69,6 +69,7 @@ def split_over(
     region = Region(group, sequence=sequence)
     sharded = Sharded(region, {}, {}, {}, [])
     names = {parameter: name for name, parameter in model.named_parameters()}
+    kept: dict[nn.Parameter, nn.Parameter] = {}  # what becomes of each that is split
     for name, module in model.named_modules():
         style = found[name]
         if style is None:
@@ -77,21 +78,30 @@ def split_over(
         apart = style.word == "heads" or (sequence and module not in whole_sequence)
         for parameter in module.parameters(recurse=False):
             if parameter in split:
-                _take(names[parameter], parameter, split[parameter], sharded)
+                sharded.shards[names[parameter]] = split[parameter]
+                kept.setdefault(parameter, _part_of(parameter, split[parameter]))
             else:
                 (sharded.partial if apart else sharded.replicated)[parameter] = names[parameter]
         if style.word == "heads" and isinstance(module, _DropoutNd):
             sharded.by_heads.append(module)
         _set_forward(module, style, region, join_logits)
+    _replace(model, kept)
     return sharded
 
 
-def _take(name: str, parameter: nn.Parameter, shard: Shard, sharded: Sharded) -> None:
-    """Keep this rank's share of a parameter; of a tied one, once."""
-    if name not in sharded.shards:
-        parameter.data = shard.take(parameter.data)
-        sharded.shards[name] = shard
-    assert sharded.shards[name] == shard, f"{name}: {sharded.shards[name]} and {shard}"
+def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
+    """This rank's share of a parameter: a new one, since autograd remembers the shape of one it has seen."""
+    part = nn.Parameter(shard.take(parameter.data), requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    return part
+
+
+def _replace(model: nn.Module, kept: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Wherever it stands: tied modules stay tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in kept:
+                module._parameters[name] = kept[parameter]
 
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
@@ -99,14 +109,8 @@ def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.
     for name, dim, parts in _dims(module, style):
         parameter = getattr(module, name)
         if parameter is not None:
-            size = _whole_size(module, parameter, dim)
-            yield parameter, Shard(dim, (size // parts,) * parts, group.rank, group.size)
-
-
-def _whole_size(module: nn.Module, parameter: Tensor, dim: int) -> int:
-    """Along `dim`; what a tied parameter has been cut down from is what its module was made for."""
-    made_for = getattr(module, "num_embeddings", None) or getattr(module, "out_features", None)
-    return int(made_for) if dim == 0 and made_for is not None else parameter.shape[dim]
+            size = parameter.shape[dim] // parts
+            yield parameter, Shard(dim, (size,) * parts, group.rank, group.size)
 
 
 def _dims(module: nn.Module, style: Style) -> list[tuple[str, int, int]]:
