@@ -11,17 +11,19 @@ described first.
 """
 
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Handle
 from echelon.pipeline_parallel.structure import Leaf, Spec
 
-_CODE, _HEAD = 8, 24  # bytes: of the code, and with the two numbers behind it
-_NUMBERS = "=qdd"
+_NUMBERS = struct.Struct("=qdd")  # the code, and the two numbers behind it
+_CODE, _HEAD = 8, _NUMBERS.size  # bytes: of the code, and of all three
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
 Way = tuple[int, Key]  # and the rank at the other end
@@ -113,8 +115,9 @@ class Wire:
 
     def receive_gradients(self, posted: Posted) -> Gradients:
         posted.handle.wait()
-        total, count = posted.memory[_CODE:_HEAD].view(torch.float64).tolist()
-        flags = posted.memory[_HEAD : _HEAD + len(posted.leaves)].tolist()
+        head = _head(posted.memory, len(posted.leaves))
+        _, total, count = _NUMBERS.unpack_from(head)
+        flags = head[_HEAD:]
         tensors = _places(posted.leaves, posted.memory)
         there = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
         return Gradients(there, (total, count))
@@ -178,10 +181,12 @@ def _pack(
     leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], tally: Tally, device: torch.device
 ) -> Tensor:
     memory = torch.empty(_size(leaves), dtype=torch.uint8, device=device)
-    flags = bytes(tensor is not None for tensor in tensors)
-    # In one piece: each small operation on tensors takes longer than all of these bytes.
-    head = torch.frombuffer(bytearray(struct.pack(_NUMBERS, 0, *tally) + flags), dtype=torch.uint8)
-    memory[: len(head)].copy_(head)
+    head = _NUMBERS.pack(0, *tally) + bytes(tensor is not None for tensor in tensors)
+    # In one piece, and on the host past torch: each small operation takes longer than all of these bytes.
+    if memory.is_cpu:
+        memory.numpy()[: len(head)] = numpy.frombuffer(head, dtype=numpy.uint8)
+    else:
+        memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
     for place, tensor in zip(_places(leaves, memory), tensors, strict=True):
         if tensor is not None:
             place.copy_(tensor)
@@ -189,4 +194,9 @@ def _pack(
 
 
 def _code(memory: Tensor) -> int:
-    return int(memory[:_CODE].view(torch.int64).item())
+    return int.from_bytes(_head(memory, 0)[:_CODE], sys.byteorder, signed=True)
+
+
+def _head(memory: Tensor, flags: int) -> bytes:
+    """The beginning of a message, with as many flags."""
+    return bytes(memory[: _HEAD + flags].cpu().numpy())

@@ -142,6 +142,8 @@ def _on_host(*tensors: Tensor) -> bool:
 
 def _resolved(tensor: Tensor) -> Tensor:
     """On the host, with its values in its memory: conjugates and negatives are only marked there."""
+    if _on_host(tensor) and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 

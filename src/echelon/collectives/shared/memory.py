@@ -1,7 +1,7 @@
 """Plain memory of tensors, and how parts of all ranks are combined in it."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,14 @@ def bytes_of(tensor: Tensor) -> int:
 
 def fit(room: Tensor, like: Tensor, start: int = 0) -> Tensor:
     """As much of `room` (bytes), in the type of `like` and from its element `start` on, as `like` fills."""
-    return room.view(like.dtype)[start : start + like.numel()]
+    typed = room if like.dtype == room.dtype else room.view(like.dtype)
+    return typed[start : start + like.numel()]
+
+
+def pieces_of(flat: Tensor, size: int) -> Sequence[Tensor]:
+    """The bytes of flat memory, in pieces of at most `size`."""
+    memory = flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
+    return [memory] if len(memory) <= size else memory.split(size)
 
 
 def combine(fetch: Fetch, size: int, output: Tensor, op: Reduction, scratch: tuple[Tensor, Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import bytes_of, combine, fit
+from echelon.collectives.shared.memory import bytes_of, combine, fit, pieces_of
 from echelon.collectives.shared.slots import COLLECTIVE, LANE, Inbox, Label, Operation, all_written
 
 _AHEAD = COLLECTIVE.slots // 2  # pieces written before the first of them is read
@@ -109,7 +109,7 @@ async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
 async def broadcast(link: Link, flat: Tensor, source: int) -> None:
     """The source writes, the others read."""
     label = Label.of(Operation.BROADCAST, flat, link.collectives.number, source=source)
-    for piece in flat.view(torch.uint8).split(COLLECTIVE.slot_bytes):
+    for piece in pieces_of(flat, COLLECTIVE.slot_bytes):
         if source == link.rank:
             fit(await link.outbox.slot(), piece).copy_(piece)
             link.outbox.publish(label)
@@ -120,14 +120,14 @@ async def broadcast(link: Link, flat: Tensor, source: int) -> None:
 async def send(link: Link, flat: Tensor, target: int) -> None:
     """Complete when all is written: while the lane has room, the target need not be there."""
     label = Label.of(Operation.SEND, flat, link.sends[target].number)
-    for piece in flat.view(torch.uint8).split(LANE.slot_bytes):
+    for piece in pieces_of(flat, LANE.slot_bytes):
         fit(await link.lanes_out[target].slot(), piece).copy_(piece)
         link.lanes_out[target].publish(label)
 
 
 async def recv(link: Link, flat: Tensor, source: int) -> None:
     label = Label.of(Operation.SEND, flat, link.receives[source].number)
-    for piece in flat.view(torch.uint8).split(LANE.slot_bytes):
+    for piece in pieces_of(flat, LANE.slot_bytes):
         await _read(link.lanes_in[source], piece, label)
 
 
