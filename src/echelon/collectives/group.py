@@ -27,6 +27,9 @@ class Pending(ABC):
     def wait(self) -> None:
         """Return when the operation is complete."""
 
+    def in_background(self) -> None:  # noqa: B027 (most do anyway)
+        """Its caller does other work now: it shall go on by itself."""
+
     def done_at(self) -> float | None:
         """When it was complete, if that is known better than by when `wait` returned."""
         return None
@@ -217,6 +220,8 @@ class Group(ABC):
         handle = Handle(pending, self.ledger, self.ledger.begin(self.axis, operation, traffic, start))
         if wait:
             handle.wait()
+        else:
+            pending.in_background()
         return handle
 
     def _one_way(self, payload: int, *, from_me: bool) -> Traffic:

@@ -208,6 +208,9 @@ class Then(Pending):
         self._pending.wait()
         self._finish()
 
+    def in_background(self) -> None:
+        self._pending.in_background()
+
     def done_at(self) -> float | None:
         return None
 

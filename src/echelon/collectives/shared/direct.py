@@ -9,7 +9,7 @@ from torch import Tensor
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.memory import combine
-from echelon.collectives.shared.slots import Inbox, Label, Operation, all_written
+from echelon.collectives.shared.slots import Inbox, Label, Operation, Pause, all_written
 
 _CHUNK_BYTES = 1 << 19  # what is read and then added stays in the cache in between
 
@@ -67,7 +67,7 @@ async def send(link: Link, flat: Tensor, target: int) -> None:
     lane = link.lanes_out[target]
     await lane.slot()
     lane.publish(Label.of(Operation.SEND, flat, link.sends[target].number, at=flat))
-    await lane.all_read()
+    await lane.all_read(Pause.AT_LEISURE)
 
 
 async def recv(link: Link, flat: Tensor, source: int) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from echelon.collectives.group import Group, Pending, Reduction
 from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import steps
-from echelon.collectives.shared.link import Line, Link, Steps
+from echelon.collectives.shared.lines import Line, Steps
+from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.meeting import Meeting, agree, meet
 from echelon.collectives.torch_group import Then, TorchGroup
 

@@ -1,168 +1,30 @@
-"""The link: one thread that moves whatever the ranks of a group pass each other through shared memory.
+"""The link: all that connects this rank with its peers through shared memory.
 
-An operation is a coroutine that runs until it needs something of a peer. The thread runs every operation
-that can go on, then sleeps until a peer says a word. Three kinds of lines keep order, each by itself, so
-that a receive nobody has sent for yet holds up no collective and no other pair:
+Three kinds of lines keep order, each by itself, so that a receive nobody has sent for yet holds up no
+collective and no other pair:
 
     collectives     one line: in the order of their calls, the same on every rank
     sends           one line for each target
     receives        one line for each source
 """
 
-import contextlib
 import os
-import select
-import socket
-import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from echelon.collectives.group import Pending
+from echelon.collectives.shared.drive import Drive
 from echelon.collectives.shared.foreign import read_memory
+from echelon.collectives.shared.lines import Line, Passage, Steps, raise_from
 from echelon.collectives.shared.meeting import Meeting
 from echelon.collectives.shared.slots import COLLECTIVE, Inbox, Outbox, Word, collective_ring, lane
+from echelon.collectives.shared.speaker import Speaker
 from echelon.launching import PeerLost
-
-Steps = Coroutine[Any, None, None]
-
-_JOIN_SECONDS = 1.0  # the thread ends at once unless it is in the middle of a copy
-
-
-class Speaker:
-    """A peer, and how often it has said each word; `gone` are the peers that were lost, in this order."""
-
-    def __init__(self, rank: int, connection: socket.socket, gone: list[int]) -> None:
-        self.rank, self._connection, self._gone = rank, connection, gone
-        self._told = [0] * len(Word)
-        self._hang_up = select.poll()
-        self._hang_up.register(connection, select.POLLRDHUP)
-
-    @property
-    def descriptor(self) -> int:
-        return self._connection.fileno()
-
-    def tell(self, word: Word, times: int) -> None:
-        # Few words are ever unread, since rings are short: this never blocks. One that is gone is found
-        # out by `listen`, after all that it had to say.
-        with contextlib.suppress(OSError):
-            self._connection.send(bytes([word]) * times, socket.MSG_NOSIGNAL)
-
-    def has_told(self, word: Word) -> int:
-        return self._told[word]
-
-    def check(self) -> None:
-        if self.rank in self._gone:
-            first, *others = self._gone
-            raise PeerLost(f"rank {first} is gone" + "".join(f", then rank {other}" for other in others))
-
-    def has_hung_up(self) -> bool:
-        """Whether it is gone, though perhaps not all that it had said was listened to."""
-        return bool(self._hang_up.poll(0))
-
-    def listen(self) -> bool:
-        """Take in what it said; False when it is gone."""
-        try:
-            said = self._connection.recv(4096)
-        except ConnectionError:
-            said = b""
-        for word in Word:
-            self._told[word] += said.count(word)
-        if not said:
-            self._gone.append(self.rank)
-        return bool(said)
-
-    def hang_up(self) -> None:
-        """Let the peer know, from any thread."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-@final
-class Passage(Pending):
-    """One operation under way; `where` is for the message when a peer is lost, `fail` for a timeout."""
-
-    def __init__(self, steps: Steps, where: str, timeout: float, fail: Callable[[Exception], None]) -> None:
-        self._steps, self._where, self._timeout, self._fail = steps, where, timeout, fail
-        self.error: Exception | None = None
-        self._done: float | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def advance(self) -> bool:
-        """Go on as far as possible; whether it is over."""
-        try:
-            self._steps.send(None)
-        except StopIteration:
-            self._finish(None)
-        except Exception as error:
-            self._finish(error)
-        return self._done is not None
-
-    def abandon(self, error: Exception) -> None:
-        self._steps.close()
-        self._finish(error)
-
-    def done(self) -> bool:
-        return self._done is not None
-
-    def wait(self) -> None:
-        if not self._gate.acquire(timeout=self._timeout):
-            late = PeerLost(
-                f"{self._where} timed out waiting for its peers after {self._timeout:.0f} seconds"
-            )
-            self._fail(late)
-            raise late
-        self._gate.release()  # for whoever waits again
-        if self.error is not None:
-            _raise(self.error, self._where)
-
-    def done_at(self) -> float | None:
-        return self._done
-
-    def _finish(self, error: Exception | None) -> None:
-        self.error, self._done = error, time.perf_counter()
-        self._gate.release()
-
-
-def _raise(error: Exception, where: str) -> NoReturn:
-    if isinstance(error, PeerLost):
-        raise PeerLost(f"{where} lost a peer: {error}") from error
-    raise error
-
-
-class Line:
-    """Operations that go one after the other; `number` counts those that are over."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[Passage] = deque()
-        self.number = 0
-        self.failure: Exception | None = None
-
-    def advance(self) -> Exception | None:
-        """Go on as far as possible; the error of one that failed, behind which nothing may go on."""
-        while self.waiting and self.waiting[0].advance():
-            self.number += 1
-            if error := self.waiting.popleft().error:
-                return error
-        return None
-
-    def fail(self, error: Exception) -> None:
-        self.failure = error
-        while self.waiting:
-            self.waiting.popleft().abandon(error)
 
 
 class Link:
-    """This rank's ends of all rings between the ranks of a group, and the thread that serves them.
+    """This rank's ends of all rings between the ranks of a group, and the operations under way.
 
     `timeout` is how many seconds an operation may be waited for. After an error the ranks are out of step,
     and whatever came next would take what was meant for another operation. So the first error ends the link,
@@ -180,35 +42,25 @@ class Link:
         self.can_read = meeting.can_read
         self._processes = {met.rank: met.process for met in meeting.peers}
         self.collectives = Line()
-        self.sends = {peer: Line() for peer in self._speakers}
-        self.receives = {peer: Line() for peer in self._speakers}
-        self._lines = [self.collectives, *self.sends.values(), *self.receives.values()]
-        # Anything may be collected while it is held, and then `close` is called by the same thread.
-        self._lock = threading.RLock()
-        self._failure: Exception | None = None  # why it ended
-        self._process = os.getpid()
-        self._wake = os.eventfd(0)
-        self._thread = threading.Thread(target=self._run, name="echelon-shared-memory", daemon=True)
-        self._thread.start()
+        self.sends = {peer: Line(at_once=True) for peer in self._speakers}
+        self.receives = {peer: Line(at_leisure=True) for peer in self._speakers}
+        lines = [self.collectives, *self.sends.values(), *self.receives.values()]
+        self._drive = Drive(lines, self.collectives, list(self._speakers.values()))
         _links.add(self)
 
     def submit(self, line: Line, steps: Steps, where: str) -> Passage:
         """Begin an operation behind the others of its line; raise what ended the line or the link."""
-        if os.getpid() != self._process:
+        if self._drive.is_inherited:
             steps.close()
             raise RuntimeError(
                 f"{where}: a forked child cannot use the group of its parent, whose thread and sockets it "
                 "does not have; use the group in the process that made it"
             )
-        with self._lock:
-            failure = self._failure or line.failure
-            if failure is None:
-                passage = Passage(steps, where, self._timeout, self.fail)
-                line.waiting.append(passage)
-                os.eventfd_write(self._wake, 1)
-                return passage
-        steps.close()
-        _raise(failure, where)
+        passage = Passage(steps, where, self._timeout, self._drive)
+        if failure := self._drive.submit(line, passage):
+            steps.close()
+            raise_from(failure, where)
+        return passage
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
         """Copy what `peer` has at `address`, where it keeps it until it is told that it was read."""
@@ -225,22 +77,8 @@ class Link:
             ) from unreadable
 
     def close(self) -> None:
-        """End the thread; what is still under way fails."""
-        if os.getpid() != self._process:
-            return  # a forked child, where no thread is and the lock may be held for ever
-        self.fail(PeerLost("the process group was destroyed"))
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
-
-    def fail(self, error: Exception) -> None:
-        """End the link, and let the peers know before any memory they may be reading is given back."""
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            for speaker in self._speakers.values():
-                speaker.hang_up()
-            os.eventfd_write(self._wake, 1)
+        """From any thread: what is still under way fails."""
+        self._drive.close()
 
     def forget(self) -> None:
         """In a forked child: let go of sockets that would keep this rank alive in the eyes of its peers."""
@@ -260,44 +98,6 @@ class Link:
             self.inboxes[peer] = Inbox(collective_ring(region), speakers[peer], **together)
             self.lanes_out[peer] = Outbox(lane(meeting.region, peer), [speakers[peer]], **in_pairs)
             self.lanes_in[peer] = Inbox(lane(region, self.rank), speakers[peer], **in_pairs)
-
-    # In the thread.
-
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        speakers = {speaker.descriptor: speaker for speaker in self._speakers.values()}
-        for descriptor in speakers:
-            poller.register(descriptor, select.POLLIN)
-        try:
-            while self._failure is None:
-                for line in self._lines:
-                    if error := line.advance():
-                        self._stop(line, error)
-                for descriptor, _ in poller.poll():
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-                    elif not speakers[descriptor].listen():
-                        poller.unregister(descriptor)
-        except Exception as error:
-            self.fail(error)
-        finally:
-            self._end(self._failure or RuntimeError("the thread of a link ended"))
-
-    def _stop(self, line: Line, error: Exception) -> None:
-        if line is self.collectives or not isinstance(error, PeerLost):
-            self.fail(error)
-        else:
-            with self._lock:
-                line.fail(error)
-
-    def _end(self, failure: Exception) -> None:
-        self.fail(failure)
-        for line in self._lines:
-            line.fail(failure)
-        for speaker in self._speakers.values():
-            speaker.close()
-        os.close(self._wake)
 
 
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()

@@ -6,7 +6,7 @@ calls also order the accesses to this memory.
 """
 
 from collections.abc import Collection, Generator, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from mmap import mmap
 from struct import Struct
 from types import coroutine
@@ -129,6 +129,13 @@ class Peer(Protocol):
     def check(self) -> None: ...
 
 
+class Pause(Enum):
+    """For what an operation waits: to go on, or only to learn that it is over."""
+
+    IN_BETWEEN = auto()
+    AT_LEISURE = auto()
+
+
 class Mismatch(RuntimeError):  # noqa: N818 (said as it happened)
     """Two ranks of a group did different things where they must do the same."""
 
@@ -181,9 +188,9 @@ class Outbox:
         await self._until_read(self._turn + 1 - self._ring.shape.slots)
         return self._ring.slot(self._turn)
 
-    async def all_read(self) -> None:
+    async def all_read(self, pause: Pause = Pause.IN_BETWEEN) -> None:
         """Return when everything written has been read, of which the readers tell only if asked to."""
-        await self._until_read(self._turn)
+        await self._until_read(self._turn, pause)
 
     def publish(self, label: Label) -> None:
         """Let the readers have the slot."""
@@ -192,11 +199,11 @@ class Outbox:
         for reader in self._readers:
             reader.tell(self._wrote, 1)
 
-    async def _until_read(self, turns: int) -> None:
+    async def _until_read(self, turns: int, pause: Pause = Pause.IN_BETWEEN) -> None:
         while late := [reader for reader in self._readers if reader.has_told(self._read) < turns]:
             for reader in late:
                 reader.check()
-            await _pause()
+            await _pause(pause)
 
 
 class Inbox:
@@ -254,5 +261,5 @@ async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
 
 
 @coroutine
-def _pause() -> Generator[None]:
-    yield
+def _pause(pause: Pause = Pause.IN_BETWEEN) -> Generator[Pause]:
+    yield pause

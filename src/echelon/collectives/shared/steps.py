@@ -11,7 +11,8 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared import direct, staged
-from echelon.collectives.shared.link import Link, Steps
+from echelon.collectives.shared.lines import Steps
+from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.memory import bytes_of, plain
 from echelon.collectives.shared.slots import LANE
 
