@@ -12,7 +12,6 @@ import os
 import weakref
 
 import torch
-from torch import Tensor
 
 from echelon.collectives.shared.drive import Drive
 from echelon.collectives.shared.foreign import read_memory
@@ -62,11 +61,11 @@ class Link:
             raise_from(failure, where)
         return passage
 
-    def read(self, peer: int, address: int, into: Tensor) -> None:
+    def read(self, peer: int, address: int, into: int, length: int) -> None:
         """Copy what `peer` has at `address`, where it keeps it until it is told that it was read."""
         unreadable: OSError | None = None
         try:
-            read_memory(self._processes[peer], address, into)
+            read_memory(self._processes[peer], address, into, length)
         except OSError as error:
             unreadable = error
         if isinstance(unreadable, ProcessLookupError) or self._speakers[peer].has_hung_up():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
+from echelon.collectives.shared.memory import Span
 
 
 class Shape(NamedTuple):
@@ -84,23 +85,23 @@ class Label(NamedTuple):
     def of(
         cls,
         operation: Operation,
-        whole: Tensor,
+        whole: Span,
         number: int,
         *,
         op: Reduction | None = None,
         source: int = -1,
-        at: Tensor | None = None,
+        at: Span | None = None,
     ) -> "Label":
         """For operation `number` of its line on `whole`, read by the others in `at` if given."""
         return cls(
             number,
             operation,
-            whole.numel() * whole.element_size(),
+            whole.length,
             _CODES[whole.dtype],
             _REDUCTIONS.index(op),
             source,
             at is not None,
-            0 if at is None else at.data_ptr(),
+            0 if at is None else at.address,
         )
 
     def means(self, other: "Label") -> bool:
@@ -145,6 +146,13 @@ def region_bytes(size: int) -> int:
     return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
 
 
+class Slot(NamedTuple):
+    """A place in a ring."""
+
+    memory: Tensor  # as bytes
+    address: int
+
+
 class Ring:
     """The slots of one ring, in a mapped region."""
 
@@ -153,12 +161,13 @@ class Ring:
         starts = [start + index * step for index in range(shape.slots)]
         self.shape = shape
         self._region, self._starts = region, starts
-        self._slots = [
+        memories = [
             torch.frombuffer(region, dtype=torch.uint8, count=shape.slot_bytes, offset=at + _LABEL_BYTES)
             for at in starts
         ]
+        self._slots = [Slot(memory, memory.data_ptr()) for memory in memories]
 
-    def slot(self, turn: int) -> Tensor:
+    def slot(self, turn: int) -> Slot:
         return self._slots[turn % self.shape.slots]
 
     def label(self, turn: int) -> Label:
@@ -183,7 +192,7 @@ class Outbox:
         self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
         self._turn = 0
 
-    async def slot(self) -> Tensor:
+    async def slot(self) -> Slot:
         """The next slot to write, once every reader has read what it held."""
         await self._until_read(self._turn + 1 - self._ring.shape.slots)
         return self._ring.slot(self._turn)
@@ -217,7 +226,7 @@ class Inbox:
     def written(self) -> bool:
         return self._writer.has_told(self._wrote) > self._turn
 
-    def slot(self) -> Tensor:
+    def slot(self) -> Slot:
         """What is in the next slot, which must be written."""
         return self._ring.slot(self._turn)
 
