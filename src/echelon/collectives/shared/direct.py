@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import Span, bytes_of, combine
+from echelon.collectives.shared.memory import Span, combine
 from echelon.collectives.shared.slots import Inbox, Label, Operation, Pause, all_written
 
 _CHUNK_BYTES = 1 << 19  # what is read and then added stays in the cache in between
@@ -29,7 +29,7 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     _reduce(link, places, starts[link.rank], parts[link.rank], parts[link.rank], op)
     await _tell_all(link, label)
     for rank, address in places.items():
-        link.read(rank, address + starts[rank], parts[rank].data_ptr(), bytes_of(parts[rank]))
+        link.read(rank, address + starts[rank], parts[rank].data_ptr(), parts[rank].nbytes)
     _release(link, urgent=True)
     await link.outbox.all_read()
 
@@ -106,7 +106,7 @@ def _reduce(
         def fetch(rank: int, room: Tensor, part: Tensor = part, offset: int = offset) -> Tensor:
             if rank == link.rank:
                 return part
-            link.read(rank, places[rank] + offset, room.data_ptr(), bytes_of(room))
+            link.read(rank, places[rank] + offset, room.data_ptr(), room.nbytes)
             return room
 
         combine(fetch, link.size, result, op, link.scratch)

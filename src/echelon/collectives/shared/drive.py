@@ -95,7 +95,7 @@ class Drive:
             if not line.at_once:
                 return None
             self._driver = threading.get_ident()
-        self._drive(lambda: passage.over, deadline=0.0)
+        self._drive(passage.is_over, deadline=0.0)
         return None
 
     def finish(self, passage: Passage, timeout: float) -> bool:
@@ -103,13 +103,13 @@ class Drive:
         if self.is_inherited:
             raise RuntimeError("a forked child cannot wait for an operation of its parent")
         deadline = time.monotonic() + timeout
-        while not passage.over:
+        while not passage.is_over():
             if time.monotonic() >= deadline:
                 return False
             if follower := self._take_seat_or_follow(passage):
                 self._follow(follower, deadline)
             else:
-                self._drive(lambda: passage.over, deadline)
+                self._drive(passage.is_over, deadline)
         return True
 
     def look(self, passage: Passage) -> None:
@@ -120,7 +120,7 @@ class Drive:
             if self._driver is not None or self._failure is not None:
                 return
             self._driver = threading.get_ident()
-        self._drive(lambda: passage.over, deadline=0.0)
+        self._drive(passage.is_over, deadline=0.0)
 
     def go_on_behind(self, passage: Passage) -> None:
         """Make it go on while its caller does other work."""
@@ -171,8 +171,8 @@ class Drive:
         offered = False
         try:
             # Over before it was among the followers: then nobody wakes it.
-            if not follower.passage.over:
-                offered = follower.sleep(deadline - time.monotonic()) and not follower.passage.over
+            if not follower.passage.is_over():
+                offered = follower.sleep(deadline - time.monotonic()) and not follower.passage.is_over()
         finally:
             with self._lock:
                 self._followers.remove(follower)
@@ -194,7 +194,7 @@ class Drive:
             self._call.notify()
 
     def _wants_helper(self) -> bool:
-        return any(line.wants_background() for line in self._lines)
+        return any(line.waiting and line.wants_background() for line in self._lines)
 
     # In the seat.
 

@@ -79,6 +79,7 @@ class SharedGroup(Group):
         super().__init__(over_torch.axis, over_torch.rank, over_torch.size, over_torch.ledger)
         self.process_group = over_torch.process_group
         self._over_torch, self._link = over_torch, link
+        self._where = f"rank {self.rank} of {self.size} along {self.axis}"
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
         if not _reducible(tensor, op):
@@ -120,10 +121,12 @@ class SharedGroup(Group):
         return self._begin(self._link.sends[target], steps.send(self._link, _resolved(tensor), target))
 
     def _recv(self, tensor: Tensor, source: int) -> Pending:
+        line = self._link.receives[source]
+        if tensor.is_cpu:
+            return self._begin(line, steps.recv(self._link, tensor, source))
         place = tensor.data  # its memory of now
-        host = tensor if _on_host(tensor) else torch.empty_like(place, device="cpu")
-        receiving = self._begin(self._link.receives[source], steps.recv(self._link, host, source))
-        return receiving if host is tensor else Then(receiving, lambda: place.copy_(host))
+        host = torch.empty_like(place, device="cpu")
+        return Then(self._begin(line, steps.recv(self._link, host, source)), lambda: place.copy_(host))
 
     def _barrier(self) -> Pending:
         return self._over_torch._barrier()
@@ -132,16 +135,17 @@ class SharedGroup(Group):
         return self._begin(self._link.collectives, operation)
 
     def _begin(self, line: Line, operation: Steps) -> Pending:
-        where = f"rank {self.rank} of {self.size} along {self.axis}"
-        return self._link.submit(line, operation, where)
+        return self._link.submit(line, operation, self._where)
 
 
 def _on_host(*tensors: Tensor) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(tensor.is_cpu for tensor in tensors)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
     """On the host, with its values in its memory: conjugates and negatives are only marked there."""
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 

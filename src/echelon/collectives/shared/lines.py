@@ -36,8 +36,7 @@ class Passage(Pending):
         self.behind = False  # whether it shall go on while its caller does other work
         self.error: Exception | None = None
 
-    @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self._done is not None
 
     def advance(self) -> bool:
@@ -109,7 +108,7 @@ class Line:
 
     def wants_background(self) -> bool:
         """Whether something here should go on while its caller does other work."""
-        if self.at_leisure or not self.waiting:
+        if self.at_leisure:
             return False
         if len(self.waiting) == 1 and self.waiting[0].pause is Pause.AT_LEISURE:
             return False

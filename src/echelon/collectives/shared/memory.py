@@ -37,7 +37,7 @@ class Span(NamedTuple):
                 "a conjugate or negative view does not have its values in its memory; call .resolve_conj() "
                 "or .resolve_neg() first"
             )
-        return cls(tensor.data_ptr(), bytes_of(tensor), tensor.dtype, tensor.untyped_storage())
+        return cls(tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.untyped_storage())
 
     def pieces(self, length: int) -> "list[Span]":
         """Parts of `length` bytes, of which the last may be shorter."""
@@ -66,10 +66,6 @@ def plain(tensor: Tensor) -> Tensor:
     memory.kept = span.storage  # type: ignore[attr-defined]
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=span.dtype)
-
-
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def pieces(flat: Tensor, elements: int) -> Sequence[Tensor]:

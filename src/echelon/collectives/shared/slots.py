@@ -223,9 +223,6 @@ class Inbox:
         self._turn = 0
         self._owed = 0  # slots read, of which the writer does not know yet
 
-    def written(self) -> bool:
-        return self._writer.has_told(self._wrote) > self._turn
-
     def slot(self) -> Slot:
         """What is in the next slot, which must be written."""
         return self._ring.slot(self._turn)
@@ -242,17 +239,18 @@ class Inbox:
             self._writer.tell(self._read, self._owed)
             self._owed = 0
 
-    def check(self, label: Label) -> None:
-        """Raise if the next slot is not what `label` says, or will never be written."""
-        if not self.written():
+    def holds(self, label: Label) -> bool:
+        """Whether the next slot is written; raise if it is not what `label` says, or never will be."""
+        if self._writer.has_told(self._wrote) <= self._turn:
             self._writer.check()
-            return
+            return False
         found = self._ring.label(self._turn)
         if not found.means(label):
             raise Mismatch(
                 f"rank {self._writer.rank} passed {found} where {label} was expected: all ranks must call "
                 "the same operations in the same order, with equal sizes, types, reductions and sources"
             )
+        return True
 
 
 async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
@@ -262,9 +260,8 @@ async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
     rank said before it was lost still counts.
     """
     while True:
-        for inbox in inboxes:
-            inbox.check(label)
-        if all(inbox.written() for inbox in inboxes):
+        there = [inbox.holds(label) for inbox in inboxes]
+        if all(there):
             return
         await _pause()
 

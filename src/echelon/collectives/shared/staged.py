@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import Span, bytes_of, combine, copy, fit, pieces
+from echelon.collectives.shared.memory import Span, combine, copy, fit, pieces
 from echelon.collectives.shared.slots import COLLECTIVE, LANE, Inbox, Label, Operation, Slot, all_written
 
 _AHEAD = COLLECTIVE.slots // 2  # pieces written before the first of them is read
@@ -26,7 +26,7 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     Of two ranks each writes the buffer once and adds it once. By parts it would be as many passes over
     memory (half written, half added, half written again, half read), and two waits instead of one.
     """
-    if link.size == 2 or bytes_of(flat) <= _AT_ONCE_BYTES:
+    if link.size == 2 or flat.nbytes <= _AT_ONCE_BYTES:
         await _all_reduce_at_once(link, flat, op)
     else:
         await _all_reduce_by_parts(link, flat, op)
@@ -36,7 +36,7 @@ async def _all_reduce_at_once(link: Link, flat: Tensor, op: Reduction) -> None:
     parts = pieces(flat, COLLECTIVE.slot_bytes // flat.element_size())
 
     def write(index: int, slot: Slot) -> None:
-        copy(slot.address, parts[index].data_ptr(), bytes_of(parts[index]))
+        copy(slot.address, parts[index].data_ptr(), parts[index].nbytes)
 
     def read(index: int, slots: Mapping[int, Slot]) -> None:
         mine = parts[index]

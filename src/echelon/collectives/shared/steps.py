@@ -13,7 +13,7 @@ from echelon.collectives.group import Reduction
 from echelon.collectives.shared import direct, staged
 from echelon.collectives.shared.lines import Steps
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import Span, bytes_of, plain
+from echelon.collectives.shared.memory import Span, plain
 from echelon.collectives.shared.slots import LANE
 
 _DIRECT_BYTES = 1 << 17  # below, the additional waits of the direct way cost more than the copy it saves
@@ -32,7 +32,7 @@ class _Way(Protocol):
 
 
 def _way(link: Link, tensor: Tensor, up_to: int = _DIRECT_BYTES) -> _Way:
-    return direct if link.can_read and bytes_of(tensor) > up_to else staged
+    return direct if link.can_read and tensor.nbytes > up_to else staged
 
 
 def _aside(way: _Way, tensor: Tensor) -> bool:
