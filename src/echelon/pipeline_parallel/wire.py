@@ -12,6 +12,7 @@ described first.
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -154,23 +155,34 @@ class Wire:
         return self._group if peer < self._group.rank else self._back
 
 
-def _begin(leaves: Sequence[Leaf]) -> int:
-    """Where the first tensor lies: behind a flag for each, aligned."""
-    return -(-(_HEAD + len(leaves)) // 16) * 16
+class _Layout(NamedTuple):
+    """A message's size in bytes, and which of them each tensor has."""
+
+    size: int
+    bytes_of: list[slice]
+
+
+@lru_cache(maxsize=1024)
+def _layout(leaves: tuple[Leaf, ...]) -> _Layout:
+    """The tensors lie behind a flag for each, aligned."""
+    end = -(-(_HEAD + len(leaves)) // 16) * 16
+    bytes_of = []
+    for leaf in leaves:
+        bytes_of.append(slice(end, end + leaf.num_bytes))
+        end += leaf.room
+    return _Layout(end, bytes_of)
 
 
 def _size(leaves: Sequence[Leaf]) -> int:
-    return _begin(leaves) + sum(leaf.room for leaf in leaves)
+    return _layout(tuple(leaves)).size
 
 
 def _places(leaves: Sequence[Leaf], memory: Tensor) -> list[Tensor]:
     """Each tensor's place in a message, in its shape and type."""
-    places = []
-    begin = _begin(leaves)
-    for leaf in leaves:
-        places.append(memory[begin : begin + leaf.num_bytes].view(leaf.dtype).view(leaf.shape))
-        begin += leaf.room
-    return places
+    bytes_of = _layout(tuple(leaves)).bytes_of
+    return [
+        memory[each].view(leaf.dtype).view(leaf.shape) for leaf, each in zip(leaves, bytes_of, strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> G
 def _new_link(process_group: dist.ProcessGroup) -> Link | None:
     if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
         return None
-    with torch.device("cpu"):  # whatever the default is
+    with torch.device("cpu"), torch.inference_mode(False):  # whatever the default is
         meeting = meet(process_group)
         if meeting is None:
             return None

@@ -17,6 +17,7 @@ from echelon.collectives.shared.memory import Span, plain
 from echelon.collectives.shared.slots import LANE
 
 _DIRECT_BYTES = 1 << 17  # below, the additional waits of the direct way cost more than the copy it saves
+_DIRECT_SUM_OF_TWO_BYTES = 1 << 21  # of two ranks an all-reduce through slots has one wait, directly three
 _DIRECT_SEND_BYTES = LANE.free_bytes  # what fits a lane is sent without waiting for the target
 
 
@@ -41,7 +42,8 @@ def _aside(way: _Way, tensor: Tensor) -> bool:
 
 
 def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> Steps:
-    way, flat = _way(link, tensor), plain(tensor)
+    up_to = _DIRECT_SUM_OF_TWO_BYTES if link.size == 2 else _DIRECT_BYTES
+    way, flat = _way(link, tensor, up_to), plain(tensor)
     return _all_reduce_aside(way, link, flat, op) if _aside(way, tensor) else way.all_reduce(link, flat, op)
 
 
