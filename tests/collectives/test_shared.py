@@ -401,7 +401,7 @@ def pinned() -> None:
     if group.rank == 0:
         torch.Tensor.is_pinned = lambda *_: True  # type: ignore[method-assign,assignment]
         Outbox.publish = overheard  # type: ignore[method-assign]
-    tensor, whole = torch.ones(5 * DIRECT), torch.zeros(10 * DIRECT)
+    tensor, whole = torch.ones(15 * DIRECT), torch.zeros(30 * DIRECT)
     group.all_reduce(tensor)
     group.all_gather(whole, tensor)
     group.reduce_scatter(tensor, whole)

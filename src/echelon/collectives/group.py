@@ -27,8 +27,8 @@ class Pending(ABC):
     def wait(self) -> None:
         """Return when the operation is complete."""
 
-    def in_background(self) -> None:  # noqa: B027 (most backends go on by themselves)
-        """Nobody waits yet: go on beside whatever this thread does."""
+    def in_background(self) -> None:  # noqa: B027 (most do anyway)
+        """Its caller does other work now: it shall go on by itself."""
 
     def done_at(self) -> float | None:
         """When it was complete, if that is known better than by when `wait` returned."""
@@ -74,8 +74,8 @@ class Group(ABC):
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """Every rank ends with the reduction of all ranks' `tensor`, in place."""
-        share = 2 * (self.size - 1) * _bytes(tensor) // self.size
-        traffic = Traffic(_bytes(tensor), share, share)
+        share = 2 * (self.size - 1) * tensor.nbytes // self.size
+        traffic = Traffic(tensor.nbytes, share, share)
         return self._do("all_reduce", traffic, wait, lambda: self._all_reduce(tensor, op), tensor)
 
     def reduce_scatter(
@@ -83,8 +83,8 @@ class Group(ABC):
     ) -> Handle:
         """Rank r ends with part r of the reduction of all ranks' `tensor` in `output`."""
         self._check_parts("reduce_scatter", whole=tensor, part=output)
-        share = _bytes(tensor) - _bytes(output)
-        traffic = Traffic(_bytes(tensor), share, share)
+        share = tensor.nbytes - output.nbytes
+        traffic = Traffic(tensor.nbytes, share, share)
         return self._do(
             "reduce_scatter", traffic, wait, lambda: self._reduce_scatter(output, tensor, op), output, tensor
         )
@@ -92,8 +92,8 @@ class Group(ABC):
     def all_gather(self, output: Tensor, tensor: Tensor, *, wait: bool = True) -> Handle:
         """Every rank ends with all ranks' `tensor`, one after the other, in `output`."""
         self._check_parts("all_gather", whole=output, part=tensor)
-        share = _bytes(output) - _bytes(tensor)
-        traffic = Traffic(_bytes(output), share, share)
+        share = output.nbytes - tensor.nbytes
+        traffic = Traffic(output.nbytes, share, share)
         return self._do("all_gather", traffic, wait, lambda: self._all_gather(output, tensor), output, tensor)
 
     def all_to_all(
@@ -109,9 +109,9 @@ class Group(ABC):
         to_all = self._rows("all_to_all input", tensor, input_rows)
         from_all = self._rows("all_to_all output", output, output_rows)
         traffic = Traffic(
-            _bytes(tensor),
-            _bytes(tensor) - _bytes(tensor[:1]) * to_all[self.rank],
-            _bytes(output) - _bytes(output[:1]) * from_all[self.rank],
+            tensor.nbytes,
+            tensor.nbytes - tensor[:1].nbytes * to_all[self.rank],
+            output.nbytes - output[:1].nbytes * from_all[self.rank],
         )
         return self._do(
             "all_to_all",
@@ -126,12 +126,12 @@ class Group(ABC):
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
         """Every rank ends with the `source`'s tensor, in place."""
-        traffic = self._one_way(_bytes(tensor), from_me=source == self.rank)
+        traffic = self._one_way(tensor.nbytes, from_me=source == self.rank)
         return self._do("broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor)
 
     def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """The `target` ends with the reduction of all ranks' `tensor`; the others' is then undefined."""
-        traffic = self._one_way(_bytes(tensor), from_me=target != self.rank)
+        traffic = self._one_way(tensor.nbytes, from_me=target != self.rank)
         return self._do("reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor)
 
     def scatter(
@@ -156,12 +156,12 @@ class Group(ABC):
 
     def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
         """Send to `target`, which must `recv` the same number of elements of the same type."""
-        traffic = self._one_way(_bytes(tensor), from_me=True)
+        traffic = self._one_way(tensor.nbytes, from_me=True)
         return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor)
 
     def recv(self, tensor: Tensor, source: int, *, wait: bool = True) -> Handle:
         """Receive from `source` into `tensor`."""
-        traffic = self._one_way(_bytes(tensor), from_me=False)
+        traffic = self._one_way(tensor.nbytes, from_me=False)
         return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor)
 
     def barrier(self) -> None:
@@ -228,8 +228,8 @@ class Group(ABC):
         return Traffic(payload, payload if from_me else 0, 0 if from_me else payload)
 
     def _parts(self, part: Tensor, *, many: bool, outward: bool) -> Traffic:
-        payload = self.size * _bytes(part)
-        mine = (self.size - 1 if many else 1) * _bytes(part)
+        payload = self.size * part.nbytes
+        mine = (self.size - 1 if many else 1) * part.nbytes
         return Traffic(payload, mine if outward else 0, 0 if outward else mine)
 
     def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
@@ -247,7 +247,3 @@ class Group(ABC):
                 f"got {'even parts' if rows is None else counts}"
             )
         return counts
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -204,12 +204,12 @@ class Then(Pending):
     def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
         self._pending, self._finish = pending, finish
 
-    def in_background(self) -> None:
-        self._pending.in_background()
-
     def wait(self) -> None:
         self._pending.wait()
         self._finish()
+
+    def in_background(self) -> None:
+        self._pending.in_background()
 
     def done_at(self) -> float | None:
         return None

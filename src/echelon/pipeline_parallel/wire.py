@@ -11,19 +11,18 @@ described first.
 """
 
 import struct
-import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Handle
 from echelon.pipeline_parallel.structure import Leaf, Spec
 
-_NUMBERS = struct.Struct("=qdd")  # the code, and the two numbers behind it
-_CODE, _HEAD = 8, _NUMBERS.size  # bytes: of the code, and of all three
+_CODE, _HEAD = 8, 24  # bytes: of the code, and with the two numbers behind it
+_NUMBERS = "=qdd"
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
 Way = tuple[int, Key]  # and the rank at the other end
@@ -115,9 +114,8 @@ class Wire:
 
     def receive_gradients(self, posted: Posted) -> Gradients:
         posted.handle.wait()
-        head = _head(posted.memory, len(posted.leaves))
-        _, total, count = _NUMBERS.unpack_from(head)
-        flags = head[_HEAD:]
+        total, count = posted.memory[_CODE:_HEAD].view(torch.float64).tolist()
+        flags = posted.memory[_HEAD : _HEAD + len(posted.leaves)].tolist()
         tensors = _places(posted.leaves, posted.memory)
         there = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
         return Gradients(there, (total, count))
@@ -157,23 +155,34 @@ class Wire:
         return self._group if peer < self._group.rank else self._back
 
 
-def _begin(leaves: Sequence[Leaf]) -> int:
-    """Where the first tensor lies: behind a flag for each, aligned."""
-    return -(-(_HEAD + len(leaves)) // 16) * 16
+class _Layout(NamedTuple):
+    """A message's size in bytes, and which of them each tensor has."""
+
+    size: int
+    bytes_of: list[slice]
+
+
+@lru_cache(maxsize=1024)
+def _layout(leaves: tuple[Leaf, ...]) -> _Layout:
+    """The tensors lie behind a flag for each, aligned."""
+    end = -(-(_HEAD + len(leaves)) // 16) * 16
+    bytes_of = []
+    for leaf in leaves:
+        bytes_of.append(slice(end, end + leaf.num_bytes))
+        end += leaf.room
+    return _Layout(end, bytes_of)
 
 
 def _size(leaves: Sequence[Leaf]) -> int:
-    return _begin(leaves) + sum(leaf.room for leaf in leaves)
+    return _layout(tuple(leaves)).size
 
 
 def _places(leaves: Sequence[Leaf], memory: Tensor) -> list[Tensor]:
     """Each tensor's place in a message, in its shape and type."""
-    places = []
-    begin = _begin(leaves)
-    for leaf in leaves:
-        places.append(memory[begin : begin + leaf.num_bytes].view(leaf.dtype).view(leaf.shape))
-        begin += leaf.room
-    return places
+    bytes_of = _layout(tuple(leaves)).bytes_of
+    return [
+        memory[each].view(leaf.dtype).view(leaf.shape) for leaf, each in zip(leaves, bytes_of, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -181,12 +190,10 @@ def _pack(
     leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], tally: Tally, device: torch.device
 ) -> Tensor:
     memory = torch.empty(_size(leaves), dtype=torch.uint8, device=device)
-    head = _NUMBERS.pack(0, *tally) + bytes(tensor is not None for tensor in tensors)
-    # In one piece, and on the host past torch: each small operation takes longer than all of these bytes.
-    if memory.is_cpu:
-        memory.numpy()[: len(head)] = numpy.frombuffer(head, dtype=numpy.uint8)
-    else:
-        memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+    flags = bytes(tensor is not None for tensor in tensors)
+    # In one piece: each small operation on tensors takes longer than all of these bytes.
+    head = torch.frombuffer(bytearray(struct.pack(_NUMBERS, 0, *tally) + flags), dtype=torch.uint8)
+    memory[: len(head)].copy_(head)
     for place, tensor in zip(_places(leaves, memory), tensors, strict=True):
         if tensor is not None:
             place.copy_(tensor)
@@ -194,9 +201,4 @@ def _pack(
 
 
 def _code(memory: Tensor) -> int:
-    return int.from_bytes(_head(memory, 0)[:_CODE], sys.byteorder, signed=True)
-
-
-def _head(memory: Tensor, flags: int) -> bytes:
-    """The beginning of a message, with as many flags."""
-    return bytes(memory[: _HEAD + flags].cpu().numpy())
+    return int(memory[:_CODE].view(torch.int64).item())

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import combine
-from echelon.collectives.shared.slots import Inbox, Label, Operation, all_written
+from echelon.collectives.shared.memory import Span, combine
+from echelon.collectives.shared.slots import Inbox, Label, Operation, Pause, all_written
 
 _CHUNK_BYTES = 1 << 19  # what is read and then added stays in the cache in between
 
@@ -22,62 +22,63 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     """
     parts = flat.tensor_split(link.size)
     starts = [part.data_ptr() - flat.data_ptr() for part in parts]
-    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op, at=flat)
+    span = Span.of(flat)
+    label = Label.of(Operation.ALL_REDUCE, span, link.collectives.number, op=op, at=span)
     places = await _tell_all(link, label)
     _release(link, urgent=False)
     _reduce(link, places, starts[link.rank], parts[link.rank], parts[link.rank], op)
     await _tell_all(link, label)
     for rank, address in places.items():
-        link.read(rank, address + starts[rank], parts[rank])
+        link.read(rank, address + starts[rank], parts[rank].data_ptr(), parts[rank].nbytes)
     _release(link, urgent=True)
     await link.outbox.all_read()
 
 
 async def reduce_scatter(link: Link, results: Tensor, whole: Tensor, op: Reduction) -> None:
     mine = whole.view(link.size, -1)[link.rank]
-    label = Label.of(Operation.REDUCE_SCATTER, whole, link.collectives.number, op=op, at=whole)
+    span = Span.of(whole)
+    label = Label.of(Operation.REDUCE_SCATTER, span, link.collectives.number, op=op, at=span)
     places = await _tell_all(link, label)
     _reduce(link, places, mine.data_ptr() - whole.data_ptr(), mine, results, op)
     _release(link, urgent=True)
     await link.outbox.all_read()
 
 
-async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
-    parts = whole.view(link.size, -1)
+async def all_gather(link: Link, whole: Span, mine: Span) -> None:
     label = Label.of(Operation.ALL_GATHER, whole, link.collectives.number, at=mine)
     places = await _tell_all(link, label)
     for rank, address in places.items():
-        link.read(rank, address, parts[rank])
+        link.read(rank, address, whole.address + rank * mine.length, mine.length)
     _release(link, urgent=True)
     await link.outbox.all_read()
 
 
-async def broadcast(link: Link, flat: Tensor, source: int) -> None:
-    label = Label.of(Operation.BROADCAST, flat, link.collectives.number, source=source, at=flat)
+async def broadcast(link: Link, span: Span, source: int) -> None:
+    label = Label.of(Operation.BROADCAST, span, link.collectives.number, source=source, at=span)
     if source == link.rank:
         await link.outbox.slot()
         link.outbox.publish(label)
         await link.outbox.all_read()
     else:
-        await _read(link, link.inboxes[source], source, flat, label)
+        await _read(link, link.inboxes[source], source, span, label)
 
 
-async def send(link: Link, flat: Tensor, target: int) -> None:
+async def send(link: Link, span: Span, target: int) -> None:
     """Complete when the target has read it."""
     lane = link.lanes_out[target]
     await lane.slot()
-    lane.publish(Label.of(Operation.SEND, flat, link.sends[target].number, at=flat))
-    await lane.all_read()
+    lane.publish(Label.of(Operation.SEND, span, link.sends[target].number, at=span))
+    await lane.all_read(Pause.AT_LEISURE)
 
 
-async def recv(link: Link, flat: Tensor, source: int) -> None:
-    label = Label.of(Operation.SEND, flat, link.receives[source].number, at=flat)
-    await _read(link, link.lanes_in[source], source, flat, label)
+async def recv(link: Link, span: Span, source: int) -> None:
+    label = Label.of(Operation.SEND, span, link.receives[source].number, at=span)
+    await _read(link, link.lanes_in[source], source, span, label)
 
 
-async def _read(link: Link, inbox: Inbox, source: int, flat: Tensor, label: Label) -> None:
+async def _read(link: Link, inbox: Inbox, source: int, span: Span, label: Label) -> None:
     await all_written([inbox], label)
-    link.read(source, inbox.address(), flat)
+    link.read(source, inbox.address(), span.address, span.length)
     inbox.release(urgent=True)
 
 
@@ -105,7 +106,7 @@ def _reduce(
         def fetch(rank: int, room: Tensor, part: Tensor = part, offset: int = offset) -> Tensor:
             if rank == link.rank:
                 return part
-            link.read(rank, places[rank] + offset, room)
+            link.read(rank, places[rank] + offset, room.data_ptr(), room.nbytes)
             return room
 
         combine(fetch, link.size, result, op, link.scratch)

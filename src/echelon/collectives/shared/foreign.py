@@ -4,12 +4,10 @@ import ctypes
 import os
 import sys
 
-from torch import Tensor
-
 _PR_SET_PTRACER = 0x59616D61  # from linux/prctl.h
 
 
-class _Span(ctypes.Structure):
+class _Vector(ctypes.Structure):
     """struct iovec."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -24,12 +22,12 @@ def let_siblings_read() -> None:
         _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-def read_memory(process: int, address: int, into: Tensor) -> None:
-    """Fill `into` with what `process` has at `address`."""
-    length, done = into.numel() * into.element_size(), 0
+def read_memory(process: int, address: int, into: int, length: int) -> None:
+    """Copy `length` bytes that `process` has at `address` to `into`, an address of this process."""
+    done = 0
     while done < length:
-        here = _Span(into.data_ptr() + done, length - done)
-        there = _Span(address + done, length - done)
+        here = _Vector(into + done, length - done)
+        there = _Vector(address + done, length - done)
         got = _libc.process_vm_readv(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             number = ctypes.get_errno()

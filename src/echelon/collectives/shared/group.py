@@ -10,7 +10,8 @@ from torch import Tensor
 from echelon.collectives.group import Group, Pending, Reduction
 from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import steps
-from echelon.collectives.shared.link import Line, Link, Steps
+from echelon.collectives.shared.lines import Line, Steps
+from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.meeting import Meeting, agree, meet
 from echelon.collectives.torch_group import Then, TorchGroup
 
@@ -45,7 +46,7 @@ def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> G
 def _new_link(process_group: dist.ProcessGroup) -> Link | None:
     if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
         return None
-    with torch.device("cpu"):  # whatever the default is
+    with torch.device("cpu"), torch.inference_mode(False):  # whatever the default is
         meeting = meet(process_group)
         if meeting is None:
             return None
@@ -78,6 +79,7 @@ class SharedGroup(Group):
         super().__init__(over_torch.axis, over_torch.rank, over_torch.size, over_torch.ledger)
         self.process_group = over_torch.process_group
         self._over_torch, self._link = over_torch, link
+        self._where = f"rank {self.rank} of {self.size} along {self.axis}"
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
         if not _reducible(tensor, op):
@@ -116,14 +118,15 @@ class SharedGroup(Group):
     # The two ends of a message may be on different devices: all of them go the same way, over the host.
 
     def _send(self, tensor: Tensor, target: int) -> Pending:
-        sending = steps.send(self._link, _resolved(tensor), target)
-        return self._begin(self._link.sends[target], sending, at_once=True)
+        return self._begin(self._link.sends[target], steps.send(self._link, _resolved(tensor), target))
 
     def _recv(self, tensor: Tensor, source: int) -> Pending:
+        line = self._link.receives[source]
+        if tensor.is_cpu:
+            return self._begin(line, steps.recv(self._link, tensor, source))
         place = tensor.data  # its memory of now
-        host = tensor if _on_host(tensor) else torch.empty_like(place, device="cpu")
-        receiving = self._begin(self._link.receives[source], steps.recv(self._link, host, source))
-        return receiving if host is tensor else Then(receiving, lambda: place.copy_(host))
+        host = torch.empty_like(place, device="cpu")
+        return Then(self._begin(line, steps.recv(self._link, host, source)), lambda: place.copy_(host))
 
     def _barrier(self) -> Pending:
         return self._over_torch._barrier()
@@ -131,18 +134,17 @@ class SharedGroup(Group):
     def _collective(self, operation: Steps) -> Pending:
         return self._begin(self._link.collectives, operation)
 
-    def _begin(self, line: Line, operation: Steps, *, at_once: bool = False) -> Pending:
-        where = f"rank {self.rank} of {self.size} along {self.axis}"
-        return self._link.submit(line, operation, where, at_once=at_once)
+    def _begin(self, line: Line, operation: Steps) -> Pending:
+        return self._link.submit(line, operation, self._where)
 
 
 def _on_host(*tensors: Tensor) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(tensor.is_cpu for tensor in tensors)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
     """On the host, with its values in its memory: conjugates and negatives are only marked there."""
-    if _on_host(tensor) and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 

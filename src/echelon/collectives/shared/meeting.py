@@ -237,7 +237,7 @@ def _can_read(peers: list[Met], group: dist.ProcessGroup) -> bool:
 def _reads(process: int, told: bytes) -> bool:
     found = torch.zeros(_SECRET_BYTES, dtype=torch.uint8, device="cpu")
     with contextlib.suppress(OSError, AttributeError):  # not every C library has it
-        read_memory(process, int.from_bytes(told[_SECRET_BYTES:], "little"), found)
+        read_memory(process, int.from_bytes(told[_SECRET_BYTES:], "little"), found.data_ptr(), _SECRET_BYTES)
     return found.numpy().tobytes() == told[:_SECRET_BYTES]
 
 

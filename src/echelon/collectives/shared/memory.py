@@ -2,9 +2,10 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from echelon.collectives.group import Reduction
 
@@ -18,37 +19,63 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 Fetch = Callable[[int, Tensor], Tensor]  # the part of a rank; the memory given may be used for it
 
 
+copy = ctypes.memmove  # (to, from, bytes): lets go of the interpreter's lock
+
+
+class Span(NamedTuple):
+    """Memory of a tensor, as it is when this is made; it lives as long as this or a part of it."""
+
+    address: int
+    length: int  # in bytes
+    dtype: torch.dtype
+    storage: UntypedStorage
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Span":
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                "a conjugate or negative view does not have its values in its memory; call .resolve_conj() "
+                "or .resolve_neg() first"
+            )
+        return cls(tensor.data_ptr(), tensor.nbytes, tensor.dtype, tensor.untyped_storage())
+
+    def pieces(self, length: int) -> "list[Span]":
+        """Parts of `length` bytes, of which the last may be shorter."""
+        if self.length <= length:
+            return [self]
+        return [
+            self._replace(address=self.address + start, length=min(length, self.length - start))
+            for start in range(0, self.length, length)
+        ]
+
+    def copy_to(self, address: int) -> None:
+        copy(address, self.address, self.length)
+
+    def copy_from(self, address: int) -> None:
+        copy(self.address, address, self.length)
+
+
 def plain(tensor: Tensor) -> Tensor:
     """The same memory, flat, and free of what autograd and inference mode keep of a tensor.
 
     Like a backend we write into memory, not into a node of the graph: no version is counted. The memory
     lives as long as this or a view of it, whatever becomes of the tensor (`tensor.data = …`).
     """
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            "a conjugate or negative view does not have its values in its memory; call .resolve_conj() or "
-            ".resolve_neg() first"
-        )
-    memory = (ctypes.c_char * bytes_of(tensor)).from_address(tensor.data_ptr())
-    memory.kept = tensor.untyped_storage()  # type: ignore[attr-defined]
+    span = Span.of(tensor)
+    memory = (ctypes.c_char * span.length).from_address(span.address)
+    memory.kept = span.storage  # type: ignore[attr-defined]
     with torch.inference_mode(False):
-        return torch.frombuffer(memory, dtype=tensor.dtype)
+        return torch.frombuffer(memory, dtype=span.dtype)
 
 
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def pieces(flat: Tensor, elements: int) -> Sequence[Tensor]:
+    """Parts of so many elements, of which the last may be shorter."""
+    return [flat] if flat.numel() <= elements else flat.split(elements)
 
 
 def fit(room: Tensor, like: Tensor, start: int = 0) -> Tensor:
     """As much of `room` (bytes), in the type of `like` and from its element `start` on, as `like` fills."""
-    typed = room if like.dtype == room.dtype else room.view(like.dtype)
-    return typed[start : start + like.numel()]
-
-
-def pieces_of(flat: Tensor, size: int) -> Sequence[Tensor]:
-    """The bytes of flat memory, in pieces of at most `size`."""
-    memory = flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-    return [memory] if len(memory) <= size else memory.split(size)
+    return room.view(like.dtype)[start : start + like.numel()]
 
 
 def combine(fetch: Fetch, size: int, output: Tensor, op: Reduction, scratch: tuple[Tensor, Tensor]) -> None:

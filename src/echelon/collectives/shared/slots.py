@@ -6,7 +6,7 @@ calls also order the accesses to this memory.
 """
 
 from collections.abc import Collection, Generator, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from mmap import mmap
 from struct import Struct
 from types import coroutine
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
+from echelon.collectives.shared.memory import Span
 
 
 class Shape(NamedTuple):
@@ -84,23 +85,23 @@ class Label(NamedTuple):
     def of(
         cls,
         operation: Operation,
-        whole: Tensor,
+        whole: Span,
         number: int,
         *,
         op: Reduction | None = None,
         source: int = -1,
-        at: Tensor | None = None,
+        at: Span | None = None,
     ) -> "Label":
         """For operation `number` of its line on `whole`, read by the others in `at` if given."""
         return cls(
             number,
             operation,
-            whole.numel() * whole.element_size(),
+            whole.length,
             _CODES[whole.dtype],
             _REDUCTIONS.index(op),
             source,
             at is not None,
-            0 if at is None else at.data_ptr(),
+            0 if at is None else at.address,
         )
 
     def means(self, other: "Label") -> bool:
@@ -129,6 +130,13 @@ class Peer(Protocol):
     def check(self) -> None: ...
 
 
+class Pause(Enum):
+    """For what an operation waits: to go on, or only to learn that it is over."""
+
+    IN_BETWEEN = auto()
+    AT_LEISURE = auto()
+
+
 class Mismatch(RuntimeError):  # noqa: N818 (said as it happened)
     """Two ranks of a group did different things where they must do the same."""
 
@@ -136,6 +144,13 @@ class Mismatch(RuntimeError):  # noqa: N818 (said as it happened)
 def region_bytes(size: int) -> int:
     """What each of `size` ranks shares."""
     return COLLECTIVE.ring_bytes + size * LANE.ring_bytes
+
+
+class Slot(NamedTuple):
+    """A place in a ring."""
+
+    memory: Tensor  # as bytes
+    address: int
 
 
 class Ring:
@@ -146,12 +161,13 @@ class Ring:
         starts = [start + index * step for index in range(shape.slots)]
         self.shape = shape
         self._region, self._starts = region, starts
-        self._slots = [
+        memories = [
             torch.frombuffer(region, dtype=torch.uint8, count=shape.slot_bytes, offset=at + _LABEL_BYTES)
             for at in starts
         ]
+        self._slots = [Slot(memory, memory.data_ptr()) for memory in memories]
 
-    def slot(self, turn: int) -> Tensor:
+    def slot(self, turn: int) -> Slot:
         return self._slots[turn % self.shape.slots]
 
     def label(self, turn: int) -> Label:
@@ -176,14 +192,14 @@ class Outbox:
         self._ring, self._readers, self._wrote, self._read = ring, readers, wrote, read
         self._turn = 0
 
-    async def slot(self) -> Tensor:
+    async def slot(self) -> Slot:
         """The next slot to write, once every reader has read what it held."""
         await self._until_read(self._turn + 1 - self._ring.shape.slots)
         return self._ring.slot(self._turn)
 
-    async def all_read(self) -> None:
+    async def all_read(self, pause: Pause = Pause.IN_BETWEEN) -> None:
         """Return when everything written has been read, of which the readers tell only if asked to."""
-        await self._until_read(self._turn)
+        await self._until_read(self._turn, pause)
 
     def publish(self, label: Label) -> None:
         """Let the readers have the slot."""
@@ -192,11 +208,11 @@ class Outbox:
         for reader in self._readers:
             reader.tell(self._wrote, 1)
 
-    async def _until_read(self, turns: int) -> None:
+    async def _until_read(self, turns: int, pause: Pause = Pause.IN_BETWEEN) -> None:
         while late := [reader for reader in self._readers if reader.has_told(self._read) < turns]:
             for reader in late:
                 reader.check()
-            await _pause()
+            await _pause(pause)
 
 
 class Inbox:
@@ -207,10 +223,7 @@ class Inbox:
         self._turn = 0
         self._owed = 0  # slots read, of which the writer does not know yet
 
-    def written(self) -> bool:
-        return self._writer.has_told(self._wrote) > self._turn
-
-    def slot(self) -> Tensor:
+    def slot(self) -> Slot:
         """What is in the next slot, which must be written."""
         return self._ring.slot(self._turn)
 
@@ -226,17 +239,18 @@ class Inbox:
             self._writer.tell(self._read, self._owed)
             self._owed = 0
 
-    def check(self, label: Label) -> None:
-        """Raise if the next slot is not what `label` says, or will never be written."""
-        if not self.written():
+    def holds(self, label: Label) -> bool:
+        """Whether the next slot is written; raise if it is not what `label` says, or never will be."""
+        if self._writer.has_told(self._wrote) <= self._turn:
             self._writer.check()
-            return
+            return False
         found = self._ring.label(self._turn)
         if not found.means(label):
             raise Mismatch(
                 f"rank {self._writer.rank} passed {found} where {label} was expected: all ranks must call "
                 "the same operations in the same order, with equal sizes, types, reductions and sources"
             )
+        return True
 
 
 async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
@@ -246,13 +260,12 @@ async def all_written(inboxes: Collection[Inbox], label: Label) -> None:
     rank said before it was lost still counts.
     """
     while True:
-        for inbox in inboxes:
-            inbox.check(label)
-        if all(inbox.written() for inbox in inboxes):
+        there = [inbox.holds(label) for inbox in inboxes]
+        if all(there):
             return
         await _pause()
 
 
 @coroutine
-def _pause() -> Generator[None]:
-    yield
+def _pause(pause: Pause = Pause.IN_BETWEEN) -> Generator[Pause]:
+    yield pause

@@ -6,19 +6,18 @@ ranks rarely wait for each other.
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.memory import bytes_of, combine, fit, pieces_of
-from echelon.collectives.shared.slots import COLLECTIVE, LANE, Inbox, Label, Operation, all_written
+from echelon.collectives.shared.memory import Span, combine, copy, fit, pieces
+from echelon.collectives.shared.slots import COLLECTIVE, LANE, Inbox, Label, Operation, Slot, all_written
 
 _AHEAD = COLLECTIVE.slots // 2  # pieces written before the first of them is read
 _AT_ONCE_BYTES = 1 << 15  # up to here everyone adds everything up, which needs one wait instead of two
 
-Write = Callable[[int, Tensor], None]  # piece number n into a slot
-Read = Callable[[int, Mapping[int, Tensor]], None]  # piece number n from the slots of the others, by rank
+Write = Callable[[int, Slot], None]  # piece number n into a slot
+Read = Callable[[int, Mapping[int, Slot]], None]  # piece number n from the slots of the others, by rank
 
 
 async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
@@ -27,113 +26,114 @@ async def all_reduce(link: Link, flat: Tensor, op: Reduction) -> None:
     Of two ranks each writes the buffer once and adds it once. By parts it would be as many passes over
     memory (half written, half added, half written again, half read), and two waits instead of one.
     """
-    if link.size == 2 or bytes_of(flat) <= _AT_ONCE_BYTES:
+    if link.size == 2 or flat.nbytes <= _AT_ONCE_BYTES:
         await _all_reduce_at_once(link, flat, op)
     else:
         await _all_reduce_by_parts(link, flat, op)
 
 
 async def _all_reduce_at_once(link: Link, flat: Tensor, op: Reduction) -> None:
-    pieces = flat.split(COLLECTIVE.slot_bytes // flat.element_size())
+    parts = pieces(flat, COLLECTIVE.slot_bytes // flat.element_size())
 
-    def write(index: int, slot: Tensor) -> None:
-        fit(slot, pieces[index]).copy_(pieces[index])
+    def write(index: int, slot: Slot) -> None:
+        copy(slot.address, parts[index].data_ptr(), parts[index].nbytes)
 
-    def read(index: int, slots: Mapping[int, Tensor]) -> None:
-        mine = pieces[index]
-        _combine(link, {rank: fit(slot, mine) for rank, slot in slots.items()}, mine, mine, op)
+    def read(index: int, slots: Mapping[int, Slot]) -> None:
+        mine = parts[index]
+        _combine(link, {rank: fit(slot.memory, mine) for rank, slot in slots.items()}, mine, mine, op)
 
-    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op)
-    await _together(link, label, len(pieces), write, read)
+    label = Label.of(Operation.ALL_REDUCE, Span.of(flat), link.collectives.number, op=op)
+    await _together(link, label, len(parts), write, read)
 
 
 async def _all_reduce_by_parts(link: Link, flat: Tensor, op: Reduction) -> None:
     """Each piece in two turns: everyone's parts for the others, then everyone's part of the result."""
     room = _room(link, flat)
-    pieces = [piece.tensor_split(link.size) for piece in flat.split(room * link.size)]
+    parts = [piece.tensor_split(link.size) for piece in flat.split(room * link.size)]
 
-    def write(turn: int, slot: Tensor) -> None:
+    def write(turn: int, slot: Slot) -> None:
         index, result = divmod(turn, 2)
         if result:
-            fit(slot, pieces[index][link.rank]).copy_(pieces[index][link.rank])
+            fit(slot.memory, parts[index][link.rank]).copy_(parts[index][link.rank])
         else:
-            _write_parts(link, pieces[index], slot, room)
+            _write_parts(link, parts[index], slot, room)
 
-    def read(turn: int, slots: Mapping[int, Tensor]) -> None:
+    def read(turn: int, slots: Mapping[int, Slot]) -> None:
         index, result = divmod(turn, 2)
-        mine = pieces[index][link.rank]
+        mine = parts[index][link.rank]
         if not result:
             _combine(link, _parts_for_me(link, slots, mine, room), mine, mine, op)
             return
         for rank, slot in slots.items():
-            pieces[index][rank].copy_(fit(slot, pieces[index][rank]))
+            parts[index][rank].copy_(fit(slot.memory, parts[index][rank]))
 
     # A result cannot be written before its parts are read: nothing goes ahead.
-    label = Label.of(Operation.ALL_REDUCE, flat, link.collectives.number, op=op)
-    await _together(link, label, 2 * len(pieces), write, read, ahead=1)
+    label = Label.of(Operation.ALL_REDUCE, Span.of(flat), link.collectives.number, op=op)
+    await _together(link, label, 2 * len(parts), write, read, ahead=1)
 
 
 async def reduce_scatter(link: Link, results: Tensor, whole: Tensor, op: Reduction) -> None:
     """Everyone writes the parts for the others, and adds up what came for itself."""
     room = _room(link, whole)
-    pieces = list(zip(*(part.split(room) for part in whole.view(link.size, -1)), strict=True))
+    parts = list(zip(*(part.split(room) for part in whole.view(link.size, -1)), strict=True))
     outputs = results.split(room)
 
-    def write(index: int, slot: Tensor) -> None:
-        _write_parts(link, pieces[index], slot, room)
+    def write(index: int, slot: Slot) -> None:
+        _write_parts(link, parts[index], slot, room)
 
-    def read(index: int, slots: Mapping[int, Tensor]) -> None:
-        mine = pieces[index][link.rank]
+    def read(index: int, slots: Mapping[int, Slot]) -> None:
+        mine = parts[index][link.rank]
         _combine(link, _parts_for_me(link, slots, mine, room), mine, outputs[index], op)
 
-    label = Label.of(Operation.REDUCE_SCATTER, whole, link.collectives.number, op=op)
-    await _together(link, label, len(pieces), write, read)
+    label = Label.of(Operation.REDUCE_SCATTER, Span.of(whole), link.collectives.number, op=op)
+    await _together(link, label, len(parts), write, read)
 
 
-async def all_gather(link: Link, whole: Tensor, mine: Tensor) -> None:
+async def all_gather(link: Link, whole: Span, mine: Span) -> None:
     """Everyone writes its own, and copies the others' to their places."""
-    pieces = mine.view(torch.uint8).split(COLLECTIVE.slot_bytes)
-    places = [part.split(COLLECTIVE.slot_bytes) for part in whole.view(torch.uint8).view(link.size, -1)]
+    parts = mine.pieces(COLLECTIVE.slot_bytes)
+    places = [part.pieces(COLLECTIVE.slot_bytes) for part in whole.pieces(mine.length)]
 
-    def write(index: int, slot: Tensor) -> None:
-        fit(slot, pieces[index]).copy_(pieces[index])
+    def write(index: int, slot: Slot) -> None:
+        parts[index].copy_to(slot.address)
 
-    def read(index: int, slots: Mapping[int, Tensor]) -> None:
+    def read(index: int, slots: Mapping[int, Slot]) -> None:
         for rank, slot in slots.items():
-            places[rank][index].copy_(fit(slot, places[rank][index]))
+            places[rank][index].copy_from(slot.address)
 
     label = Label.of(Operation.ALL_GATHER, whole, link.collectives.number)
-    await _together(link, label, len(pieces), write, read)
+    await _together(link, label, len(parts), write, read)
 
 
-async def broadcast(link: Link, flat: Tensor, source: int) -> None:
+async def broadcast(link: Link, span: Span, source: int) -> None:
     """The source writes, the others read."""
-    label = Label.of(Operation.BROADCAST, flat, link.collectives.number, source=source)
-    for piece in pieces_of(flat, COLLECTIVE.slot_bytes):
+    label = Label.of(Operation.BROADCAST, span, link.collectives.number, source=source)
+    for piece in span.pieces(COLLECTIVE.slot_bytes):
         if source == link.rank:
-            fit(await link.outbox.slot(), piece).copy_(piece)
+            piece.copy_to((await link.outbox.slot()).address)
             link.outbox.publish(label)
         else:
             await _read(link.inboxes[source], piece, label)
 
 
-async def send(link: Link, flat: Tensor, target: int) -> None:
+async def send(link: Link, span: Span, target: int) -> None:
     """Complete when all is written: while the lane has room, the target need not be there."""
-    label = Label.of(Operation.SEND, flat, link.sends[target].number)
-    for piece in pieces_of(flat, LANE.slot_bytes):
-        fit(await link.lanes_out[target].slot(), piece).copy_(piece)
-        link.lanes_out[target].publish(label)
+    label = Label.of(Operation.SEND, span, link.sends[target].number)
+    lane = link.lanes_out[target]
+    for piece in span.pieces(LANE.slot_bytes):
+        piece.copy_to((await lane.slot()).address)
+        lane.publish(label)
 
 
-async def recv(link: Link, flat: Tensor, source: int) -> None:
-    label = Label.of(Operation.SEND, flat, link.receives[source].number)
-    for piece in pieces_of(flat, LANE.slot_bytes):
+async def recv(link: Link, span: Span, source: int) -> None:
+    label = Label.of(Operation.SEND, span, link.receives[source].number)
+    for piece in span.pieces(LANE.slot_bytes):
         await _read(link.lanes_in[source], piece, label)
 
 
-async def _read(inbox: Inbox, piece: Tensor, label: Label) -> None:
+async def _read(inbox: Inbox, piece: Span, label: Label) -> None:
     await all_written([inbox], label)
-    piece.copy_(fit(inbox.slot(), piece))
+    piece.copy_from(inbox.slot().address)
     inbox.release()
 
 
@@ -158,14 +158,16 @@ def _room(link: Link, tensor: Tensor) -> int:
     return COLLECTIVE.slot_bytes // tensor.element_size() // (link.size - 1)
 
 
-def _write_parts(link: Link, parts: Sequence[Tensor], slot: Tensor, room: int) -> None:
+def _write_parts(link: Link, parts: Sequence[Tensor], slot: Slot, room: int) -> None:
     for rank, part in enumerate(parts):
         if rank != link.rank:
-            fit(slot, part, room * (rank - (rank > link.rank))).copy_(part)
+            fit(slot.memory, part, room * (rank - (rank > link.rank))).copy_(part)
 
 
-def _parts_for_me(link: Link, slots: Mapping[int, Tensor], mine: Tensor, room: int) -> dict[int, Tensor]:
-    return {rank: fit(slot, mine, room * (link.rank - (link.rank > rank))) for rank, slot in slots.items()}
+def _parts_for_me(link: Link, slots: Mapping[int, Slot], mine: Tensor, room: int) -> dict[int, Tensor]:
+    return {
+        rank: fit(slot.memory, mine, room * (link.rank - (link.rank > rank))) for rank, slot in slots.items()
+    }
 
 
 def _combine(link: Link, theirs: Mapping[int, Tensor], mine: Tensor, output: Tensor, op: Reduction) -> None:

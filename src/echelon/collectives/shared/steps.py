@@ -11,11 +11,13 @@ from torch import Tensor
 
 from echelon.collectives.group import Reduction
 from echelon.collectives.shared import direct, staged
-from echelon.collectives.shared.link import Link, Steps
-from echelon.collectives.shared.memory import bytes_of, plain
+from echelon.collectives.shared.lines import Steps
+from echelon.collectives.shared.link import Link
+from echelon.collectives.shared.memory import Span, plain
 from echelon.collectives.shared.slots import LANE
 
 _DIRECT_BYTES = 1 << 17  # below, the additional waits of the direct way cost more than the copy it saves
+_DIRECT_SUM_OF_TWO_BYTES = 1 << 21  # of two ranks an all-reduce through slots has one wait, directly three
 _DIRECT_SEND_BYTES = LANE.free_bytes  # what fits a lane is sent without waiting for the target
 
 
@@ -24,14 +26,14 @@ class _Way(Protocol):
 
     def all_reduce(self, link: Link, flat: Tensor, op: Reduction) -> Steps: ...
     def reduce_scatter(self, link: Link, results: Tensor, whole: Tensor, op: Reduction) -> Steps: ...
-    def all_gather(self, link: Link, whole: Tensor, mine: Tensor) -> Steps: ...
-    def broadcast(self, link: Link, flat: Tensor, source: int) -> Steps: ...
-    def send(self, link: Link, flat: Tensor, target: int) -> Steps: ...
-    def recv(self, link: Link, flat: Tensor, source: int) -> Steps: ...
+    def all_gather(self, link: Link, whole: Span, mine: Span) -> Steps: ...
+    def broadcast(self, link: Link, span: Span, source: int) -> Steps: ...
+    def send(self, link: Link, span: Span, target: int) -> Steps: ...
+    def recv(self, link: Link, span: Span, source: int) -> Steps: ...
 
 
 def _way(link: Link, tensor: Tensor, up_to: int = _DIRECT_BYTES) -> _Way:
-    return direct if link.can_read and bytes_of(tensor) > up_to else staged
+    return direct if link.can_read and tensor.nbytes > up_to else staged
 
 
 def _aside(way: _Way, tensor: Tensor) -> bool:
@@ -40,43 +42,48 @@ def _aside(way: _Way, tensor: Tensor) -> bool:
 
 
 def all_reduce(link: Link, tensor: Tensor, op: Reduction) -> Steps:
-    way, flat = _way(link, tensor), plain(tensor)
+    up_to = _DIRECT_SUM_OF_TWO_BYTES if link.size == 2 else _DIRECT_BYTES
+    way, flat = _way(link, tensor, up_to), plain(tensor)
     return _all_reduce_aside(way, link, flat, op) if _aside(way, tensor) else way.all_reduce(link, flat, op)
 
 
 async def _all_reduce_aside(way: _Way, link: Link, flat: Tensor, op: Reduction) -> None:
-    copy = flat.clone()
+    copy = plain(flat.clone())  # whoever drives, with or without inference mode
     await way.all_reduce(link, copy, op)
     flat.copy_(copy)
 
 
 def reduce_scatter(link: Link, output: Tensor, tensor: Tensor, op: Reduction) -> Steps:
     way, whole = _way(link, tensor), plain(tensor)
-    return way.reduce_scatter(link, plain(output), whole.clone() if _aside(way, tensor) else whole, op)
+    return way.reduce_scatter(link, plain(output), plain(whole.clone()) if _aside(way, tensor) else whole, op)
 
 
 def all_gather(link: Link, output: Tensor, tensor: Tensor) -> Steps:
-    way, mine = _way(link, output), plain(tensor)
-    return _all_gather(way, link, plain(output), mine, mine.clone() if _aside(way, tensor) else mine)
+    way, mine = _way(link, output), Span.of(tensor)
+    return _all_gather(way, link, Span.of(output), mine, _readable(way, tensor))
 
 
-async def _all_gather(way: _Way, link: Link, whole: Tensor, mine: Tensor, readable: Tensor) -> None:
-    place = whole.view(link.size, -1)[link.rank]
-    if place.data_ptr() != mine.data_ptr():
-        place.copy_(mine)
+async def _all_gather(way: _Way, link: Link, whole: Span, mine: Span, readable: Span) -> None:
+    place = whole.address + link.rank * mine.length
+    if place != mine.address:
+        mine.copy_to(place)
     await way.all_gather(link, whole, readable)
 
 
 def broadcast(link: Link, tensor: Tensor, source: int) -> Steps:
-    way, flat = _way(link, tensor), plain(tensor)
-    copied = source == link.rank and _aside(way, tensor)
-    return way.broadcast(link, flat.clone() if copied else flat, source)
+    way = _way(link, tensor)
+    span = _readable(way, tensor) if source == link.rank else Span.of(tensor)
+    return way.broadcast(link, span, source)
 
 
 def send(link: Link, tensor: Tensor, target: int) -> Steps:
-    way, flat = _way(link, tensor, _DIRECT_SEND_BYTES), plain(tensor)
-    return way.send(link, flat.clone() if _aside(way, tensor) else flat, target)
+    way = _way(link, tensor, _DIRECT_SEND_BYTES)
+    return way.send(link, _readable(way, tensor), target)
 
 
 def recv(link: Link, tensor: Tensor, source: int) -> Steps:
-    return _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, plain(tensor), source)
+    return _way(link, tensor, _DIRECT_SEND_BYTES).recv(link, Span.of(tensor), source)
+
+
+def _readable(way: _Way, tensor: Tensor) -> Span:
+    return Span.of(tensor.clone() if _aside(way, tensor) else tensor)
