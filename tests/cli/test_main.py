@@ -62,7 +62,7 @@ def test_faults_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_that_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = output(capsys, "verify", "--plan", "tensor=2")
+    code, _, err = output(capsys, "verify", "--plan", "recompute=full")
     assert code == 2
     assert "cannot run yet" in err
     assert "Traceback" not in err
@@ -88,7 +88,7 @@ def test_data_that_cannot_be_used(
 def test_a_refused_job_shows_nothing_but_its_faults(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, err = output(capsys, "train", "--plan", "tensor=2", "--set", f"out={tmp_path / 'runs'}")
+    code, out, err = output(capsys, "train", "--plan", "recompute=full", "--set", f"out={tmp_path / 'runs'}")
     assert (code, out) == (2, "")
     assert "cannot run yet" in err
     assert not (tmp_path / "runs").exists()

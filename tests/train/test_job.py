@@ -125,8 +125,11 @@ def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
 
 
 def test_a_plan_that_cannot_run_yet_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = faults_of(Job(plan="data=99999 tensor=2", batch=99999, sequence=1))
-    assert [fault.split(":")[0] for fault in faults] == ["plan cannot run yet", "plan 'data=99999 tensor=2'"]
+    faults = faults_of(Job(plan="data=99999 recompute=full", batch=99999, sequence=1))
+    assert [fault.split(":")[0] for fault in faults] == [
+        "plan cannot run yet",
+        "plan 'data=99999 recompute=full'",
+    ]
     assert "with torchrun" in faults[1]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "99999")

@@ -104,8 +104,8 @@ def test_validation_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_run_yet_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot run yet: tensor=2"):
-        train(small_job(tmp_path / "runs", plan="tensor=2"), lambda _: None)
+    with pytest.raises(UserError, match="cannot run yet: recompute=full"):
+        train(small_job(tmp_path / "runs", plan="recompute=full"), lambda _: None)
     assert not (tmp_path / "runs").exists()
 
 
