@@ -36,8 +36,6 @@ def case_of(drawn: Drawn) -> Case:
 
 
 def make_model(drawn: Drawn) -> nn.Module:
-    if drawn.plan.compile:
-        torch.compiler.set_default_backend("aot_eager")
     config = ModelConfig(
         drawn.model,  # type: ignore[arg-type]
         drawn.layers,
