@@ -12,7 +12,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.pipeline_parallel import Spec
-from echelon.pipeline_parallel.wire import _size
+from echelon.pipeline_parallel.message import size
 from echelon.plan import Plan
 from echelon.program import Instruction, Op, build
 from tests.cases import mean_loss, sgd, vectors
@@ -262,7 +262,7 @@ def counts(moves: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
 def message() -> tuple[int, int]:
     """Three of twelve samples of six float32 numbers: the bytes of a message, and of its description."""
     spec, _ = Spec.of(torch.zeros(3, 6, requires_grad=True))
-    return _size(spec.leaves), len(spec.text)
+    return size(spec.leaves), len(spec.text)
 
 
 def test_the_ledger_has_every_message_with_its_bytes(warm_ranks: Warm) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from echelon.collectives import Group, Ledger, group_over
 from echelon.launching import Ranks
 from echelon.pipeline_parallel import Spec, Wire
+from echelon.pipeline_parallel.message import Gradients
+from echelon.pipeline_parallel.message import size as message_size
 from echelon.pipeline_parallel.structure import Leaf
-from echelon.pipeline_parallel.wire import Gradients, _size
 
 Warm = Callable[[int], Ranks]
 CPU = torch.device("cpu")
@@ -133,7 +134,7 @@ def test_gradients_arrive_and_none_stays_none(warm_ranks: Warm) -> None:
     assert came.tensors[1] is None
     assert torch.equal(came.tensors[2], number)
     assert came.tally == (3.25, 7.0)
-    assert size == _size(LEAVES) == 32 + 32 + 16 + 16
+    assert size == message_size(LEAVES) == 32 + 32 + 16 + 16
 
 
 def test_gradients_of_nothing_still_tell_the_loss(warm_ranks: Warm) -> None:
@@ -171,4 +172,4 @@ def test_a_step_may_leave_messages_and_the_next_one_waits_for_them(warm_ranks: W
 
 def test_leaves_are_aligned_for_every_type() -> None:
     for count in range(40):
-        assert _size([Leaf((1,), torch.complex128, wants_gradient=False)] * count) % 16 == 0
+        assert message_size([Leaf((1,), torch.complex128, wants_gradient=False)] * count) % 16 == 0

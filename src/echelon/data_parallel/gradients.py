@@ -8,11 +8,18 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """The sum of squares over all `gradients`, on `device`."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # A norm in bf16 would keep three digits of a sum of millions.
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    norms = torch._foreach_norm(values, dtype=wide)
+    if all(_is_plain(each) for each in values):
+        return torch.stack([torch.dot(each.view(-1), each.view(-1)) for each in values]).double().sum()
+    # A norm in bf16 would keep three digits of a sum of millions.
+    norms = torch._foreach_norm(values, dtype=torch.promote_types(values[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether a product with itself does: on a CPU that takes half of a norm's time, and rounds less."""
+    wide = gradient.dtype in (torch.float32, torch.float64)
+    return wide and gradient.is_cpu and gradient.is_contiguous()
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from echelon.pipeline_parallel.message import Gradients
 from echelon.pipeline_parallel.split_backward import SplitBackward
 from echelon.pipeline_parallel.structure import Leaf, Spec
-from echelon.pipeline_parallel.wire import Gradients
 
 
 class Value(NamedTuple):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.pipeline_parallel.flight import Flight, Value, enter, wanted
+from echelon.pipeline_parallel.message import Gradients, Tally
 from echelon.pipeline_parallel.split_backward import SplitBackward
 from echelon.pipeline_parallel.structure import Leaf
 from echelon.pipeline_parallel.versions import Versions
-from echelon.pipeline_parallel.wire import Gradients, Posted, Tally, Wire
+from echelon.pipeline_parallel.wire import Posted, Wire
 from echelon.program import COMPUTE, Instruction, Op, Program
 
 # Receives from one rank that are posted before they are needed. Not more: behind a message that is not as

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Spec:
         tensors: list[Tensor] = []
         tree = _encode(value, tensors)
         leaves = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in tensors]
-        return cls(json.dumps([tree, leaves])), tensors
+        return _interned(json.dumps([tree, leaves])), tensors
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -64,6 +64,12 @@ class Spec:
     @cached_property
     def _parsed(self) -> Any:
         return json.loads(self.text)
+
+
+@lru_cache(maxsize=1024)
+def _interned(text: str) -> Spec:
+    """One object for each text, so that it is parsed once and not with every microbatch."""
+    return Spec(text)
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
