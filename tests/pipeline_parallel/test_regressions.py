@@ -34,6 +34,14 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+def three_ties() -> nn.Module:
+    """The first layer shares one matrix with the second and, before and after it, two with the third."""
+    first, second, third = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(3))
+    second[1].weight = first[1].weight
+    third[0].weight, third[2].weight = first[0].weight, first[2].weight
+    return nn.Sequential(first, second, third)
+
+
 def halve(gradient: Tensor) -> Tensor:
     return gradient * 0.5
 
@@ -226,6 +234,11 @@ def test_hooks_of_tensors_run_once_where_a_backward_is_cut_in_two() -> None:
 
 def test_crossed_ties_of_several_chunks_do_not_wait_for_each_other() -> None:
     assert_equal(case(Crossed), "pipeline=2 schedule=interleaved chunks=2 microbatches=2")
+
+
+def test_ties_of_two_groups_in_turn() -> None:
+    """The first stage summed in three messages what the last one summed in two."""
+    assert_equal(case(three_ties), "pipeline=3 microbatches=2")
 
 
 def test_a_tie_with_a_server_and_its_workers() -> None:

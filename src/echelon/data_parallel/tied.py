@@ -6,7 +6,6 @@ it in the norm of all gradients.
 """
 
 from collections.abc import Sequence, Set
-from itertools import groupby
 from typing import NamedTuple, final
 
 import torch
@@ -35,16 +34,18 @@ class Tied(Sync):
     """As `inner`, with `bonds` to other models. `elsewhere`: more parameters that others count in norms."""
 
     def __init__(self, inner: Sync, bonds: Sequence[Bond], elsewhere: Set[nn.Parameter] = NOTHING) -> None:
-        self._inner, self._bonds = inner, list(bonds)
+        self._inner = inner
+        self._bonds: dict[Group, list[Bond]] = {}  # in the order of their first, the same on all ranks
+        for bond in bonds:
+            self._bonds.setdefault(bond.group, []).append(bond)
         self.sharded, self.lockstep = inner.sharded, inner.lockstep
         self._counted_elsewhere = {bond.parameter for bond in bonds if not bond.counts} | elsewhere
 
     def finish_gradients(self) -> None:
         self._inner.finish_gradients()
-        # All ranks go through the groups in the same order; what one group sums is one message.
-        for group, bonds in groupby(self._bonds, key=lambda bond: bond.group):
+        for group, bonds in self._bonds.items():  # what one group sums is one message
             with group.ledger.about("tied gradients"):
-                _sum(self._inner.held(), list(bonds), group)
+                _sum(self._inner.held(), bonds, group)
 
     def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
         return self._inner.norm_share(without | self._counted_elsewhere)
@@ -102,8 +103,9 @@ def _gradients(bond: Bond, held: Sequence[Held]) -> list[Tensor]:
             its.tensor.grad = its.tensor.grad.to_dense()
         if not bond.speaks:
             its.tensor.grad.zero_()
-    nothing = torch.zeros_like(bond.parameter, requires_grad=False)
-    return [its.tensor.grad for its in held if its.tensor.grad is not None] or [nothing]
+    if not held:
+        return [torch.zeros_like(bond.parameter, requires_grad=False)]
+    return [its.tensor.grad for its in held if its.tensor.grad is not None]
 
 
 def _sum_flat(gradients: Sequence[Tensor], group: Group) -> None:
