@@ -2,6 +2,8 @@
 
 styles    what can be done with a module, and the tables of the models that are known
 shards    which part of a parameter a rank holds
+moves     what ranks do together: gather and sum
+columns   matrices that share an input, whose gradient is summed behind those of the weights
 regions   the ways into and out of the split part of a layer
 modules   what split modules compute
 loss      the cross-entropy of logits that are split by vocabulary

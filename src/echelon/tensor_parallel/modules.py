@@ -4,11 +4,14 @@ hooks stay what they are. Classes and not closures, so that a model can be copie
 
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.tensor_parallel.regions import Region, gathered
+from echelon.tensor_parallel.columns import Matrix
+from echelon.tensor_parallel.moves import gathered
+from echelon.tensor_parallel.regions import Region
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -32,11 +35,23 @@ class Column:
 
     def __init__(self, module: nn.Module, region: Region, *, joined: bool = False) -> None:
         self.module, self.region, self.joined = module, region, joined
+        self.matrix = Matrix(module, is_transposed(module))
 
     def __call__(self, x: Tensor) -> Tensor:
-        bias: Any = self.module.bias
-        output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
+        output = self._with_others(x)
+        if output is None:
+            bias: Any = self.module.bias
+            output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
         return self.region.join_logits(output) if self.joined else output
+
+    def _with_others(self, x: Tensor) -> Tensor | None:
+        """With all who are given `x`; None where one's own way is the only one."""
+        region = self.region
+        if not region.overlaps or region.has_entered(x) or not (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        return region.companions.multiply(self, x, region.group, sequence=region.sequence)
 
 
 @final
@@ -76,7 +91,9 @@ class VocabularyEmbedding:
             and tokens.numel()
             and not 0 <= tokens.min() <= tokens.max() < self.whole
         ):
-            raise IndexError(f"token {int(tokens.max())} of a vocabulary of {self.whole}")
+            raise IndexError(
+                f"tokens {int(tokens.min())} … {int(tokens.max())} of a vocabulary of {self.whole}"
+            )
         places = tokens - self.begin
         elsewhere = (places < 0) | (places >= self.rows)
         found = F.embedding(places.masked_fill(elsewhere, 0), self.module.weight, self.padding)
@@ -109,6 +126,8 @@ class EnterFirst:
         self.region = region
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if self.region.overlaps and not self.region.sequence:
+            return args, named  # they look the same: its columns enter together
         if args:
             return (self.region.enter(args[0], to_matrices=True), *args[1:]), named
         first, *_others = named

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from echelon.collectives import Group
-from echelon.errors import UserError
+from echelon.tensor_parallel.columns import Companions
+from echelon.tensor_parallel.moves import check_divides, gathered, summed, summed_part
 from echelon.tracing import untraced
-
-_SUBJECT = "tensor parallelism"
 
 
 @final
@@ -32,6 +31,8 @@ class Region:
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
+        self.overlaps = False  # whether sums of gradients may go on while weights' gradients are computed
+        self.companions = Companions()
         self._last = _Last()
 
     @untraced
@@ -43,7 +44,7 @@ class Region:
 
         Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
         """
-        if self._last.is_made(x):  # the module around this one has entered with it
+        if self.has_entered(x):
             return x
         key = (x._version, torch.is_grad_enabled(), dim, to_matrices)
         entered = self._last.made_from(x, key)
@@ -54,6 +55,10 @@ class Region:
             )
             self._last.keep(x, key, entered)
         return entered
+
+    def has_entered(self, x: Tensor) -> bool:
+        """Whether the module around the one that is given `x` has entered with it."""
+        return self._last.is_made(x)
 
     @untraced
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
@@ -103,41 +108,6 @@ def _call(function: Any, *arguments: object) -> Tensor:
     return result
 
 
-@untraced
-def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Every rank's part, one after the other along `dim`."""
-    parts = x.new_empty(group.size, *x.shape)
-    with group.ledger.about(_SUBJECT):
-        group.all_gather(parts, x.contiguous())
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks."""
-    _check_divides(x, group, dim)
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
-    mine = torch.empty_like(parts[0])
-    with group.ledger.about(_SUBJECT):
-        group.reduce_scatter(mine, parts)
-    return mine
-
-
-def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in the memory of `x` where that is in one piece."""
-    x = x.contiguous()
-    with group.ledger.about(_SUBJECT):
-        group.all_reduce(x)
-    return x
-
-
-def _check_divides(x: Tensor, group: Group, dim: int) -> None:
-    if x.shape[dim] % group.size:
-        raise UserError(
-            f"sequence=true tensor={group.size} with a sequence of {x.shape[dim]}: every rank takes an equal "
-            f"part of it; give sequences of a multiple of {group.size}, or use sequence=false"
-        )
-
-
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
@@ -163,10 +133,17 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _Kept(torch.autograd.Function):
+    """Where the way back needs the group and the dim alone."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Group, int], output: Tensor) -> None:  # noqa: ARG004
+        _, ctx.group, ctx.dim = inputs
+
+
+class _Gather(_Kept):
+    @staticmethod
+    def forward(x: Tensor, group: Group, dim: int) -> Tensor:
         return gathered(x, group, dim)
 
     @staticmethod
@@ -175,29 +152,24 @@ class _Gather(torch.autograd.Function):
         return summed_part(gradient, ctx.group, ctx.dim), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _GatheredBack(_Kept):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gathered(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Scatter(_GatheredBack):
+    @staticmethod
+    def forward(x: Tensor, group: Group, dim: int) -> Tensor:
         return summed_part(x, group, dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(gradient, ctx.group, ctx.dim), None, None
 
-
-class _Part(torch.autograd.Function):
+class _Part(_GatheredBack):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        _check_divides(x, group, dim)
+    def forward(x: Tensor, group: Group, dim: int) -> Tensor:
+        check_divides(x, group, dim)
         return x.chunk(group.size, dim)[group.rank].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(gradient, ctx.group, ctx.dim), None, None
 
 
 class _Join(torch.autograd.Function):

@@ -1,0 +1,56 @@
+"""What the ranks that share a layer do together: gather parts, and sum."""
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import Group, Handle
+from echelon.errors import UserError
+from echelon.tracing import untraced
+
+_SUBJECT = "tensor parallelism"
+
+
+@untraced
+def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Every rank's part, one after the other along `dim`."""
+    parts = x.new_empty(group.size, *x.shape)
+    with group.ledger.about(_SUBJECT):
+        group.all_gather(parts, x.contiguous())
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum over ranks."""
+    mine, handle = start_sum_of_part(x, group, dim, wait=True)
+    handle.wait()
+    return mine
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, in the memory of `x` where that is in one piece."""
+    total, handle = start_sum(x, group, wait=True)
+    handle.wait()
+    return total
+
+
+def start_sum(x: Tensor, group: Group, *, wait: bool = False) -> tuple[Tensor, Handle]:
+    """Where the sum will be, and what to wait for."""
+    x = x.contiguous()
+    with group.ledger.about(_SUBJECT):
+        return x, group.all_reduce(x, wait=wait)
+
+
+def start_sum_of_part(x: Tensor, group: Group, dim: int = 1, *, wait: bool = False) -> tuple[Tensor, Handle]:
+    check_divides(x, group, dim)
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    with group.ledger.about(_SUBJECT):
+        return mine, group.reduce_scatter(mine, parts, wait=wait)
+
+
+def check_divides(x: Tensor, group: Group, dim: int) -> None:
+    if x.shape[dim] % group.size:
+        raise UserError(
+            f"sequence=true tensor={group.size} with a sequence of {x.shape[dim]}: every rank takes an equal "
+            f"part of it; give sequences of a multiple of {group.size}, or use sequence=false"
+        )

@@ -1,0 +1,183 @@
+"""Columns that are given the same hidden states: one node, whose sum goes on behind other work."""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.collectives import Handle, Ledger, RecordingGroup
+from echelon.tensor_parallel.modules import Column
+from echelon.tensor_parallel.regions import Region
+
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+
+def region(*, sequence: bool = False) -> Region:
+    here = Region(RecordingGroup("tensor", 0, 2, Ledger()), sequence=sequence)
+    here.overlaps = True
+    return here
+
+
+def columns(region: Region, *, bias: bool = True) -> list[Column]:
+    return [Column(nn.Linear(4, 4, bias=bias).double(), region) for _ in range(3)]
+
+
+def hidden() -> Tensor:
+    return torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True) * 2
+
+
+def operations(region: Region) -> list[str]:
+    return [move.operation for move in region.group.ledger.moves]
+
+
+def train(columns: list[Column]) -> Tensor:
+    """The gradient of the input; those of the weights are added up."""
+    x = hidden().detach().requires_grad_()
+    product = torch.stack([column(x) for column in columns]).prod(0)
+    product.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("sequence", "talk"), [(False, ["all_reduce"]), (True, ["all_gather", "reduce_scatter"])]
+)
+def test_they_talk_once_from_the_first_time_on(*, sequence: bool, talk: list[str]) -> None:
+    here = region(sequence=sequence)
+    sharing = columns(here)
+    for steps in (1, 2, 3):
+        train(sharing)
+        assert operations(here) == talk * steps
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_gradients_are_those_of_autograd(kind: Any, *, bias: bool) -> None:
+    modules = [kind(4, 4).double() for _ in range(3)]
+    if not bias:
+        for module in modules:
+            module.bias = None
+    here, apart = region(), region()
+    apart.overlaps = False
+    found = []
+    for where in (here, apart):
+        sharing = [Column(module, where) for module in modules]
+        torch.manual_seed(0)
+        train(sharing)
+        for module in modules:
+            module.zero_grad()
+        inputs = train(sharing)
+        found.append([inputs, *(p.grad for module in modules for p in module.parameters())])
+        for module in modules:
+            module.zero_grad()  # new ones next time
+    assert len(found[0]) == 1 + 3 * (1 + bias)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class Watch(TorchDispatchMode):
+    """Writes down every product of matrices."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self._log.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    begin, wait = RecordingGroup.all_reduce, Handle.wait
+
+    def all_reduce(self: Any, *args: Any, **named: Any) -> Handle:
+        log.append("start")
+        return begin(self, *args, **named)
+
+    def note(self: Handle) -> None:
+        log.append("wait")
+        wait(self)
+
+    with monkeypatch.context() as patch, Watch(log):
+        patch.setattr(RecordingGroup, "all_reduce", all_reduce)
+        patch.setattr(Handle, "wait", note)
+        yield
+
+
+def test_the_sum_goes_on_while_the_gradients_of_weights_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = region()
+    sharing = columns(here, bias=False)
+    train(sharing)
+    x = hidden()
+    output = torch.stack([column(x) for column in sharing]).prod(0).sum()
+    log: list[str] = []
+    with watched(log, monkeypatch):
+        output.backward()
+    assert log == ["product"] * 3 + ["start"] + ["product"] * 3 + ["wait"]
+
+
+def test_who_is_not_there_this_time_or_comes_anew_is_right_all_the_same() -> None:
+    here = region()
+    sharing = columns(here)
+    for present in (sharing, sharing[:1], sharing, sharing[1:], sharing[::-1], sharing):
+        for column in sharing:
+            column.module.zero_grad()
+        x = hidden().detach().requires_grad_()
+        torch.stack([column(x) for column in present]).prod(0).sum().backward()
+        mine = [x.grad, *(p.grad for column in sharing for p in column.module.parameters())]
+        for column in sharing:
+            column.module.zero_grad()
+        y = x.detach().requires_grad_()
+        outputs = [F.linear(y, column.module.weight, column.module.bias) for column in present]
+        torch.stack(outputs).prod(0).sum().backward()
+        theirs = [y.grad, *(p.grad for column in sharing for p in column.module.parameters())]
+        for one, other in zip(mine, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_one_may_be_called_twice_and_what_nobody_used_gets_nothing() -> None:
+    here = region()
+    first, second, third = columns(here)
+    for _ in range(2):
+        x = hidden()
+        outputs = [first(x), second(x), third(x), first(x)]
+    (outputs[0] + outputs[3]).sum().backward()
+    twice = first.module.weight.grad
+    assert isinstance(twice, Tensor)
+    torch.testing.assert_close(twice, 2 * x.detach().flatten(0, 1).sum(0).expand(4, 4))
+    assert second.module.weight.grad is None
+
+
+def test_frozen_weights_get_no_gradient_and_inputs_do() -> None:
+    here = region()
+    sharing = columns(here)
+    sharing[1].module.requires_grad_(requires_grad=False)
+    train(sharing)
+    train(sharing)
+    assert sharing[1].module.weight.grad is None
+    assert sharing[0].module.weight.grad is not None
+    assert operations(here) == ["all_reduce"] * 2
+
+
+def test_nothing_is_kept_of_what_was_used_and_a_copy_starts_anew() -> None:
+    here = region()
+    sharing = columns(here)
+    train(sharing)
+    x = hidden()
+    outputs = [column(x) for column in sharing]
+    kept = [weakref.ref(output) for output in outputs]
+    copied = copy.deepcopy(sharing[0])
+    assert copied.region.companions is not here.companions
+    del outputs
+    assert [output() for output in kept] == [None] * 3
