@@ -1,6 +1,6 @@
 """The verification case of a random training: functions that ranks can import."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ def case_of(drawn: Drawn) -> Case:
 
 
 def make_model(drawn: Drawn) -> nn.Module:
+    if drawn.plan.compile:
+        _run_as_recorded()
     config = ModelConfig(
         drawn.model,  # type: ignore[arg-type]
         drawn.layers,
@@ -49,6 +51,13 @@ def make_model(drawn: Drawn) -> nn.Module:
         dropout=drawn.dropout,
     )
     return build(config)
+
+
+@cache
+def _run_as_recorded() -> None:
+    """In this process from now on, layers are recorded and differentiated as torch.compile always does, and
+    what was recorded runs as it stands: making C++ of it takes minutes, and is torch's own affair."""
+    torch.compile = partial(torch.compile, backend="aot_eager")
 
 
 def make_batch(drawn: Drawn, step: int) -> tuple[Tensor, Tensor]:
