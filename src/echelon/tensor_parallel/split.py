@@ -30,6 +30,7 @@ class Sharded(NamedTuple):
     """What has become of a model's parameters, of which all but `shards` are whole on every rank.
 
     `partial`: every rank has a part of their gradient. `by_heads` are dropouts of the heads that are here.
+    `splits_logits`: whether a projection to logits is split by vocabulary.
     """
 
     region: Region
@@ -37,6 +38,7 @@ class Sharded(NamedTuple):
     partial: dict[nn.Parameter, str]
     replicated: dict[nn.Parameter, str]
     by_heads: list[nn.Module]
+    splits_logits: bool
 
 
 def split_over(
@@ -67,7 +69,7 @@ def split_over(
     _start_equal(model, group)
     _divide_numbers(model, styles, group.size)
     region = Region(group, sequence=sequence)
-    sharded = Sharded(region, {}, {}, {}, [])
+    sharded = Sharded(region, {}, {}, {}, [], _splits_logits(model, found))
     names = {parameter: name for name, parameter in model.named_parameters()}
     kept: dict[nn.Parameter, nn.Parameter] = {}  # what becomes of each that is split
     for name, module in model.named_modules():
@@ -87,6 +89,11 @@ def split_over(
         _set_forward(module, style, region, join_logits)
     _replace(model, kept)
     return sharded
+
+
+def _splits_logits(model: nn.Module, found: dict[str, Style | None]) -> bool:
+    split = [name for name, style in found.items() if style is not None and style.word == "vocabulary"]
+    return any(not isinstance(model.get_submodule(name), nn.Embedding) for name in split)
 
 
 def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
