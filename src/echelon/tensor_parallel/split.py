@@ -4,11 +4,11 @@ way in and out."""
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
-from echelon.data_parallel.buffers import broadcast
 from echelon.dropout import split_features
 from echelon.errors import raise_faults
 from echelon.tensor_parallel.faults import find_faults
@@ -63,9 +63,7 @@ def split_over(
         model, styles, found, group.size, partial=partial, whole_sequence=whole if sequence else None
     )
     raise_faults(f"tensor={group.size}", faults)
-    with group.ledger.about("parameters"):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            broadcast(tensor, group)
+    _start_equal(model, group)
     _divide_numbers(styles, group.size)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
@@ -152,6 +150,15 @@ def _set_forward(module: nn.Module, style: Style, region: Region, join_logits: b
         forward = Column(module, region, joined=join_logits)
     if forward is not None:
         module.forward = forward
+
+
+@torch.no_grad()
+def _start_equal(model: nn.Module, group: Group) -> None:
+    with group.ledger.about("parameters"):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            packed = tensor.detach().contiguous()
+            group.broadcast(packed, source=0)
+            tensor.copy_(packed)
 
 
 def _leave_fused_paths(model: nn.Module, found: dict[nn.Module, Style]) -> None:

@@ -9,7 +9,7 @@
     heads           whole on every rank, for the heads that are there: a norm of each head, or a dropout of
                     [batch, heads, …], whose dim 1 counts them
     inner           whole on every rank, for the features that are there, between a column and a row: a
-                    dropout of [batch, …, features], or one weight for them all (PReLU)
+                    dropout of [batch, …, features], in the order of one matrix, or a weight for all (PReLU)
     region          no weights of its own: all that enters the columns inside is what enters it
 
 and for plain numbers of a module, or of the model's config:
