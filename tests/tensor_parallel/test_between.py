@@ -49,7 +49,7 @@ def case(p: float) -> Case:
     return Case(partial(blocks, p), hidden, cross_entropy, adamw, steps=3, options=options)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 context=2"])
+@pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 context=2", "tensor=2 sequence=true"])
 def test_dropout_and_weights_between_a_column_and_a_row(plan: str) -> None:
     """'replicated' gave all ranks' features one mask, and PReLU the gradient of a rank's own features."""
     assert_equal(case(0.3), plan)

@@ -188,12 +188,6 @@ def test_what_mixes_positions_needs_them_all(mixing: nn.Module) -> None:
     split(nn.Sequential(mixing, nn.Linear(4, 4)), {"*": "replicated"}, sequence=True)
 
 
-def test_with_split_sequences_an_inner_dropout_is_for_the_first_layer() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2)))
-    (fault,) = refused(model, {"*.0": "column", "*.1": "inner"}, sequence=True)
-    assert fault == "1.1 (Dropout): with sequence=true an 'inner' dropout has no place; set its p to 0"
-
-
 # Words, names and numbers.
 
 

@@ -11,6 +11,7 @@ torch is set up as its documentation says for a transformer block. What enters a
 """
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
     sharded = split_over(
         blocks,
         mesh.group("tensor"),
-        _TABLE,
+        _table(blocks),
         sequence=plan.sequence,
         whole_sequence=(),
         join_logits=False,
@@ -139,6 +140,12 @@ def _styles(block: nn.Module, *, sequence: bool) -> dict[str, Any]:
 
 def _blocks(config: ModelConfig) -> nn.Sequential:
     return nn.Sequential(*make_model(config).blocks)
+
+
+def _table(blocks: nn.Module) -> dict[str, str]:
+    """Of `_TABLE`, the lines of modules that are there: one of the user's own has no others."""
+    names = [name for name, _ in blocks.named_modules()]
+    return {its: style for its, style in _TABLE.items() if any(fnmatchcase(name, its) for name in names)}
 
 
 def _sync(blocks: nn.Module, sharded: Sharded) -> Sync:

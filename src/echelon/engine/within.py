@@ -109,11 +109,12 @@ class Within:
     def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
         """Masks are those of one device: a dropout is told which part of the whole it is given."""
         by_heads = [] if self.sharded is None else self.sharded.by_heads
+        inner = [] if self.sharded is None else self.sharded.inner
         for module in keyed_modules(model):
             if module in by_heads:
                 place_dropout(module, self._heads)
             elif self.by_layers:
-                split = self._mesh.plan.sequence and module not in before
+                split = self._mesh.plan.sequence and module not in before and module not in inner
                 place_dropout(module, self._stream if split else self._positions)
 
     def _heads(self, count: int) -> Tensor:

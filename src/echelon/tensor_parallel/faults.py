@@ -232,8 +232,6 @@ def _of_sequences(model: nn.Module, found: Found, whole: Collection[nn.Module]) 
         what = f"{name} ({type(module).__name__})"
         if module not in whole and isinstance(module, _OVER_POSITIONS) and found.get(module) == _WHOLE:
             yield f"{what}: needs all positions, and with sequence=true has a part; use sequence=false"
-        if module not in whole and _drops(module) and found.get(module) == Style("inner"):
-            yield f"{what}: with sequence=true an 'inner' dropout has no place; set its p to 0"
         if module in whole and module in later and _keeps_something(module):
             yield (
                 f"{what}: is in the first layer, which sees whole sequences, and in a later one, which with "

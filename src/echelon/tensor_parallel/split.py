@@ -29,7 +29,8 @@ _INSIDE = ("heads", "inner")  # whole modules of which every rank sees its own p
 class Sharded(NamedTuple):
     """What has become of a model's parameters, of which all but `shards` are whole on every rank.
 
-    `partial`: every rank has a part of their gradient. `by_heads` are dropouts of the heads that are here.
+    `partial`: every rank has a part of their gradient. `by_heads` are dropouts of the heads that are here,
+    `inner` those of features, which see whatever part of the sequence columns do.
     `splits_logits`: whether a projection to logits is split by vocabulary.
     """
 
@@ -38,6 +39,7 @@ class Sharded(NamedTuple):
     partial: list[nn.Parameter]
     replicated: list[nn.Parameter]
     by_heads: list[nn.Module]
+    inner: list[nn.Module]
     splits_logits: bool
 
 
@@ -91,6 +93,7 @@ def split_over(
         partial=[parameter for parameter, in_parts in unsplit.items() if in_parts],
         replicated=[parameter for parameter, in_parts in unsplit.items() if not in_parts],
         by_heads=[m for m, style in found.items() if style.word == "heads" and isinstance(m, _DropoutNd)],
+        inner=[m for m, style in found.items() if style.word == "inner" and isinstance(m, _DropoutNd)],
         splits_logits=_splits_logits(found),
     )
 
