@@ -57,7 +57,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "decay": ("none", "all", "matrices"),
     "clip": (0.0, 0.1, 1.0),
     "targets": ("all", "some", "few"),
-    "steps": (4, 5, 6),
+    "steps": (3, 4, 5),
     "prefetch": (1, 0, 2),
     "smallest_unit": (0, 4096),
     "seed": (0, 1, 2, 3),

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
+from echelon.launching import start_early
+from echelon.launching.torchrun import is_under_torchrun
 
 
 def train(
     job: JobFile = None, plan: PlanText = None, settings: Settings = None, as_json: Json = False
 ) -> None:
     """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop."""
+    if not is_under_torchrun():
+        start_early("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
     from echelon.train.job_file import read_job
     from echelon.train.trainer import train as run

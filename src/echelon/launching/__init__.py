@@ -7,7 +7,7 @@ Importing this imports no torch.
 from echelon.launching.channel import is_launched_rank, tell
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.launcher import launch
-from echelon.launching.member import preload
+from echelon.launching.member import preload, start_early
 from echelon.launching.pulse import beat, entered, left
 from echelon.launching.ranks import Ranks
 from echelon.launching.torchrun import join
@@ -24,5 +24,6 @@ __all__ = [
     "launch",
     "left",
     "preload",
+    "start_early",
     "tell",
 ]

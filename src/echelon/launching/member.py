@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 
 from echelon.launching import failure, guard, worker
 from echelon.launching.channel import STOP, Answer, Told
@@ -29,6 +30,13 @@ _STACKS_SECONDS = 1.0
 def preload(*modules: str) -> None:
     """Have `modules` imported once for all ranks to come; call it before the first launch of the process."""
     _preloaded.extend(module for module in modules if module not in _preloaded)
+
+
+def start_early(*modules: str) -> None:
+    """As `preload`, and begin with it, beside what this process itself has to import."""
+    preload(*modules)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
+    ensure_running()
 
 
 class Member:

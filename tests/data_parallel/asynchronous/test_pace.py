@@ -8,7 +8,7 @@ import echelon
 from tests.cases import perceptron_case, vectors
 from tests.data_parallel.asynchronous.training import asynchronous, engine_for
 
-PAUSE, SLOWER, SECONDS = 0.04, 5, 2.0
+PAUSE, SLOWER, SECONDS = 0.03, 5, 1.2
 
 
 def step_of(engine: echelon.Engine) -> None:
