@@ -15,7 +15,7 @@ from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import keyed_modules, place_dropout
 from echelon.engine.batch import Loss
 from echelon.errors import UserError
-from echelon.layering import listed_layers
+from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import Owned
 from echelon.sequence import View, assign
@@ -55,7 +55,7 @@ class Within:
     def _loss(self, loss: Loss) -> Loss:
         """The same, of what the last layer returns here."""
         over_parts = split_loss(loss)
-        if self.sharded is None or over_parts is None:
+        if self.sharded is None or over_parts is None or not self.sharded.splits_logits:
             return loss
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group)
@@ -152,6 +152,6 @@ def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     if not layers:
         raise UserError(
             f"plan '{mesh.plan}': {type(model).__name__} lists no layers, between which sequences are split; "
-            "make it an nn.Sequential, or give it layers() -> list[nn.Module]"
+            f"{how_to_list(model)}"
         )
     return layers
