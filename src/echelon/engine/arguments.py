@@ -162,9 +162,9 @@ def check_optimizer(
         faults.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
     elif tensor > 1 and not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
         faults.append(
-            f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is right "
-            "only for optimizers that treat every element alike; use one of torch's that do, like AdamW or SGD, "
-            "set `elementwise = True` on yours if it is one, or tensor=1 zero=0"
+            f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
+            "right only for optimizers that treat every element alike; use one of torch's that do, like "
+            "AdamW or SGD, set `elementwise = True` on yours if it is one, or tensor=1 zero=0"
         )
     raise_faults(f"the optimizer {type(optimizer).__name__}", faults)
 
