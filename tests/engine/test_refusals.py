@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import echelon
 from echelon.dropout import key_dropout
 from echelon.engine.cutting import cut
 from echelon.engine.within import Within
@@ -25,7 +26,7 @@ from echelon.plan import Plan
 from echelon.sequence import WHOLE
 from echelon.tensor_parallel import Table
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw
+from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import token_loss
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 
@@ -227,3 +228,154 @@ def test_a_sequence_that_would_stay_in_parts_is_refused() -> None:
     with pytest.raises(UserError, match=r"blocks\.0\.attention attends, and nothing in it is split"):
         within(gpt(), "tensor=2 sequence=true", table=whole)
     within(gpt(), "tensor=2", table=whole)
+
+
+# What ranks must have in common.
+
+
+def told(plan: str, make: Callable[[], nn.Module], batch: Any, **options: Any) -> str:
+    """What a step on `batch(rank)` is refused with."""
+    torch.manual_seed(0)
+    engine = echelon.parallelize(make(), plan, **({"optimizer": adamw, "loss": cross_entropy} | options))
+    try:
+        engine.step(batch(torch.distributed.get_rank()))
+    except UserError as error:
+        return str(error)
+    checks = [move for move in engine.ledger.moves if move.subject == "checks"]
+    engine.step(batch(torch.distributed.get_rank()))
+    return f"accepted with {len(checks)} {any(m.subject == 'checks' for m in engine.ledger.moves)}"
+
+
+def own_batch(rank: int) -> tuple[Tensor, Tensor]:
+    return tokens(rank)
+
+
+def own_target(rank: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = tokens(0)
+    targets[3, 5] = rank
+    return inputs, targets
+
+
+def same_batch(_: int) -> tuple[Tensor, Tensor]:
+    return tokens(0)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "context=2", "pipeline=2"])
+def test_ranks_that_share_a_replica_are_given_the_same_batch(warm_ranks: Warm, plan: str) -> None:
+    """A sampler of as many parts as ranks trained nonsense."""
+    for batch in (own_batch, own_target):
+        for error in warm_ranks(2).run(told, plan, gpt, batch):
+            assert "ranks 0 and 1 are given different batches" in error
+            assert "rank=engine.replica" in error
+
+
+def test_ranks_compare_once(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(told, "tensor=2", gpt, same_batch) == ["accepted with 2 False"] * 2
+    assert warm_ranks(2).run(told, "data=2", gpt, own_batch) == ["accepted with 0 False"] * 2
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Scaled(nn.Module):
+    """Has a weight of its own for what is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down, self.last = (
+            *(nn.Linear(6, 8), Scale()),
+            *(nn.Linear(8, 6), nn.Linear(6, 5)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.down(torch.tanh(self.scale(self.up(x)))))
+
+
+def styles(of_scale: str) -> Table:
+    return {"up": "column", "down": "row", "last": "replicated", "scale": of_scale}
+
+
+def rows(_: int) -> tuple[Tensor, Tensor]:
+    return vectors(0)
+
+
+@pytest.mark.usefixtures("warm_contract")
+def test_gradients_of_what_is_whole_must_be_the_same(warm_ranks: Warm) -> None:
+    """A module inside what is split was called replicated, and each rank trained its own."""
+    options = {"loss": mean_loss, "table": styles("replicated")}
+    for error in warm_ranks(2).run(partial(told, **options), "tensor=2", Scaled, rows):
+        assert "ranks have different gradients of scale.weight, which" in error
+        assert "make them 'heads'" in error
+    assert_equal(Case(Scaled, vectors, mean_loss, adamw, 3, options={"table": styles("heads")}), "tensor=2")
+
+
+def test_optimizers_over_whole_matrices_are_refused_by_parallelize(warm_ranks: Warm) -> None:
+    make = partial(refused, "tensor=2", gpt, optimizer=torch.optim.Adafactor)
+    assert all("tensor=2: each rank updates its parts" in error for error in warm_ranks(2).run(make))
+
+
+def refused(plan: str, make: Callable[[], nn.Module], **options: Any) -> str:
+    try:
+        echelon.parallelize(make(), plan, **({"optimizer": adamw, "loss": cross_entropy} | options))
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+# Losses that do not add up over parts of the sequence.
+
+
+def mean_over_tokens(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+def shifting(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return token_loss(output[:, :-1], targets[:, 1:])
+
+
+def mean_with_own_mark(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def all_count(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = tokens(step)
+    return inputs, targets.clamp(min=0)
+
+
+def early_marks(_: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = tokens(0)
+    targets[:, :4] = 0
+    return inputs, targets.clamp(min=0)
+
+
+def labels(_: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = tokens(0)
+    return inputs, targets[:, 5]
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "says"),
+    [
+        (mean_over_tokens, same_batch, "the loss is a plain mean, and some targets are -100"),
+        (shifting, same_batch, "not that of its parts added up: total and count"),
+        (mean_with_own_mark, early_marks, "return (total, count) of the targets that count"),
+        (token_loss, labels, "targets have no positions"),
+    ],
+)
+def test_losses_that_do_not_add_up_are_refused(warm_ranks: Warm, loss: Any, batch: Any, says: str) -> None:
+    """It was a mean of means, and none where a rank had nothing to count; pairs across a seam were lost."""
+    for error in warm_ranks(2).run(partial(told, loss=loss), "context=2", gpt, batch):
+        assert says in error
+
+
+@pytest.mark.usefixtures("warm_contract")
+@pytest.mark.parametrize(("loss", "batch"), [(mean_over_tokens, all_count), (token_loss, tokens)])
+@pytest.mark.parametrize("plan", ["context=2", "context=2 tensor=2"])
+def test_losses_that_add_up_are_equal_to_one_device(plan: str, loss: Any, batch: Any) -> None:
+    assert_equal(Case(gpt, batch, loss, adamw, steps=3), plan)

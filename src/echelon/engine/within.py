@@ -15,6 +15,7 @@ from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import keyed_modules, place_dropout
 from echelon.engine.batch import Loss
 from echelon.engine.mixing import check_masks, check_positions
+from echelon.engine.probing import Probe
 from echelon.errors import UserError, raise_faults
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -38,6 +39,8 @@ class Within:
         if mesh.plan.sequence:
             self._check_parts(model, before)
         self.loss = self._loss(loss)
+        unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
+        self.probe = Probe(loss, mesh.plan.context) if unknown else None
         self._place_dropout(model, before)
 
     # Tensor.
