@@ -76,9 +76,9 @@ class Probe:
 
         whole = tree_map(drawn, output), tree_map(lambda leaf: _moved(leaf, output), targets)
         try:
-            one = self._value(*whole, share=1)
-            parts = [self._value(*self._part(whole, rank), share=self._parts) for rank in range(self._parts)]
-        except Exception:
+            one = self._value(whole, share=1)
+            parts = [self._value(self._part(whole, rank), self._parts) for rank in range(self._parts)]
+        except Exception:  # it takes nothing but a whole batch as it is: then it cannot be tried
             return
         several = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
         if math.isfinite(one[0]) and not all(map(_near, one, several)):
@@ -88,8 +88,9 @@ class Probe:
                 f"each rank's positions by themselves; {_MEND}"
             )
 
-    def _value(self, output: Any, targets: Any, share: int) -> tuple[float, float]:
+    def _value(self, given: tuple[Any, Any], share: int) -> tuple[float, float]:
         """Total and count, as the engine counts: the samples of a mean are shared by so many ranks."""
+        output, targets = given
         result = self._loss(output, targets)
         total, count = total_and_count(result, targets)
         share = 1 if isinstance(result, tuple) else share
