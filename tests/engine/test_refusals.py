@@ -225,9 +225,13 @@ def test_a_sequence_that_would_stay_in_parts_is_refused() -> None:
     with pytest.raises(UserError, match="make that projection 'vocabulary'"):
         within(gpt(), "tensor=2 sequence=true", table=WHOLE_LOGITS)
     whole = {"blocks.*.attention.*": "replicated"}
-    with pytest.raises(UserError, match=r"blocks\.0\.attention attends, and nothing in it is split"):
+    with pytest.raises(UserError, match=r"blocks\.0\.attention \(Attention\) has matrices, of which none"):
         within(gpt(), "tensor=2 sequence=true", table=whole)
     within(gpt(), "tensor=2", table=whole)
+    ends = {"0": "vocabulary", "3": "vocabulary", "*": "replicated"}
+    within(between(nn.Sequential(nn.Linear(16, 16)), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
+    with pytest.raises(UserError, match=r"1 \(Attends\) has matrices"):
+        within(between(Attends(), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
 
 
 # What ranks must have in common.

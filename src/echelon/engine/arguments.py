@@ -38,10 +38,10 @@ def check_arguments(
         *_optimizer_faults(optimizer),
         *_loss_faults(loss),
         *_number_faults(clip, prefetch, seed),
+        *_boundary_faults(boundaries, plan),
         *_example_faults(example),
         *_table_faults(table),
     ]
-    faults += [] if faults else _boundary_faults(boundaries, plan)  # of a plan that is one
     raise_faults("the arguments of parallelize", faults)
 
 
@@ -105,6 +105,8 @@ def _boundary_faults(boundaries: Any, plan: Any) -> list[str]:
     listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
     if not listed or not all(map(_is_whole, boundaries)):
         return [f"boundaries={boundaries!r}: must be a list of whole numbers, like [3, 6], or None"]
+    if _plan_faults(plan):
+        return []
     pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
     if pipeline not in (1, AUTO):
         return []

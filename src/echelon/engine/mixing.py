@@ -6,7 +6,7 @@ mixes is known by class; and a model in which nothing asks must be made of modul
 by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,6 +17,8 @@ from echelon.dropout import is_keyed, unkeyed_dropout
 from echelon.errors import raise_faults
 from echelon.plan import Plan
 from echelon.sequence import View
+from echelon.tensor_parallel import Sharded
+from echelon.tensor_parallel.modules import is_matrix
 
 _MIXERS = (
     nn.MultiheadAttention,
@@ -101,6 +103,37 @@ def _works_by_position(module: nn.Module) -> bool:
     if type(module).forward is nn.Sequential.forward:
         return True
     return type(module) in _BY_POSITION and ("forward" not in vars(module) or is_keyed(module))
+
+
+def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharded, plan: Plan) -> None:
+    """Refuse, with `sequence`, what is not split and would be given a part of the sequence: a last layer
+    whose output the loss wants whole, and modules that may mix positions. `before` are those that see all."""
+    faults = []
+    if not sharded.splits_logits:
+        faults.append(
+            "the last layer would return a part of the sequence, because its projection is whole on every "
+            "rank, and the loss has all targets; make that projection 'vocabulary' in the table that "
+            "parallelize(table=…) takes, or use sequence=false"
+        )
+    split = {parameter for name, parameter in model.named_parameters() if name in sharded.shards}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not inside and module not in before and _may_mix(module) and split.isdisjoint(module.parameters()):
+            found.append(name)
+            faults.append(
+                f"{name} ({type(module).__name__}) has matrices, of which none is split, so it would be "
+                "given a part of the sequence, and be wrong if it attends; make them 'column' and 'row' in "
+                "the table, or use sequence=false"
+            )
+    raise_faults(f"plan '{plan}'", faults)
+
+
+def _may_mix(module: nn.Module) -> bool:
+    """Whether a module has matrices inside, and a forward of its own to do with them what it likes."""
+    if is_matrix(module) or _works_by_position(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    return any(map(is_matrix, module.modules()))
 
 
 def check_masks(model: nn.Module, plan: Plan) -> None:

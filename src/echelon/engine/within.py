@@ -14,9 +14,9 @@ from echelon.context_parallel import RingView, positions, take
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import keyed_modules, place_dropout
 from echelon.engine.batch import Loss
-from echelon.engine.mixing import check_masks, check_positions
+from echelon.engine.mixing import check_masks, check_positions, check_split
 from echelon.engine.probing import Probe
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import Owned
@@ -37,7 +37,8 @@ class Within:
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self.sharded = self._split(model, loss, table, before)
         if mesh.plan.sequence:
-            self._check_parts(model, before)
+            assert self.sharded is not None
+            check_split(model, before, self.sharded, mesh.plan)
         self.loss = self._loss(loss)
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
         self.probe = Probe(loss, mesh.plan.context) if unknown else None
@@ -59,26 +60,6 @@ class Within:
             whole_sequence=before,
             join_logits=split_loss(loss) is None,
         )
-
-    def _check_parts(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
-        """Refuse attention that would see a part of the sequence, and a last layer that would return one."""
-        assert self.sharded is not None
-        faults = []
-        if not self.sharded.splits_logits:
-            faults.append(
-                "the last layer would return a part of the sequence, because its projection is whole on "
-                "every rank, and the loss has all targets; make that projection 'vocabulary' in the table "
-                "that parallelize(table=…) takes, or use sequence=false"
-            )
-        split = {p for name, p in model.named_parameters() if name in self.sharded.shards}
-        for name, module in model.named_modules():
-            asks = isinstance(getattr(module, "view", None), View) and module not in before
-            if asks and any(True for _ in module.parameters()) and split.isdisjoint(module.parameters()):
-                faults.append(
-                    f"{name} attends, and nothing in it is split, so that it would see a part of the "
-                    "sequence; make its matrices 'column' and 'row' in the table, or use sequence=false"
-                )
-        raise_faults(f"plan '{self._mesh.plan}'", faults)
 
     def _loss(self, loss: Loss) -> Loss:
         """The same, of what the last layer returns here."""
