@@ -121,3 +121,16 @@ def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
     numbers = [hash_of(index) for index in range(50)]
     mixed = _mix_(torch.tensor([_signed(number) for number in numbers]))
     assert mixed.tolist() == [_signed(_mix(number)) for number in numbers]
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (5, 6), (5, 4, 12), (5, 4, 6), (5, 4, 3, 6)])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_part_of_the_last_dim_keeps_what_the_whole_does(shape: tuple[int, ...], some: bool) -> None:
+    """Also when it is of some positions alone, and when one hash decides for two parts."""
+    places = torch.tensor([1, 3]) if some and len(shape) > 2 else None
+    whole = keep_mask(1, 2, 3, 100, shape, 0.3)
+    seen = whole if places is None else whole[:, places]
+    for parts in (1, 2, 3):
+        mine = (*seen.shape[:-1], shape[-1] // parts)
+        found = [keep_mask(1, 2, 3, 100, mine, 0.3, places=places, part=(n, parts)) for n in range(parts)]
+        assert torch.equal(torch.cat(found, -1), seen)

@@ -8,10 +8,12 @@ with scope(seed=0, step=7, first_sample=16):       # around the forward pass of 
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.modules import (
     Places,
+    drops_each_element,
     is_keyed,
     key_dropout,
     keyed_modules,
     place_dropout,
+    split_features,
     unkeyed_dropout,
 )
 from echelon.dropout.place import Place, current, restore, scope
@@ -20,6 +22,7 @@ __all__ = [
     "Place",
     "Places",
     "current",
+    "drops_each_element",
     "is_keyed",
     "keep_mask",
     "key_dropout",
@@ -27,5 +30,6 @@ __all__ = [
     "place_dropout",
     "restore",
     "scope",
+    "split_features",
     "unkeyed_dropout",
 ]

@@ -29,46 +29,66 @@ def keep_mask(
     device: torch.device | str = "cpu",
     use: int = 0,
     places: Tensor | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Tensor:
     """True where an element is kept, with probability 1 - p. Dim 0 of `shape` counts samples.
 
     Element j of sample s is decided by hash(seed, step, layer, use, first_sample + s, j), and by nothing
     else: however a batch is cut, its samples keep the same elements. `use` tells apart the uses of one layer.
     `places`: where along dim 1 of the whole sample the part of it stands that is here, if not all of it is.
+    `part`: (1, 4) if the last dim is the second quarter of the whole one; with places, one behind dim 1.
     """
     samples, positions = shape[0], prod(shape[1:])
     if p == 0:
         return torch.ones(*shape, dtype=torch.bool, device=device)
     keys = _sample_keys(hash_of(seed, step, layer, use), first_sample, samples, device)
-    words = _words(positions, shape, places, device)
+    numbers, words = _words(shape, places, part, device)
     kept = torch.empty(samples, len(words) * _PER_WORD, dtype=torch.bool, device=device)
     counters = words.mul_(_signed(_WEYL))
     rows = max(1, _TILE // max(1, len(words)))
     for begin in range(0, samples, rows):
         drawn = _mix_(keys[begin : begin + rows, None] + counters)
         torch.lt(drawn.view(torch.int32), _threshold(p), out=kept[begin : begin + rows])
-    if places is not None and prod(shape[2:]) % _PER_WORD:
-        kept = _halves(kept, shape, places)
+    if numbers is not None:
+        kept = _halves(kept, numbers)
     return kept[:, :positions].reshape(*shape)
 
 
-def _words(positions: int, shape: Sequence[int], places: Tensor | None, device: torch.device | str) -> Tensor:
-    """The numbers of the hashes that decide the positions of a sample, in order."""
-    if places is None:
-        return torch.arange(-(-positions // _PER_WORD), device=device)
-    inner = prod(shape[2:])  # positions at one place
-    places = places.to(device)
-    if inner % _PER_WORD == 0:
-        each = inner // _PER_WORD
-        return (places[:, None] * each + torch.arange(each, device=device)).flatten()
-    return (places[:, None] * inner + torch.arange(inner, device=device)).flatten() // _PER_WORD
+def _words(
+    shape: Sequence[int], places: Tensor | None, part: tuple[int, int] | None, device: torch.device | str
+) -> tuple[Tensor | None, Tensor]:
+    """The numbers of the hashes that decide the positions of a sample, in order.
+
+    Before them the numbers of the positions, where every single one has a hash drawn for itself.
+    """
+    if places is None and part is None:
+        return None, torch.arange(-(-prod(shape[1:]) // _PER_WORD), device=device)
+    begins, length = _runs(shape, places, part, device)
+    if length % _PER_WORD == 0:
+        each = length // _PER_WORD
+        return None, (begins[:, None] // _PER_WORD + torch.arange(each, device=device)).flatten()
+    numbers = (begins[:, None] + torch.arange(length, device=device)).flatten()
+    return numbers, numbers // _PER_WORD
 
 
-def _halves(kept: Tensor, shape: Sequence[int], places: Tensor) -> Tensor:
+def _runs(
+    shape: Sequence[int], places: Tensor | None, part: tuple[int, int] | None, device: torch.device | str
+) -> tuple[Tensor, int]:
+    """Where in the whole sample the runs begin that are here, all at multiples of their length; and that."""
+    if part is None:
+        assert places is not None
+        return places.to(device) * prod(shape[2:]), prod(shape[2:])
+    which, parts = part
+    if len(shape) == 2:
+        return torch.tensor([which * shape[1]], device=device), shape[1]
+    outer = torch.arange(shape[1], device=device) if places is None else places.to(device)
+    inner = prod(shape[2:-1])
+    rows = (outer[:, None] * inner + torch.arange(inner, device=device)).flatten()
+    return (rows * parts + which) * shape[-1], shape[-1]
+
+
+def _halves(kept: Tensor, numbers: Tensor) -> Tensor:
     """Of hashes that were drawn for every single position, the half that is the position's own."""
-    inner = prod(shape[2:])
-    places = places.to(kept.device)
-    numbers = (places[:, None] * inner + torch.arange(inner, device=kept.device)).flatten()
     both = kept.view(len(kept), -1, _PER_WORD)
     return both.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 

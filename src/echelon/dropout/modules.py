@@ -42,6 +42,19 @@ def place_dropout(module: nn.Module, places: Places) -> None:
         keyed.places = places
 
 
+def split_features(module: nn.Module, rank: int, ranks: int) -> None:
+    """Let a keyed dropout know that the last dim of what it is given is part `rank` of `ranks` equal ones."""
+    keyed = _keyed(module)
+    if keyed is not None:
+        keyed.part = rank, ranks
+
+
+def drops_each_element(module: _DropoutNd) -> bool:
+    """And no whole channels."""
+    kind = _KINDS.get(type(module).forward)
+    return kind is not None and kind[0] is _elements
+
+
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
     return [module for module in model.modules() if isinstance(module, _DropoutNd) and is_keyed(module)]
 
@@ -88,6 +101,7 @@ class _Keyed:
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self.layer = int.from_bytes(digest, "little")
         self.places: Places | None = None
+        self.part: tuple[int, int] | None = None  # of the last dim
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
@@ -108,8 +122,9 @@ class _Keyed:
         place, use = found
         seed, step, first = place.seed, place.step, place.first_sample
         module, shape = self.module, _KINDS[type(self.module).forward][0](input)
-        places = None if self.places is None else self.places(shape[1])
-        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use, places)
+        split = self.part is not None and len(shape) == 2  # dim 1 itself: features, and no positions
+        places = None if self.places is None or split else self.places(shape[1])
+        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use, places, self.part)
         # A mask of one sample stands for an input that has no dim for samples.
         return keep[0] if len(shape) > input.ndim else keep
 

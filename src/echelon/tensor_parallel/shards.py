@@ -7,11 +7,34 @@ A fused matrix is several matrices, one after the other along the split dim: a r
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.ownership import Owned, Slice
+from echelon.tensor_parallel.modules import is_transposed
+from echelon.tensor_parallel.styles import Style
+
+
+class Cut(NamedTuple):
+    """A parameter of a module is split along `dim`; it is `parts` matrices in one."""
+
+    name: str
+    dim: int
+    parts: int
+
+
+def cuts(module: nn.Module, style: Style) -> list[Cut]:
+    """The parameters of a module that its style splits."""
+    outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
+    if style.word == "experts":
+        return [Cut("gate_up_proj", 1, 2), Cut("down_proj", 2, 1)]
+    if style.word == "vocabulary" and isinstance(module, nn.Embedding):
+        return [Cut("weight", 0, 1)]
+    if style.word in ("column", "vocabulary"):
+        return [Cut("weight", outputs, style.parts), Cut("bias", 0, style.parts)]
+    return [Cut("weight", inputs, 1)] if style.word == "row" else []
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """A table applied to a model: every parameter is what this rank holds of it, and split modules know their
 way in and out."""
 
-import re
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -11,19 +9,21 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
+from echelon.dropout import split_features
 from echelon.errors import raise_faults
+from echelon.tensor_parallel.faults import find_faults
 from echelon.tensor_parallel.modules import (
     Column,
     EnterFirst,
     Experts,
     Row,
     VocabularyEmbedding,
-    is_matrix,
-    is_transposed,
 )
 from echelon.tensor_parallel.regions import Region
-from echelon.tensor_parallel.shards import Shard
-from echelon.tensor_parallel.styles import OF_MODULES, Style, Styles, Table
+from echelon.tensor_parallel.shards import Shard, cuts
+from echelon.tensor_parallel.styles import Style, Styles, Table
+
+_INSIDE = ("heads", "inner")  # whole modules of which every rank sees its own part of the work
 
 
 class Sharded(NamedTuple):
@@ -35,8 +35,8 @@ class Sharded(NamedTuple):
 
     region: Region
     shards: dict[str, Shard]  # by the parameter's first name
-    partial: dict[nn.Parameter, str]
-    replicated: dict[nn.Parameter, str]
+    partial: list[nn.Parameter]
+    replicated: list[nn.Parameter]
     by_heads: list[nn.Module]
     splits_logits: bool
 
@@ -56,44 +56,58 @@ def split_over(
     `join_logits`: the loss takes all logits.
     """
     styles = Styles(model, table)
-    found = {name: styles.of(name) for name, _ in model.named_modules()}
-    raise_faults(
-        f"tensor={group.size}",
-        [
-            *_unknown(model, found),
-            *_mismatches(model, found, group.size),
-            *_tie_faults(model, found),
-            *_number_faults(model, styles, group.size),
-        ],
+    found = _found(model, styles)
+    whole = set(whole_sequence) if sequence else set(model.modules())
+    partial = {m for m in model.modules() if m not in whole or (m in found and found[m].word in _INSIDE)}
+    faults = find_faults(
+        model, styles, found, group.size, partial=partial, whole_sequence=whole if sequence else None
     )
+    raise_faults(f"tensor={group.size}", faults)
     _start_equal(model, group)
-    _divide_numbers(model, styles, group.size)
+    _divide_numbers(styles, group.size)
     region = Region(group, sequence=sequence)
-    sharded = Sharded(region, {}, {}, {}, [], _splits_logits(model, found))
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    first = Region(group, sequence=False) if sequence else region
+    shards: dict[str, Shard] = {}
+    unsplit: dict[nn.Parameter, bool] = {}  # whether a rank has a part of the gradient
     kept: dict[nn.Parameter, nn.Parameter] = {}  # what becomes of each that is split
-    for name, module in model.named_modules():
-        style = found[name]
-        if style is None:
-            continue
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        style = found.get(module, Style("replicated"))
         split = dict(_shards(module, style, group))
-        apart = style.word == "heads" or (sequence and module not in whole_sequence)
         for parameter in module.parameters(recurse=False):
             if parameter in split:
-                sharded.shards[names[parameter]] = split[parameter]
+                shards[names[parameter]] = split[parameter]
                 kept.setdefault(parameter, _part_of(parameter, split[parameter]))
             else:
-                (sharded.partial if apart else sharded.replicated)[parameter] = names[parameter]
-        if style.word == "heads" and isinstance(module, _DropoutNd):
-            sharded.by_heads.append(module)
-        _set_forward(module, style, region, join_logits)
+                unsplit[parameter] = module in partial
+        if style.word == "inner":
+            split_features(module, group.rank, group.size)
+        _set_forward(module, style, first if module in whole else region, join_logits)
+    _leave_fused_paths(model, found)
     _replace(model, kept)
-    return sharded
+    return Sharded(
+        region,
+        shards,
+        partial=[parameter for parameter, in_parts in unsplit.items() if in_parts],
+        replicated=[parameter for parameter, in_parts in unsplit.items() if not in_parts],
+        by_heads=[m for m, style in found.items() if style.word == "heads" and isinstance(m, _DropoutNd)],
+        splits_logits=_splits_logits(found),
+    )
 
 
-def _splits_logits(model: nn.Module, found: dict[str, Style | None]) -> bool:
-    split = [name for name, style in found.items() if style is not None and style.word == "vocabulary"]
-    return any(not isinstance(model.get_submodule(name), nn.Embedding) for name in split)
+def _found(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
+    """The style of every module that has one, by any of its names."""
+    found: dict[nn.Module, Style] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        style = styles.of(name)
+        if style is not None:
+            found.setdefault(module, style)
+    return found
+
+
+def _splits_logits(found: dict[nn.Module, Style]) -> bool:
+    split = [module for module, style in found.items() if style.word == "vocabulary"]
+    return any(not isinstance(module, nn.Embedding) for module in split)
 
 
 def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
@@ -113,23 +127,11 @@ def _replace(model: nn.Module, kept: dict[nn.Parameter, nn.Parameter]) -> None:
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
     """The parameters of a module that are split, and how."""
-    for name, dim, parts in _dims(module, style):
+    for name, dim, parts in cuts(module, style):
         parameter = getattr(module, name)
         if parameter is not None:
             size = parameter.shape[dim] // parts
             yield parameter, Shard(dim, (size,) * parts, group.rank, group.size)
-
-
-def _dims(module: nn.Module, style: Style) -> list[tuple[str, int, int]]:
-    """(parameter, split dim, matrices in one) of a module."""
-    outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
-    if style.word == "experts":
-        return [("gate_up_proj", 1, 2), ("down_proj", 2, 1)]
-    if style.word == "vocabulary" and isinstance(module, nn.Embedding):
-        return [("weight", 0, 1)]
-    if style.word in ("column", "vocabulary"):
-        return [("weight", outputs, style.parts), ("bias", 0, style.parts)]
-    return [("weight", inputs, 1)] if style.word == "row" else []
 
 
 def _set_forward(module: nn.Module, style: Style, region: Region, join_logits: bool) -> None:
@@ -159,117 +161,20 @@ def _start_equal(model: nn.Module, group: Group) -> None:
             tensor.copy_(packed)
 
 
-# What cannot be split.
+def _leave_fused_paths(model: nn.Module, found: dict[nn.Module, Style]) -> None:
+    """In evaluation torch's encoder layer gives its weights to one kernel, unless it has a hook."""
+    split = {module for module, style in found.items() if cuts(module, style)}
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and not split.isdisjoint(layer.modules()):
+            layer.register_forward_pre_hook(_nothing)
 
 
-def _unknown(model: nn.Module, found: dict[str, Style | None]) -> Iterator[str]:
-    """A fault for every kind of module that keeps something and that no table knows."""
-    for name, pattern, module in _kinds(model):
-        if found[name] is None and _keeps_something(module):
-            yield (
-                f"{name or 'the model'} ({type(module).__name__}): no table knows it; add "
-                f"'{pattern}': '{_guess(module)}' to the table that parallelize(table=…) takes "
-                f"({', '.join(OF_MODULES)})"
-            )
+def _nothing(_: nn.Module, __: Any) -> None:
+    pass
 
 
-def _kinds(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Every module whose name differs from earlier ones by more than a number, with its name as a pattern."""
-    seen: set[str] = set()
-    for name, module in model.named_modules():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        if pattern not in seen:
-            seen.add(pattern)
-            yield name, pattern, module
-
-
-def _keeps_something(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False)) or (
-        isinstance(module, _DropoutNd) and module.p > 0
-    )
-
-
-def _guess(module: nn.Module) -> str:
-    return (
-        "column" if is_matrix(module) else "vocabulary" if isinstance(module, nn.Embedding) else "replicated"
-    )
-
-
-def _mismatches(model: nn.Module, found: dict[str, Style | None], ranks: int) -> Iterator[str]:
-    """A fault for every module that is not of the kind its style is for, or does not divide."""
-    for name, _, module in _kinds(model):
-        style = found[name]
-        if style is None:
-            continue
-        if not _fits(module, style):
-            yield f"{name} ({type(module).__name__}): cannot be '{style.word}'; make it 'replicated'"
-            continue
-        for parameter, dim, parts in _dims(module, style):
-            value = getattr(module, parameter, None)
-            if value is not None and value.shape[dim] % (parts * ranks):
-                yield _indivisible(name, parameter, style, value.shape[dim], ranks * parts)
-
-
-def _tie_faults(model: nn.Module, found: dict[str, Style | None]) -> Iterator[str]:
-    """A fault for every tied parameter that one module would split and another not, or otherwise."""
-    first: dict[nn.Parameter, tuple[str, int | None]] = {}
-    for name, module in model.named_modules():
-        style = found[name]
-        dims = {getattr(module, p, None): dim for p, dim, _ in _dims(module, style)} if style else {}
-        for parameter in module.parameters(recurse=False):
-            other, dim = first.setdefault(parameter, (name, dims.get(parameter)))
-            if dim != dims.get(parameter):
-                yield f"{other} and {name} share a parameter, and their styles split it differently"
-
-
-def _fits(module: nn.Module, style: Style) -> bool:
-    if style.word in ("column", "row"):
-        return is_matrix(module)
-    if style.word == "vocabulary":
-        return is_matrix(module) or isinstance(module, nn.Embedding)
-    if style.word == "experts":
-        return hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
-    return True
-
-
-def _indivisible(name: str, parameter: str, style: Style, size: int, by: int) -> str:
-    more = -(-size // by) * by
-    what = "vocabulary" if style.word == "vocabulary" else f"dim that '{style.word}' splits"
-    mend = f"pad the vocabulary to {more}" if style.word == "vocabulary" else f"make it {more}"
-    return f"{name}.{parameter}: its {what} is {size}, which {by} does not divide; {mend}, or use fewer ranks"
-
-
-def _number_faults(model: nn.Module, styles: Styles, ranks: int) -> Iterator[str]:
-    for word in ("divided", "divisible"):
-        for pattern in styles.numbers(word):
-            for name, value in sorted(
-                {name: getattr(*at) for name, at in _attributes(model, pattern)}.items()
-            ):
-                if value is not None and value % ranks:
-                    yield (
-                        f"{name}={value}: {ranks} ranks take an equal part each; use tensor="
-                        f"{_divisor_below(value, ranks)}, or a model where it is a multiple of {ranks}"
-                    )
-
-
-def _divisor_below(value: int, ranks: int) -> int:
-    return next(n for n in range(min(ranks, value), 0, -1) if value % n == 0)
-
-
-def _divide_numbers(model: nn.Module, styles: Styles, ranks: int) -> None:
-    for pattern in styles.numbers("divided"):
-        for _, (owner, attribute) in _attributes(model, pattern):
-            setattr(owner, attribute, getattr(owner, attribute) // ranks)
-
-
-def _attributes(model: nn.Module, pattern: str) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """The numbers that a pattern names: of modules, or of the model's config."""
-    path, _, attribute = pattern.rpartition(".")
-    if path == "config":
-        config = getattr(model, "config", None)
-        if hasattr(config, attribute):
-            yield pattern, (config, attribute)
-        return
-    for name, module in model.named_modules():
-        if fnmatchcase(name, path) and hasattr(module, attribute):
-            yield f"{name}.{attribute}", (module, attribute)
+def _divide_numbers(styles: Styles, ranks: int) -> None:
+    for _, owner, attribute in styles.numbers("divided"):
+        value = getattr(owner, attribute)
+        if value is not None:
+            setattr(owner, attribute, value // ranks)

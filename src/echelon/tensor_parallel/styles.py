@@ -6,7 +6,10 @@
     vocabulary      an embedding, or the projection to logits, split by vocabulary
     experts         matrices of many experts, each split as column and row
     replicated      whole on every rank, outside of what is split
-    heads           whole on every rank, for the heads that are there (a norm of each head; a dropout)
+    heads           whole on every rank, for the heads that are there: a norm of each head, or a dropout of
+                    [batch, heads, …], whose dim 1 counts them
+    inner           whole on every rank, for the features that are there, between a column and a row: a
+                    dropout of [batch, …, features], in the order of one matrix, or a weight for all (PReLU)
     region          no weights of its own: all that enters the columns inside is what enters it
 
 and for plain numbers of a module, or of the model's config:
@@ -18,15 +21,17 @@ Names are patterns: `blocks.*.mlp.up`. The first that fits holds. Where hidden s
 sequence, all replicated modules behind the first layer work on a part of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from echelon.errors import UserError, did_you_mean
 
 Table = Mapping[str, str]
 
-OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads", "region")
+OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "region")
 OF_NUMBERS = ("divided", "divisible")
 
 
@@ -36,14 +41,22 @@ class Style(NamedTuple):
     word: str
     parts: int = 1
 
+    def __str__(self) -> str:
+        return self.word if self.parts == 1 else f"{self.word}/{self.parts}"
+
     @classmethod
     def read(cls, pattern: str, text: str) -> "Style":
-        word, _, parts = str(text).partition("/")
-        if word not in (*OF_MODULES, *OF_NUMBERS) or (parts and (word != "column" or not parts.isdigit())):
-            known = (*OF_MODULES, *OF_NUMBERS)
+        word, slash, parts = str(text).partition("/")
+        known = (*OF_MODULES, *OF_NUMBERS)
+        if word not in known or (slash and word != "column"):
             raise UserError(
                 f"tensor: the table has '{pattern}': '{text}', which is none of {', '.join(known)} (or "
                 f"column/3 for three matrices in one){did_you_mean(word, known)}"
+            )
+        if slash and not (parts.isdecimal() and int(parts)):
+            raise UserError(
+                f"tensor: the table has '{pattern}': '{text}', but a column is 1 matrix or more; write "
+                "'column', or 'column/3' for three in one"
             )
         return cls(word, int(parts or 1))
 
@@ -120,18 +133,45 @@ TABLES: dict[str, Table] = {
 class Styles:
     """The styles of a model's modules: the user's table, then that of its class."""
 
-    def __init__(self, model: object, table: Table | None) -> None:
+    def __init__(self, model: nn.Module, table: Table | None) -> None:
         known = next((TABLES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in TABLES), {})
-        entries = {
-            **(table or {}),
-            **{name: text for name, text in known.items() if name not in (table or {})},
-        }
-        self._entries = [(pattern, Style.read(pattern, text)) for pattern, text in entries.items()]
+        self._model = model
+        self._own = {pattern: Style.read(pattern, text) for pattern, text in (table or {}).items()}
+        others = {pattern: Style.read(pattern, text) for pattern, text in known.items()}
+        self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
 
     def of(self, name: str) -> Style | None:
         """The style of the module `name`; None, if no pattern fits. A `*` stands for one or more names."""
         return next((s for p, s in self._entries if s.word in OF_MODULES and fnmatchcase(name, p)), None)
 
-    def numbers(self, word: str) -> list[str]:
-        """The patterns of the numbers that are `word`."""
-        return [pattern for pattern, style in self._entries if style.word == word]
+    def numbers(self, word: str) -> list[tuple[str, Any, str]]:
+        """The numbers that are `word`, once each: (name, owner, attribute)."""
+        patterns = [pattern for pattern, style in self._entries if style.word == word]
+        found = [its for pattern in patterns for its in _attributes(self._model, pattern)]
+        return list({(id(owner), attribute): (n, owner, attribute) for n, owner, attribute in found}.values())
+
+    def idle(self) -> list[tuple[str, Style]]:
+        """What the user's table says of nothing that the model has."""
+        names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
+        return [
+            (pattern, style)
+            for pattern, style in self._own.items()
+            if not (
+                any(True for _ in _attributes(self._model, pattern))
+                if style.word in OF_NUMBERS
+                else any(fnmatchcase(name, pattern) for name in names)
+            )
+        ]
+
+
+def _attributes(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any, str]]:
+    """The numbers that a pattern names: of modules, or of the model's config."""
+    path, _, attribute = pattern.rpartition(".")
+    if path == "config":
+        config = getattr(model, "config", None)
+        if hasattr(config, attribute):
+            yield pattern, config, attribute
+        return
+    for name, module in model.named_modules():
+        if fnmatchcase(name, path) and hasattr(module, attribute):
+            yield f"{name}.{attribute}", module, attribute

@@ -1,0 +1,240 @@
+"""What a table cannot do: each was once accepted, and trained otherwise than one device."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from echelon.collectives import RecordingGroup
+from echelon.errors import UserError
+from echelon.tensor_parallel import Sharded, Table, split_over
+
+
+def split(model: nn.Module, table: Table, *, sequence: bool = False) -> Sharded:
+    """Over two ranks, of which this is the first."""
+    first = list(model[0].modules()) if sequence and isinstance(model, nn.Sequential) else []
+    group = RecordingGroup("tensor", 0, 2)
+    return split_over(model, group, table, sequence=sequence, whole_sequence=first, join_logits=True)
+
+
+def refused(model: nn.Module, table: Table, *, sequence: bool = False) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        split(model, table, sequence=sequence)
+    return list(caught.value.faults)
+
+
+# Members of a list, whose names differ by a number alone, were taken for alike: the first was judged.
+
+
+def test_every_member_of_a_list_must_be_known() -> None:
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 32))
+    (fault,) = refused(model, {"0": "vocabulary", "3": "vocabulary"})
+    assert fault.startswith("1 (Linear): no table knows it; add '1': 'column'")  # and not '*'
+
+
+def test_every_member_of_a_list_must_divide() -> None:
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 33))
+    faults = refused(model, {"0": "vocabulary", "1": "vocabulary"})
+    assert [fault.split(":")[0] for fault in faults] == ["1.weight", "1.bias"]
+    assert "its vocabulary is 33, which 2 does not divide; pad the vocabulary to 34" in faults[0]
+
+
+def test_members_that_are_alike_are_told_once() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)) for _ in range(3)))
+    faults = refused(model, {})
+    assert [fault.split(" ")[0] for fault in faults] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
+    named = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 7)])})
+    faults = refused(named, {})
+    assert [fault.split(" ")[0] for fault in faults] == ["layers.0", "layers.2"]
+    assert all("add 'layers.*': 'column'" in fault for fault in faults)
+
+
+# The advice is right wherever the module stands.
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.1), nn.PReLU()])
+def test_the_advice_tells_what_is_between_a_column_and_a_row_apart(between: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))
+    (fault,) = refused(model, {"0": "column", "2": "row"})
+    assert "add '1': 'replicated' (or 'inner', if it stands between a column and a row" in fault
+    split(model, {"0": "column", "1": "inner", "2": "row"})
+
+
+def test_inner_is_for_what_works_on_each_feature() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout1d(0.1), nn.Linear(8, 4))
+    faults = refused(model, {"0": "column", "1": "inner", "2": "inner", "3": "row"})
+    assert faults == [
+        "1 (LayerNorm): cannot be 'inner', since it needs all features together; make it 'replicated', and "
+        "the matrices around it too",
+        "2 (Dropout1d): cannot be 'inner', since it drops whole channels; use nn.Dropout there",
+    ]
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_the_dropout_inside_of_torchs_layers_is_inner(kind: type[nn.Module]) -> None:
+    table = {"linear1": "column", "linear2": "row", "dropout": "replicated", "*": "replicated"}
+    assert refused(kind(4, 2, 8), table) == [
+        "dropout: stands between a column and a row, and cannot be 'replicated'; make it 'inner'"
+    ]
+    split(kind(4, 2, 8), table | {"dropout": "inner"})
+
+
+def test_weights_that_torchs_attention_reads_stay_whole() -> None:
+    (fault,) = refused(nn.MultiheadAttention(4, 2), {"": "replicated", "out_proj": "row"})
+    assert fault == (
+        "out_proj (NonDynamicallyQuantizableLinear): torch's attention reads its weights and does not call "
+        "it; make it 'replicated'"
+    )
+
+
+def test_a_region_has_no_weights() -> None:
+    (fault,) = refused(nn.LayerNorm(4), {"": "region"})
+    assert "the model (LayerNorm): cannot be 'region', which is for modules without weights" in fault
+
+
+# A forward of its own would be replaced.
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Renamed(nn.Linear):
+    """Has nothing of its own but its name."""
+
+
+class Shifted(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + 1
+
+
+@pytest.mark.parametrize("style", ["column", "row", "vocabulary"])
+def test_a_forward_of_its_own_is_not_taken_away(style: str) -> None:
+    assert refused(nn.Sequential(Scaled(4, 4)), {"0": style}) == [
+        f"0 (Scaled): cannot be '{style}': it would lose the forward of its own; make it 'replicated', or a "
+        "plain nn.Linear"
+    ]
+    split(nn.Sequential(Renamed(4, 4)), {"0": style})
+
+
+def test_nor_that_of_an_embedding_or_an_instance() -> None:
+    (fault,) = refused(nn.Sequential(Shifted(4, 4)), {"0": "vocabulary"})
+    assert fault.endswith("make it 'replicated', or a plain nn.Embedding")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].forward = torch.tanh  # type: ignore[assignment]
+    (fault,) = refused(model, {"0": "column", "1": "column"})
+    assert fault.startswith("1 (Linear): cannot be 'column': it would lose the forward of its own")
+
+
+def test_a_weight_that_is_computed_cannot_be_cut() -> None:
+    (fault,) = refused(nn.Sequential(weight_norm(nn.Linear(4, 4))), {"0": "column", "0.*": "replicated"})
+    assert "its weight is made of other parameters" in fault
+
+
+# What is shared.
+
+
+def tied(first: nn.Module, second: nn.Module) -> nn.Sequential:
+    second.weight = first.weight
+    return nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize("styles", [("column/3", "column"), ("column", "row"), ("column", "replicated")])
+def test_tied_weights_are_cut_alike(styles: tuple[str, str]) -> None:
+    (fault,) = refused(tied(nn.Linear(6, 6), nn.Linear(6, 6)), dict(zip("01", styles, strict=True)))
+    assert fault == "0 and 1 share a parameter, and their styles split it differently"
+
+
+@pytest.mark.parametrize(("style", "sequence"), [("heads", False), ("inner", False), ("replicated", True)])
+def test_tied_weights_have_gradients_of_one_kind(style: str, sequence: bool) -> None:
+    """The sum over ranks would count one of them once for each rank, or leave parts of the other out."""
+    table = {"0": "replicated", "1": style, "2": "replicated"}
+    (fault,) = refused(tied(nn.PReLU(), nn.PReLU()), {n: table[n] for n in "01"}, sequence=sequence)
+    assert fault == (
+        "0 and 1 share a parameter, and a rank has all of its gradient in one of them, but a part of it in "
+        "the other; give each its own"
+    )
+
+
+def test_one_module_has_one_style() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    assert refused(model, {"a": "column", "b": "row"}) == [
+        "b is 'row' in the table, and 'column' by another name; give it one style"
+    ]
+    assert len(split(model, {"b": "column"}).shards) == 2
+
+
+@pytest.mark.parametrize("shared", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.1)])
+def test_with_split_sequences_the_first_layer_shares_no_module(shared: nn.Module) -> None:
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.Tanh()))
+    (fault,) = refused(model, {"*.0": "replicated"}, sequence=True)
+    assert fault == (
+        f"0.0 ({type(shared).__name__}): is in the first layer, which sees whole sequences, and in a later "
+        "one, which with sequence=true sees a part of them; give each its own, or use sequence=false"
+    )
+    split(model, {"*.0": "replicated"})
+
+
+@pytest.mark.parametrize("mixing", [nn.MultiheadAttention(4, 2), nn.GRU(4, 4), nn.Conv1d(4, 4, 1)])
+def test_what_mixes_positions_needs_them_all(mixing: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), mixing)
+    (fault,) = refused(model, {"*": "replicated"}, sequence=True)
+    assert fault == (
+        f"1 ({type(mixing).__name__}): needs all positions, and with sequence=true has a part; use "
+        "sequence=false"
+    )
+    split(nn.Sequential(mixing, nn.Linear(4, 4)), {"*": "replicated"}, sequence=True)
+
+
+def test_with_split_sequences_an_inner_dropout_is_for_the_first_layer() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(2)))
+    (fault,) = refused(model, {"*.0": "column", "*.1": "inner"}, sequence=True)
+    assert fault == "1.1 (Dropout): with sequence=true an 'inner' dropout has no place; set its p to 0"
+
+
+# Words, names and numbers.
+
+
+@pytest.mark.parametrize("text", ["column/0", "column/", "column/x", "column/²", "column/-1"])
+def test_a_column_is_one_matrix_or_more(text: str) -> None:
+    with pytest.raises(UserError, match="a column is 1 matrix or more; write 'column', or 'column/3'"):
+        split(nn.Linear(4, 4), {"": text})
+
+
+class Heads(nn.Linear):
+    def __init__(self, heads: object) -> None:
+        super().__init__(4, 4)
+        self.num_heads = heads
+
+
+def test_lines_that_fit_nothing_are_told_with_what_is_near() -> None:
+    model = nn.Sequential()
+    model.add_module("layers", nn.ModuleList([Heads(4)]))
+    table = {"layers.*": "column", "leyers.*": "column", "layers.*.n_heads": "divided", "x": "row"}
+    assert refused(model, table) == [
+        "'leyers.*': 'column' in the table fits no module of the model; drop it, or mend the name (near: "
+        "layers.*, layers.0, layers)",
+        "'layers.*.n_heads': 'divided' in the table fits no number of the model; drop it, or mend the name "
+        "(near: layers.*.num_heads, layers.0.num_heads, layers.*.in_features)",
+        "'x': 'row' in the table fits no module of the model; drop it, or mend the name",
+    ]
+
+
+def test_a_number_is_divided_once() -> None:
+    model = nn.Sequential(Heads(8))
+    split(model, {"0": "column", "0.num_heads": "divided", "*.num_heads": "divided"})
+    assert model[0].num_heads == 4
+
+
+@pytest.mark.parametrize("value", ["four", 2.0, 0, -3, True])
+def test_only_numbers_that_count_are_divided(value: object) -> None:
+    (fault,) = refused(nn.Sequential(Heads(value)), {"0": "column", "0.num_heads": "divided"})
+    assert fault == f"0.num_heads={value!r}: only a number that counts something can be 'divided'; drop it"
+
+
+def test_a_number_that_is_none_stays() -> None:
+    model = nn.Sequential(Heads(None))
+    split(model, {"0": "column", "0.num_heads": "divided"})
+    assert model[0].num_heads is None
