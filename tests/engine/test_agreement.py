@@ -40,7 +40,7 @@ def compared(of_rank: Callable[[int], list[Tensor]]) -> str:
         parameter.grad = gradient
         held.append(Held(str(number), parameter, parameter))
     try:
-        check_same_gradients(held, {its.parameter: its.name for its in held}, group)
+        check_same_gradients(held, [its.parameter for its in held], group)
     except UserError as error:
         return str(error)
     return "same"

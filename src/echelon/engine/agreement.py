@@ -6,7 +6,7 @@ would train something that no device would, and nothing else would tell.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,10 @@ def _wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def check_same_gradients(held: Iterable[Held], replicated: Mapping[nn.Parameter, str], group: Group) -> None:
+def check_same_gradients(held: Iterable[Held], replicated: Collection[nn.Parameter], group: Group) -> None:
     """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same."""
-    mine = sorted((its for its in held if its.parameter in replicated), key=lambda its: (its.name, its.begin))
+    whole = set(replicated)
+    mine = sorted((its for its in held if its.parameter in whole), key=lambda its: (its.name, its.begin))
     if not mine:
         return
     told = _from_all(torch.stack([_measures(its.tensor.grad, its.tensor) for its in mine]), group)
@@ -75,13 +76,13 @@ def check_same_gradients(held: Iterable[Held], replicated: Mapping[nn.Parameter,
     # Gradients that are nothing but rounding may be anything up to that of the largest.
     allowed = tolerance * (sizes + 10 * tolerance * sizes.amax())
     apart = ((told.amax(0) - told.amin(0)) > allowed[:, None]).any(1).tolist()
-    names = [replicated[its.parameter] for its, differs in zip(mine, apart, strict=True) if differs]
+    names = [its.name for its, differs in zip(mine, apart, strict=True) if differs]
     if names:
         raise UserError(
             f"tensor={group.size}: ranks have different gradients of {', '.join(dict.fromkeys(names))}, "
-            "which the table calls 'replicated': what these modules work on is not the same on every rank. "
-            "If it is a part of the heads, make them 'heads' in the table that parallelize(table=…) takes; "
-            "if a forward draws at random by itself, let nn.Dropout do it"
+            "which are 'replicated': what these modules work on is not the same on every rank. If it is a "
+            "part of the heads or features, make them 'heads' or 'inner' in the table that "
+            "parallelize(table=…) takes; if a forward draws at random by itself, let nn.Dropout do it"
         )
 
 

@@ -37,6 +37,7 @@ _BY_POSITION = (
     *(nn.Linear, nn.Embedding, nn.Identity, nn.RMSNorm, nn.LayerNorm, nn.Dropout, nn.AlphaDropout),
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
     *(nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid),
+    nn.PReLU,
 )
 
 _MEND = (
@@ -46,28 +47,21 @@ _MEND = (
 
 
 def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse layers that would mix the positions of a part, as if it were the whole sequence."""
-    if plan.context > 1:
-        mixers = _mixers(layers)
-        faults = [_fault(name, module, f"context={plan.context}") for name, module in mixers]
-        raise_faults(f"plan '{plan}'", faults or _silent_faults(layers, plan))
-    elif plan.sequence:
-        mixers = _mixers(layers[1:], first=1)  # the first layer sees all of the sequence
-        raise_faults(f"plan '{plan}'", [_fault(name, its, "sequence=true") for name, its in mixers])
+    """Refuse layers that would mix the positions of a part along `context`, as if it were the whole."""
+    if plan.context == 1:
+        return
+    faults = [
+        f"{name} ({type(module).__name__}) mixes positions, and with context={plan.context} a rank has a "
+        f"part of them; {_MEND}, or use context=1"
+        for name, module in _mixers(layers)
+    ]
+    raise_faults(f"plan '{plan}'", faults or _silent_faults(layers, plan))
 
 
-def _fault(name: str, module: nn.Module, word: str) -> str:
-    drop = "context=1" if word.startswith("context") else "sequence=false"
-    return (
-        f"{name} ({type(module).__name__}) mixes positions, and with {word} a rank has a part of them there; "
-        f"{_MEND}, or use {drop}"
-    )
-
-
-def _mixers(layers: Sequence[nn.Module], first: int = 0) -> list[tuple[str, nn.Module]]:
+def _mixers(layers: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """What mixes positions by its class, with a name; of mixers in each other the outermost."""
     found: list[tuple[str, nn.Module]] = []
-    for number, layer in enumerate(layers, start=first):
+    for number, layer in enumerate(layers):
         for name, module in layer.named_modules():
             place = f"layer {number}{'.' * bool(name)}{name}"
             inside = any(place.startswith(f"{outer}.") for outer, _ in found)
@@ -102,6 +96,8 @@ def _silent_faults(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
 def _works_by_position(module: nn.Module) -> bool:
     if type(module).forward is nn.Sequential.forward:
         return True
+    if type(module) is nn.PReLU and module.num_parameters > 1:  # one for each place of dim 1
+        return False
     return type(module) in _BY_POSITION and ("forward" not in vars(module) or is_keyed(module))
 
 
