@@ -22,12 +22,23 @@ def faults_of(check: Any, *arguments: Any) -> tuple[str, ...]:
 
 def good(**changes: Any) -> dict[str, Any]:
     given = {"model": nn.Linear(2, 2), "plan": "data=2", "optimizer": AdamW, "loss": nn.MSELoss()}
-    return given | {"clip": None, "prefetch": 1} | changes
+    given |= {"clip": None, "prefetch": 1, "seed": 0, "boundaries": None, "example": None, "table": None}
+    return given | changes
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"plan": Plan(data=2)}, {"clip": 1}, {"clip": np.float32(0.5)}, {"prefetch": 0}, {"seed": None}],
+    [
+        {},
+        {"plan": Plan(data=2)},
+        {"clip": 1},
+        {"clip": np.float32(0.5)},
+        {"prefetch": 0},
+        {"seed": None},
+        {"plan": "pipeline=2", "boundaries": (1,)},
+        {"example": (torch.zeros(2, 2), torch.zeros(2))},
+        {"table": {"up": "column"}},
+    ],
 )
 def test_good_arguments_pass(changes: dict[str, Any]) -> None:
     check_arguments(**good(**changes))
@@ -61,6 +72,14 @@ def test_all_faults_of_the_arguments_at_once() -> None:
         ({"prefetch": True}, "prefetch=True"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"seed": False}, "seed=False"),
+        ({"boundaries": 3}, "boundaries=3: must be a list of whole numbers"),
+        ({"boundaries": ["a"]}, "boundaries=['a']: must be a list of whole numbers"),
+        ({"boundaries": [1]}, "boundaries=[1] with pipeline=1"),
+        ({"boundaries": [1], "plan": "pipeline=auto"}, "boundaries=[1] with pipeline=auto"),
+        ({"example": torch.zeros(2)}, "example: the batch is a Tensor: must be a pair"),
+        ({"example": (np.zeros(2), None)}, "example: inputs is a ndarray"),
+        ({"table": ["x"]}, "table is a list: must map names of modules to words"),
+        ({"table": {"x": 3}}, "table has 'x': 3"),
     ],
 )
 def test_one_bad_argument(changes: dict[str, Any], says: str) -> None:
@@ -83,6 +102,19 @@ def test_optimizers_that_train_something_else() -> None:
     assert "leaves out every parameter" in faults_of(check_optimizer, optimizer, given)[0]
     assert "returned a list" in faults_of(check_optimizer, given, given)[0]
     assert len(faults_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Muon])
+def test_optimizers_that_look_at_whole_matrices_cannot_have_parts_of_them(make: Any) -> None:
+    """They were accepted with tensor=2, and took statistics of each rank's rows alone."""
+    given = list(nn.Linear(2, 2, bias=False).parameters())
+    check_optimizer(make(given), given)
+    check_optimizer(AdamW(given), given, tensor=2)
+    with pytest.raises(UserError, match=r"tensor=2: .*zero=1 or more.*like AdamW or SGD"):
+        check_optimizer(make(given), given, tensor=2)
+    optimizer = make(given)
+    optimizer.elementwise = True
+    check_optimizer(optimizer, given, tensor=2)
 
 
 rows = torch.zeros(4, 3)

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine import parallelize
+from echelon.engine.within import Within
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
+from echelon.mesh import Mesh
 from echelon.models import cross_entropy
 from echelon.pipeline_parallel import even_boundaries, split
+from echelon.plan import Plan
 from echelon.planner import profile
 from echelon.sequence import View, assign
 from echelon.verify import assert_equal
@@ -165,6 +168,41 @@ def test_hooks_on_the_model_are_refused_where_its_forward_is_not_called() -> Non
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(UserError, match="forward hooks"):
         parallelize(model, "zero=1", optimizer=adamw, loss=cross_entropy)
+
+
+@pytest.mark.parametrize("name", ["model", "model.embed_tokens", "model.rotary_emb"])
+def test_hooks_inside_the_model_are_refused_where_they_would_not_run(name: str) -> None:
+    """Of a trunk they were left out in silence."""
+    model = double("llama")
+    model.get_submodule(name).register_forward_hook(lambda *_: None)
+    if name == "model":
+        with pytest.raises(UserError, match="forward hooks of model: "):
+            parallelize(model, "zero=1", optimizer=adamw, loss=cross_entropy)
+    else:
+        parallelize(model, "zero=1", optimizer=adamw, loss=cross_entropy)
+
+
+@pytest.mark.parametrize("name", ["", "model"])
+def test_a_forward_that_was_replaced_lists_no_layers(name: str) -> None:
+    model = double("llama")
+    module = model.get_submodule(name)
+    module.forward = module.forward
+    assert listed_layers(model) == []
+    with pytest.raises(UserError, match=f"its {name}{'.' * bool(name)}forward is not that of transformers"):
+        even_boundaries(model, 2)
+
+
+def test_a_model_that_returns_all_layers_is_told_how_not_to() -> None:
+    """With context=2 it was told to be an nn.Sequential."""
+    model = double("llama", output_hidden_states=True)
+    with pytest.raises(UserError, match=r"set model\.config\.output_hidden_states = False"):
+        Within(model, Mesh.pretend(Plan(context=2), 0), cross_entropy, None)
+
+
+def test_routers_that_draw_are_refused_where_ranks_split_their_experts() -> None:
+    model = double("mixtral", router_jitter_noise=0.1)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.* draw at random inside"):
+        Within(model, Mesh.pretend(Plan(tensor=2), 0), cross_entropy, None)
 
 
 def test_transformers_is_not_needed() -> None:

@@ -4,7 +4,7 @@ The types say the same, but who trains rarely runs a type checker; without this,
 deep in autograd, or as a training that learns nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.errors import UserError, raise_faults
-from echelon.plan import Plan
+from echelon.optim.local import works_by_element
+from echelon.plan import AUTO, Plan
 
 _PLAIN_LEAVES = (str, int, float, bool, type(None))
 
@@ -26,6 +27,9 @@ def check_arguments(
     clip: object,
     prefetch: object,
     seed: object = 0,
+    boundaries: object = None,
+    example: object = None,
+    table: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     faults = [
@@ -34,6 +38,9 @@ def check_arguments(
         *_optimizer_faults(optimizer),
         *_loss_faults(loss),
         *_number_faults(clip, prefetch, seed),
+        *_boundary_faults(boundaries, plan),
+        *_example_faults(example),
+        *_table_faults(table),
     ]
     raise_faults("the arguments of parallelize", faults)
 
@@ -85,11 +92,53 @@ def _number_faults(clip: object, prefetch: object, seed: object) -> list[str]:
     faults = []
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
         faults.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+    if not isinstance(prefetch, int) or not _is_whole(prefetch) or prefetch < 0:
         faults.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not _is_whole(seed):
         faults.append(f"seed={seed!r}: must be a whole number, or None to leave dropout to torch")
     return faults
+
+
+def _boundary_faults(boundaries: Any, plan: Any) -> list[str]:
+    if boundaries is None:
+        return []
+    listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
+    if not listed or not all(map(_is_whole, boundaries)):
+        return [f"boundaries={boundaries!r}: must be a list of whole numbers, like [3, 6], or None"]
+    if _plan_faults(plan):
+        return []
+    pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
+    if pipeline not in (1, AUTO):
+        return []
+    return [
+        f"boundaries={list(boundaries)} with pipeline={pipeline}: they say where the stages of a plan begin; "
+        f"drop them, or set pipeline={len(boundaries) + 1}"
+    ]
+
+
+def _example_faults(example: object) -> list[str]:
+    try:
+        if example is not None:
+            check_batch(example)
+    except UserError as error:
+        return [f"example: {fault}" for fault in error.faults or (error.title,)]
+    return []
+
+
+def _table_faults(table: object) -> list[str]:
+    if table is None:
+        return []
+    mend = "must map names of modules to words, like {'blocks.*.up': 'column'}"
+    if not isinstance(table, Mapping):
+        return [f"table is a {type(table).__name__}: {mend}"]
+    strange = [
+        (name, word) for name, word in table.items() if not isinstance(name, str) or not isinstance(word, str)
+    ]
+    return [f"table has {name!r}: {word!r}, and {mend}" for name, word in strange]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -98,10 +147,12 @@ def check_trainable(model: nn.Module) -> None:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
 
 
-def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True) -> None:
+def check_optimizer(
+    optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True, tensor: int = 1
+) -> None:
     """Refuse what the user's function made of `parameters`, where it cannot train them.
 
-    Of a part of the model (not `whole`) it may leave out everything.
+    Of a part of the model (not `whole`) it may leave out everything. `tensor` ranks hold parts of matrices.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -111,6 +162,12 @@ def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, wh
     faults = _membership_faults(optimizer, {id(parameter) for parameter in parameters}, whole)
     if isinstance(optimizer, torch.optim.LBFGS):
         faults.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
+    elif tensor > 1 and not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
+        faults.append(
+            f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
+            "right only for optimizers that treat every element alike; use one of torch's that do, like "
+            "AdamW or SGD, set `elementwise = True` on yours if it is one, or tensor=1 zero=0"
+        )
     raise_faults(f"the optimizer {type(optimizer).__name__}", faults)
 
 

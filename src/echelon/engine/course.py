@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.data_parallel import Outcome, Synchronous, Update
+from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, to_device, total_and_count
 from echelon.engine.samples import Scopes, no_scope
@@ -59,6 +60,7 @@ class Course(ABC):
         self._always = self._several or mesh.plan.schedule in ASYNCHRONOUS  # exactly so many microbatches
         self._scripts: dict[object, Script] = {}
         self._broken = False
+        self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         task = Task(
             held.stages, held.replicas, self._count_loss, self._around, self._make_update, within.counts
         )
@@ -117,6 +119,9 @@ class Course(ABC):
 
     def _training_feed(self, batch: Batch, step: int, begin: int = 0) -> dict[int, Microbatch]:
         check_batch(batch)
+        if not self._same_batch:
+            check_same_batch(batch, self._mesh)
+            self._same_batch = True
         return self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
 
     def _feed(
@@ -143,16 +148,31 @@ class Course(ABC):
         if 0 in self._held.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._held.program.stages - 1 in self._held.stages:
+            if self._within.probe is not None:
+                self._within.probe.keep(part[1])
             targets = to_device(targets, self._mesh.device)
         return Microbatch(inputs, targets, weight, look, scope)
 
     def _count_loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
         result = self._within.loss(output, microbatch.targets)
         check_loss(result)
+        if self._within.probe is not None:
+            self._within.probe.judge(output, microbatch.targets, result)
         total, count = total_and_count(result, microbatch.targets)
         # The samples that a mean counts are shared by the ranks along `context`.
         weight = microbatch.weight / (1 if isinstance(result, tuple) else self._mesh.plan.context)
         return total * weight, count * weight
+
+    def _finish_update(self, tally: Tensor) -> Outcome:
+        self._meter.sample()
+        outcome = self._update.finish_step(tally)
+        sharded = self._within.sharded
+        if not self._same_gradients and sharded is not None:
+            assert isinstance(self._update, Synchronous)
+            group = self._mesh.group("tensor")
+            check_same_gradients(self._update.sync.held(), sharded.replicated, group)
+            self._same_gradients = True
+        return outcome
 
     @contextmanager
     def _around(self, microbatch: Microbatch) -> Iterator[None]:
@@ -179,8 +199,7 @@ class Flushed(Course):
         return build("naive", (1,), number)  # a replica with few samples has fewer microbatches
 
     def _make_update(self, tally: Tensor) -> None:
-        self._meter.sample()
-        self._outcome = self._update.finish_step(tally)
+        self._outcome = self._finish_update(tally)
 
 
 @final
@@ -237,11 +256,10 @@ class Endless(Course):
         return self._stash.storages()
 
     def _make_update(self, tally: Tensor) -> None:
-        self._meter.sample()
         plan = self._mesh.plan
         a_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
         self._set_rate(self._updates // a_step)
-        self._norm = self._update.finish_step(tally.clone()).norm
+        self._norm = self._finish_update(tally.clone()).norm
         self._updates += 1
         self._update.start_step()
 

@@ -8,8 +8,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
+from echelon.dropout import is_keyed
 from echelon.errors import UserError, raise_faults
-from echelon.layering import listed_layers
+from echelon.layering import listed_layers, outside_layers
 from echelon.mesh import Mesh
 from echelon.pipeline_parallel import (
     Stage,
@@ -196,10 +197,18 @@ def _check_shared(stages: Sequence[Stage]) -> None:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse what belongs to the model as a whole, which no rank runs."""
-    if model._forward_hooks or model._forward_pre_hooks:
+    never = {name or type(model).__name__: module for name, module in outside_layers(model).items()}
+    hooked = [name for name, module in never.items() if _has_hooks(module)]
+    if hooked:
         raise UserError(
-            f"{type(model).__name__} has forward hooks, and where a plan runs layer by layer its own forward "
-            "is never called; put the hooks on its layers"
+            f"forward hooks of {', '.join(hooked)}: where a plan runs layer by layer, only layers and what "
+            "is in them are called, and these would never run; put the hooks on the layers"
+        )
+    replaced = [name for name, its in never.items() if "forward" in vars(its) and not is_keyed(its)]
+    if replaced:
+        raise UserError(
+            f"{', '.join(replaced)} had forward replaced: where a plan runs layer by layer, only layers and "
+            "what is in them are called, and this would never run; do it in a layer"
         )
     extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
     if extra:
@@ -207,3 +216,12 @@ def _check_model(model: nn.Module) -> None:
             f"pipeline: {', '.join(extra)} cannot be brought together from several stages; keep what it "
             "holds in buffers"
         )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

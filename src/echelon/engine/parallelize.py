@@ -67,7 +67,7 @@ def parallelize(
     pipeline=auto to measure the layers on. `table` says what tensor parallelism does with modules that it
     does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}.
     """
-    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed)
+    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, example, table)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     join()
@@ -93,7 +93,8 @@ def parallelize(
     }
     sync = next(iter(syncs.values())) if len(syncs) == 1 else Several(list(syncs.values()))
     sync = within.bond(stages.tied(sync), list(stages.mine.values()))
-    update = _update(sync, mesh, _checked(optimizer, whole=plan.stages == 1), clip)
+    make = _checked(optimizer, whole=plan.stages == 1, tensor=plan.tensor)
+    update = _update(sync, mesh, make, clip)
     held = Assigned(stages.mine, syncs, stages.program, stages.boundaries)
     if plan.compile:
         compile_layers(stages.mine.values())
@@ -131,13 +132,14 @@ def _scopes(model: nn.Module, mesh: Mesh, seed: int | None) -> Scopes:
     return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)
 
 
-def _checked(make: Make, *, whole: bool = True) -> Make:
-    """`make`, with a look at what it makes; unless `whole`, of a part of the model."""
+def _checked(make: Make, *, whole: bool = True, tensor: int = 1) -> Make:
+    """`make`, with a look at what it makes; unless `whole`, of a part of the model; of matrices that `tensor`
+    ranks share."""
 
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
         optimizer = make(given)
-        check_optimizer(optimizer, given, whole=whole)
+        check_optimizer(optimizer, given, whole=whole, tensor=tensor)
         return optimizer
 
     return make_and_check

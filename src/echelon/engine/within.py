@@ -14,8 +14,10 @@ from echelon.context_parallel import RingView, positions, take
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import keyed_modules, place_dropout
 from echelon.engine.batch import Loss
+from echelon.engine.mixing import check_masks, check_positions, check_split
+from echelon.engine.probing import Probe
 from echelon.errors import UserError
-from echelon.layering import listed_layers
+from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import Owned
 from echelon.sequence import View, assign
@@ -30,9 +32,16 @@ class Within:
         self._mesh, self._context = mesh, mesh.group("context")
         self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
         layers = _layers(model, mesh) if self.by_layers else []
+        check_positions(layers, mesh.plan)
+        check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self.sharded = self._split(model, loss, table, before)
+        if mesh.plan.sequence:
+            assert self.sharded is not None
+            check_split(model, before, self.sharded, mesh.plan)
         self.loss = self._loss(loss)
+        unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
+        self.probe = Probe(loss, mesh.plan.context) if unknown else None
         self._place_dropout(model, before)
 
     # Tensor.
@@ -55,7 +64,7 @@ class Within:
     def _loss(self, loss: Loss) -> Loss:
         """The same, of what the last layer returns here."""
         over_parts = split_loss(loss)
-        if self.sharded is None or over_parts is None:
+        if self.sharded is None or over_parts is None or not self.sharded.splits_logits:
             return loss
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group)
@@ -153,6 +162,6 @@ def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
     if not layers:
         raise UserError(
             f"plan '{mesh.plan}': {type(model).__name__} lists no layers, between which sequences are split; "
-            "make it an nn.Sequential, or give it layers() -> list[nn.Module]"
+            f"{how_to_list(model)}"
         )
     return layers

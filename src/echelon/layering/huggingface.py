@@ -56,6 +56,12 @@ def known_family(model: nn.Module) -> Family | None:
     return None
 
 
+def _replaces_forward(module: nn.Module) -> bool:
+    own: Any = type(module)
+    theirs: Any = next((its for its in own.__mro__ if its.__module__.startswith("transformers.")), None)
+    return "forward" in vars(module) or theirs is None or own.forward is not theirs.forward
+
+
 def frequencies(model: nn.Module) -> list[Tensor]:
     """The frequencies of rotary positions in modules of transformers, which positions are multiplied with."""
     return [
@@ -72,7 +78,18 @@ def fault_of(model: Any) -> str:
     from transformers import __version__
     from transformers.masking_utils import create_causal_mask
 
-    config = model.config
+    config, family = model.config, known_family(model)
+    assert family is not None
+    replaced = [
+        f"{name}forward"
+        for name, module in (("", model), (f"{family.trunk}.", getattr(model, family.trunk)))
+        if _replaces_forward(module)
+    ]
+    if replaced:
+        return (
+            f"its {' and '.join(replaced)} is not that of transformers, and is never called where layers run "
+            "in a row; leave it as it is, and change the layers instead"
+        )
     wanted = [name for name in _OF_ALL_LAYERS if getattr(config, name, False)]
     if wanted:
         return (

@@ -1,0 +1,109 @@
+"""What ranks must have in common, compared once, in the first step; a few numbers of each go to the others.
+
+The ranks of a replica (along `tensor`, `context` and `pipeline`) are given the same batch. Those along
+`tensor` compute the same gradients of parameters that all of them have whole. Where that is not so, they
+would train something that no device would, and nothing else would tell.
+"""
+
+import zlib
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.collectives import Group
+from echelon.engine.batch import Batch
+from echelon.errors import UserError
+from echelon.mesh import Mesh
+from echelon.ownership import Held
+
+_SUBJECT = "checks"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # types of whole numbers, by size
+_AT_ONCE = 1 << 22  # elements
+
+
+def check_same_batch(batch: Batch, mesh: Mesh) -> None:
+    """Raise, on every rank, unless all ranks of each replica are given the same."""
+    if mesh.plan.ranks == mesh.plan.data:
+        return
+    told = _from_all(torch.tensor(_fingerprint(batch), device=mesh.device), mesh.group("all")).tolist()
+    first: dict[int, int] = {}
+    for rank, place in enumerate(mesh.layout.positions):
+        other = first.setdefault(place.replica, rank)
+        if told[rank] != told[other]:
+            raise UserError(
+                f"ranks {other} and {rank} are given different batches: both are of replica {place.replica} "
+                f"of the plan '{mesh.plan}', so they share one; give each engine.local(batch) of a batch "
+                "that is the same on all ranks, or a sampler with num_replicas=engine.replicas, "
+                "rank=engine.replica"
+            )
+
+
+def _fingerprint(structure: object) -> list[int]:
+    """Two whole numbers over all bits of a structure: sums that wrap around, the same in whatever order."""
+    plain = bits = 0
+    for leaf in tree_leaves(structure):
+        told = _sums(leaf) if isinstance(leaf, Tensor) else (zlib.crc32(repr(leaf).encode()), 0)
+        plain, bits = plain * 31 + told[0], bits * 31 + told[1]
+    return [_wrapped(plain), _wrapped(bits)]
+
+
+def _sums(tensor: Tensor) -> tuple[int, int]:
+    flat = tensor.detach().contiguous().flatten()
+    whole = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    plain = placed = 0
+    for begin in range(0, whole.numel(), _AT_ONCE):
+        part = whole[begin : begin + _AT_ONCE].long()
+        plain += int(part.sum())
+        placed += int((part * torch.arange(begin + 1, begin + 1 + len(part), device=part.device)).sum())
+    return plain + zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode()), placed
+
+
+def _wrapped(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def check_same_gradients(held: Iterable[Held], replicated: Collection[nn.Parameter], group: Group) -> None:
+    """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same."""
+    whole = set(replicated)
+    mine = sorted((its for its in held if its.parameter in whole), key=lambda its: (its.name, its.begin))
+    if not mine:
+        return
+    told = _from_all(torch.stack([_measures(its.tensor.grad, its.tensor) for its in mine]), group)
+    sizes = told[..., 1].amax(0)
+    tolerance = max(torch.finfo(its.tensor.dtype).eps for its in mine) ** 0.5
+    # Gradients that are nothing but rounding may be anything up to that of the largest.
+    allowed = tolerance * (sizes + 10 * tolerance * sizes.amax())
+    apart = ((told.amax(0) - told.amin(0)) > allowed[:, None]).any(1).tolist()
+    names = [its.name for its, differs in zip(mine, apart, strict=True) if differs]
+    if names:
+        raise UserError(
+            f"tensor={group.size}: ranks have different gradients of {', '.join(dict.fromkeys(names))}, "
+            "which are 'replicated': what these modules work on is not the same on every rank. If it is a "
+            "part of the heads or features, make them 'heads' or 'inner' in the table that "
+            "parallelize(table=…) takes; if a forward draws at random by itself, let nn.Dropout do it"
+        )
+
+
+def _measures(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A sum that tells places apart, and the norm; no gradient is one of zeros."""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64, device=like.device)
+    dense = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
+    told = torch.zeros(2, dtype=torch.float64, device=like.device)
+    for part in flat.split(_AT_ONCE):
+        numbers = part.double().nan_to_num(0.0, 0.0, 0.0)  # a loss that overflows does so on all ranks
+        places = torch.arange(len(part), dtype=torch.float64, device=part.device)
+        told += torch.stack([numbers @ places.cos_(), numbers @ numbers])
+    told[1].sqrt_()
+    return told
+
+
+def _from_all(mine: Tensor, group: Group) -> Tensor:
+    """Every rank's numbers, [ranks, …]."""
+    told = mine.new_empty(group.size, *mine.shape)
+    with group.ledger.about(_SUBJECT):
+        group.all_gather(told, mine.contiguous())
+    return told
