@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
 from echelon.models import cross_entropy
+from echelon.sequence import WHOLE
 from echelon.tensor_parallel import split_over
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
@@ -20,6 +21,7 @@ WIDTH, INSIDE, SEQUENCE, VOCAB = 8, 6, 4, 12  # a rank of two has 3 of 6 feature
 class Block(nn.Module):
     def __init__(self, p: float) -> None:
         super().__init__()
+        self.view = WHOLE  # it mixes no positions
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, WIDTH)
         self.bend, self.drop, self.after = nn.PReLU(), nn.Dropout(p), nn.Dropout(p)

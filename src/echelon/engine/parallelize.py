@@ -87,6 +87,7 @@ def parallelize(
     _check_clip(plan, clip)
     stages = cut(model, mesh, found if found is not None else boundaries, by_layers=within.by_layers)
     within.see(stages.mine)
+    within.overlap(model, stages.program)
     syncs = {
         number: _replicate(stage, mesh, prefetch, smallest_unit, stages.alone)
         for number, stage in stages.mine.items()

@@ -20,6 +20,7 @@ from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import Owned
+from echelon.program import Op, Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Sharded, Table, split_loss, split_over
 
@@ -82,6 +83,15 @@ class Within:
         partial = [p for p in self.sharded.partial if p in here and p.requires_grad]
         bonds = [Bond(parameter, group, speaks=True, counts=self.counts) for parameter in partial]
         return Tied(sync, bonds, frozenset() if self.counts else frozenset(self.sharded.replicated))
+
+    def overlap(self, model: nn.Module, program: Program) -> None:
+        """Let sums of gradients go on behind those of weights, where one backward pass computes both and all
+        weights of a layer are there at once. What is compiled goes its own way."""
+        plan = self._mesh.plan
+        halves = any(its.op is Op.BACKWARD_INPUT for rank in program.ranks for its in rank)
+        together = plan.zero < 3 or bool(listed_layers(model))
+        if self.sharded is not None:
+            self.sharded.region.overlaps = together and not halves and not plan.compile
 
     def in_whole(self, owned: Owned) -> list[Owned]:
         """What this rank owns of a tensor of its own, as boxes of the whole one."""
