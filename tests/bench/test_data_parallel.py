@@ -1,8 +1,8 @@
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from echelon.bench import data_parallel, replicas
 from echelon.bench.data_parallel import Footprint, check_equal, measure_memory
@@ -14,14 +14,15 @@ WIDE = ModelConfig("gpt", layers=1, width=512, heads=2, vocab=64, sequence=16, t
 DDP, ZERO_1 = replicas.peers()[:2]
 
 
+def fake_memory(contender: str, peer: Peer, _: ModelConfig) -> Footprint:
+    return Footprint(peak=10 * dist.get_rank() + peer.level, state=len(contender))
+
+
 def test_rows_compare_echelon_with_a_peer_at_every_level(
     warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fake_launch(fn: Any, ranks: int, contender: str, peer: Peer, config: ModelConfig) -> list[Footprint]:
-        return [Footprint(peak=10 * rank + peer.level, state=len(contender)) for rank in range(ranks)]
-
-    monkeypatch.setattr(data_parallel, "Ranks", lambda count: nullcontext(warm_ranks(count)))
-    monkeypatch.setattr(data_parallel, "launch", fake_launch)
+    monkeypatch.setattr(data_parallel, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
+    monkeypatch.setattr(data_parallel, "measure_memory", fake_memory)
     of_torch = [peer for peer in replicas.peers() if peer.package == "torch"]
     missing = Peer("no peer", 3, "no_such_package", replicas.alone_step)
     monkeypatch.setattr(replicas, "peers", lambda: [*of_torch, missing])

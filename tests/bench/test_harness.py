@@ -1,9 +1,11 @@
+import os
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 
 
 def test_contenders_take_turns_and_each_round_starts_one_further() -> None:
@@ -34,3 +36,16 @@ def test_what_comes_before_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert contender() == 2.0
     assert now == 102.0
+
+
+def gpus_shown() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(("gpus", "shown"), [(0, "7"), (1, ""), (2, "7"), (8, "7")])
+def test_ranks_do_not_share_a_gpu(gpus: int, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with measuring_ranks(2) as ranks:
+        assert ranks.run(gpus_shown) == [shown] * 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"

@@ -26,7 +26,7 @@ BASELINES = TORCH | {"naive": "echelon, 1f1b", "zero-bubble": "echelon, 1f1b"}
 
 @pytest.fixture(autouse=True)
 def _warm(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "Ranks", lambda count: nullcontext(warm_ranks(count)))
+    monkeypatch.setattr(pipeline, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
 
 
 def test_rows_compare_each_schedule_with_its_peer_and_have_two_bubbles() -> None:

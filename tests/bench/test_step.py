@@ -1,8 +1,8 @@
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from echelon.bench import step
 from echelon.launching import Ranks, launch
@@ -11,14 +11,15 @@ from echelon.models.config import ModelConfig
 WIDE = ModelConfig("gpt", layers=1, width=512, heads=2, vocab=64, sequence=16, tied=True)
 
 
+def fake_memory(contender: str, _: ModelConfig) -> int:
+    return len(contender) if dist.get_rank() == 0 else 0
+
+
 def test_rows_compare_echelon_with_torch_on_one_and_on_two_ranks(
     warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fake_launch(fn: Any, ranks: int, contender: str, config: ModelConfig) -> list[int]:
-        return [len(contender), *range(ranks - 1)]
-
-    monkeypatch.setattr(step, "Ranks", lambda count: nullcontext(warm_ranks(count)))
-    monkeypatch.setattr(step, "launch", fake_launch)
+    monkeypatch.setattr(step, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
+    monkeypatch.setattr(step, "measure_memory", fake_memory)
 
     settings, rows = step.bench(quick=True)
 

@@ -19,7 +19,7 @@ PLANS = ("tensor=2", "tensor=2 sequence=true")
 
 @pytest.fixture(autouse=True)
 def _warm(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor, "Ranks", lambda count: nullcontext(warm_ranks(count)))
+    monkeypatch.setattr(tensor, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
 
 
 def test_rows_compare_each_split_with_torch_and_count_what_is_sent() -> None:

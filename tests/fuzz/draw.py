@@ -29,7 +29,7 @@ _TOGETHER: dict[str, Wish] = {
     "chunks": {"schedule": "interleaved"},
     "workers": {"pipeline": AUTO},
     "sequence": {"tensor": 2},
-    "compile": {"pipeline": 1, "layers": 1, "steps": 3},  # every size of a stage or a batch is compiled anew
+    "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled anew
 }
 
 

@@ -34,7 +34,7 @@ class Drawn:
     clip: float = 0.0  # 0: none
     samples: int = 1
     targets: str = "all"
-    steps: int = 4
+    steps: int = 3
     prefetch: int = 1
     smallest_unit: int = 0
     seed: int = 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.bench.compare import Row, compare, slowest
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.collectives import (
     Group,
     Ledger,
@@ -24,7 +24,6 @@ from echelon.collectives import (
     ring_all_reduce,
 )
 from echelon.doctor.quantities import KIB, MIB, show_bytes
-from echelon.launching import Ranks
 
 _BASELINE = "backend"
 
@@ -43,7 +42,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     rounds = 3 if quick else 40
     rows = []
     for count in counts:
-        with Ranks(count) as ranks:
+        with measuring_ranks(count) as ranks:
             for size in sizes:
                 rows += _rows(count, size, ranks.run(measure, size, rounds))
     return {"ranks": list(counts), "buffer_bytes": list(sizes), "rounds": rounds}, rows

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from echelon.bench import footprint, replicas
 from echelon.bench.compare import Row, compare, slowest
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.replicas import Peer
 from echelon.bench.trainers import make_batch
 from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, launch, preload
+from echelon.launching import preload
 from echelon.models import ModelConfig
 
 _RANKS = 2
@@ -73,7 +73,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _rows(peer: Peer, config: ModelConfig, rounds: int) -> list[Row]:
-    with Ranks(_RANKS) as ranks:
+    with measuring_ranks(_RANKS) as ranks:
         measured = ranks.run(measure, peer, config, rounds)
     check_equal(peer, [rank.losses for rank in measured])
     rows = compare(f"zero={peer.level}", slowest([rank.seconds for rank in measured]), peer.name)
@@ -84,8 +84,9 @@ def _extras(row: Row, peer: Peer, config: ModelConfig) -> dict[str, float]:
     """Memory, measured in ranks of its own, of the fullest rank."""
     if row.contender == _ALONE:
         return {}
-    ranks = launch(measure_memory, _RANKS, row.contender, peer, config)
-    return {"peak_bytes": max(rank.peak for rank in ranks), "state_bytes": max(rank.state for rank in ranks)}
+    with measuring_ranks(_RANKS) as ranks:
+        told = ranks.run(measure_memory, row.contender, peer, config)
+    return {"peak_bytes": max(rank.peak for rank in told), "state_bytes": max(rank.state for rank in told)}
 
 
 def measure(peer: Peer, config: ModelConfig, rounds: int) -> Measured:

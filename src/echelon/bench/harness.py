@@ -3,12 +3,31 @@
 What the samples mean is in `compare`.
 """
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
+from echelon.launching import Ranks
+
 Contender = Callable[[], float]  # does its work once and returns the seconds that count
+
+
+@contextmanager
+def measuring_ranks(count: int) -> Iterator[Ranks]:
+    """Ranks on GPUs if there is one for each, else on the CPU: NCCL refuses two ranks on one GPU, and over
+    Gloo peers cannot send from it."""
+    shown = dict(os.environ)
+    if 0 < torch.cuda.device_count() < count:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, which look for GPUs themselves
+    try:
+        with Ranks(count) as ranks:
+            yield ranks
+    finally:
+        os.environ.clear()
+        os.environ.update(shown)
 
 
 def alternate(contenders: Mapping[str, Contender], rounds: int, *, warmup: int = 1) -> dict[str, list[float]]:

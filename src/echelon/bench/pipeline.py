@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from echelon.bench.compare import Row, compare, slowest
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.stages import PEERS, by_step, make_engine, spans_of, torch_step
 from echelon.bench.trainers import Batch, make_batch
 from echelon.engine import TRAINING_MODULES, Engine
-from echelon.launching import Ranks, preload
+from echelon.launching import preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import Program, Span, build, measured, simulate
@@ -76,7 +76,7 @@ def plan_of(schedule: str) -> Plan:
 
 
 def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
-    with Ranks(_RANKS) as ranks:
+    with measuring_ranks(_RANKS) as ranks:
         told = ranks.run(measure, plan, config, rounds)
     check_equal(plan, [rank.losses for rank in told])
     steps = by_step([rank.spans for rank in told])

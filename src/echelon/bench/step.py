@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from echelon.bench import footprint, trainers
 from echelon.bench.compare import Row, compare, slowest
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, launch, preload
+from echelon.launching import preload
 from echelon.models import ModelConfig
 
 _SAMPLES = 8  # a rank
@@ -47,7 +47,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _rows(count: int, config: ModelConfig, rounds: int) -> list[Row]:
-    with Ranks(count) as ranks:
+    with measuring_ranks(count) as ranks:
         samples = slowest(ranks.run(measure, config, rounds))
     case = "1 device" if count == 1 else f"{count} ranks, data={count}"
     return [
@@ -58,7 +58,8 @@ def _rows(count: int, config: ModelConfig, rounds: int) -> list[Row]:
 
 def _peak_bytes(count: int, contender: str, config: ModelConfig) -> int:
     """In ranks of its own: a process never gives back all the memory of the contender before."""
-    return max(launch(measure_memory, count, contender, config))
+    with measuring_ranks(count) as ranks:
+        return max(ranks.run(measure_memory, contender, config))
 
 
 def measure(config: ModelConfig, rounds: int) -> dict[str, list[float]]:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.bench.compare import Row, compare, slowest
-from echelon.bench.harness import alternate, timed
+from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.layers import Gradients, echelon_stack, make_hidden, torch_stack
 from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, preload
+from echelon.launching import preload
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig
 from echelon.plan import Plan
@@ -75,7 +75,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
-    with Ranks(_RANKS) as ranks:
+    with measuring_ranks(_RANKS) as ranks:
         told = ranks.run(measure, plan, config, rounds)
     case = f"{config.family}, {plan}"
     check_equal(case, told, in_parts=plan.sequence)
