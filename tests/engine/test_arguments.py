@@ -36,6 +36,8 @@ def good(**changes: Any) -> dict[str, Any]:
         {"prefetch": 0},
         {"seed": None},
         {"plan": "pipeline=2", "boundaries": (1,)},
+        {"plan": "pipeline=2", "boundaries": [np.int64(1)]},
+        {"boundaries": []},
         {"example": (torch.zeros(2, 2), torch.zeros(2))},
         {"table": {"up": "column"}},
     ],

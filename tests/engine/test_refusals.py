@@ -77,6 +77,26 @@ class Later(type(gpt())):  # type: ignore[misc]
         return 2 * super().forward(tokens)
 
 
+class Listing:
+    """A mixin."""
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.children())  # type: ignore[attr-defined]
+
+
+class Mixed(Listing, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_layers_may_be_listed_by_a_class_that_has_no_forward() -> None:
+    assert len(listed_layers(Mixed())) == 2
+
+
 def test_a_sequential_with_a_forward_of_its_own_is_no_list_of_layers() -> None:
     """It was run as one: the factor of its forward was lost."""
     assert len(listed_layers(nn.Sequential(nn.Linear(2, 2)))) == 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from echelon.collectives import Handle, Ledger, RecordingGroup
 from echelon.tensor_parallel.modules import Column
@@ -39,9 +40,9 @@ def operations(region: Region) -> list[str]:
 
 def train(columns: list[Column]) -> Tensor:
     """The gradient of the input; those of the weights are added up."""
-    x = hidden().detach().requires_grad_()
-    product = torch.stack([column(x) for column in columns]).prod(0)
-    product.sum().backward()
+    x = hidden()
+    x.retain_grad()
+    torch.stack([column(x) for column in columns]).prod(0).sum().backward()
     assert x.grad is not None
     return x.grad
 
@@ -131,7 +132,8 @@ def test_who_is_not_there_this_time_or_comes_anew_is_right_all_the_same() -> Non
     for present in (sharing, sharing[:1], sharing, sharing[1:], sharing[::-1], sharing):
         for column in sharing:
             column.module.zero_grad()
-        x = hidden().detach().requires_grad_()
+        x = hidden()
+        x.retain_grad()
         torch.stack([column(x) for column in present]).prod(0).sum().backward()
         mine = [x.grad, *(p.grad for column in sharing for p in column.module.parameters())]
         for column in sharing:
@@ -181,3 +183,70 @@ def test_nothing_is_kept_of_what_was_used_and_a_copy_starts_anew() -> None:
     assert copied.region.companions is not here.companions
     del outputs
     assert [output() for output in kept] == [None] * 3
+
+
+class Normed(nn.Module):
+    """A norm and columns behind it, as a layer that is computed again in the backward pass has them."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, dtype=torch.float64)
+        self.matrices = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
+        for matrix in self.matrices:
+            matrix.forward = Column(matrix, region)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return torch.stack([matrix(x) for matrix in self.matrices]).prod(0)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_what_is_computed_again_is_computed_the_same_way(*, inner: bool) -> None:
+    """Square matrices, and as many rows as features: torch would not notice that another was saved."""
+    found = []
+    for overlaps in (True, False):
+        here = region()
+        here.overlaps = overlaps
+        torch.manual_seed(0)
+        layer = Normed(here)
+        for _ in range(3):
+            x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True) * 2
+            if inner:
+                output = checkpoint(layer, x, use_reentrant=False)
+            else:  # what the columns are given is the checkpoint's own argument
+                given = layer.norm(x)
+                output = checkpoint(layer.matrices[0], given, use_reentrant=False)
+            output.square().sum().backward()
+        found.append([p.grad for p in layer.parameters() if p.grad is not None])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_complex_matrices_vectors_and_what_outlives_a_pass_go_their_own_way() -> None:
+    here = region()
+    complex_one = Column(nn.Linear(4, 4, dtype=torch.complex128), here)
+    (vectors,) = columns(here)[:1]
+    kept = nn.Parameter(torch.randn(2, 4, dtype=torch.float64))
+    for _ in range(3):
+        turned = torch.randn(2, 3, 4, dtype=torch.complex128, requires_grad=True) * 2
+        complex_one(turned).abs().sum().backward()
+        vectors(torch.randn(4, dtype=torch.float64, requires_grad=True) * 2).sum().backward()
+        vectors(kept).sum().backward()
+    assert here.companions._of == {}
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    here = region()
+    (column,) = columns(here)[:1]
+    for _ in range(3):
+        torch.relu_(column(hidden())).sum().backward()
+
+
+def test_layers_are_not_computed_together() -> None:
+    """With zero=3 the weights of another layer are not there."""
+    here = region()
+    sharing = columns(here)
+    sharing[2].layer = 1
+    train(sharing)
+    assert list(here.companions._of.values()) == [sharing[:2]]
+    train(sharing)

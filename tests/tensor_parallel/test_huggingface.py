@@ -1,9 +1,12 @@
 """Models of transformers, as they are, with their layers split over ranks."""
 
+from typing import Any
+
 import pytest
+from torch import nn
 
 from echelon.verify import assert_equal
-from tests.layering.models import KINDS, case
+from tests.layering.models import KINDS, case, make
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -32,6 +35,18 @@ def test_all_axes_together(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "mixtral"])
 def test_the_other_families(kind: str) -> None:
     prove(kind, "tensor=2 sequence=true", steps=4)
+
+
+def checkpointing(kind: str, **changes: Any) -> nn.Module:
+    model = make(kind, **changes)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_layers_that_are_computed_again(kind: str) -> None:
+    """Their columns were computed together in one of the two passes, and one by one in the other."""
+    assert_equal(case(kind, 4, checkpointing, **VOCABULARY), "tensor=2")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ def train(
     job: JobFile = None, plan: PlanText = None, settings: Settings = None, as_json: Json = False
 ) -> None:
     """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop."""
-    if not is_under_torchrun():
+    if not is_under_torchrun() and (job is None or job.exists()):
         start_early("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
     from echelon.train.job_file import read_job

@@ -5,7 +5,7 @@ deep in autograd, or as a training that learns nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _boundary_faults(boundaries: Any, plan: Any) -> list[str]:
     listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
     if not listed or not all(map(_is_whole, boundaries)):
         return [f"boundaries={boundaries!r}: must be a list of whole numbers, like [3, 6], or None"]
-    if _plan_faults(plan):
+    if not boundaries or _plan_faults(plan):
         return []
     pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
     if pipeline not in (1, AUTO):
@@ -138,7 +138,7 @@ def _table_faults(table: object) -> list[str]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from echelon.mesh import Mesh
 from echelon.ownership import Owned
 from echelon.program import Op, Program
 from echelon.sequence import View, assign
-from echelon.tensor_parallel import Sharded, Table, split_loss, split_over
+from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
 
 
 class Within:
@@ -85,13 +85,14 @@ class Within:
         return Tied(sync, bonds, frozenset() if self.counts else frozenset(self.sharded.replicated))
 
     def overlap(self, model: nn.Module, program: Program) -> None:
-        """Let sums of gradients go on behind those of weights, where one backward pass computes both and all
-        weights of a layer are there at once. What is compiled goes its own way."""
-        plan = self._mesh.plan
+        """Let sums of gradients go on behind those of weights, where one backward pass computes both and it
+        is known which weights are there at once. What is compiled goes its own way."""
+        if self.sharded is None:
+            return
+        plan, layers = self._mesh.plan, listed_layers(model)
+        number_layers(layers)
         halves = any(its.op is Op.BACKWARD_INPUT for rank in program.ranks for its in rank)
-        together = plan.zero < 3 or bool(listed_layers(model))
-        if self.sharded is not None:
-            self.sharded.region.overlaps = together and not halves and not plan.compile
+        self.sharded.region.overlaps = not halves and not plan.compile and (plan.zero < 3 or bool(layers))
 
     def in_whole(self, owned: Owned) -> list[Owned]:
         """What this rank owns of a tensor of its own, as boxes of the whole one."""

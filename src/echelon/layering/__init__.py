@@ -63,7 +63,9 @@ def _own_forward(model: nn.Module) -> str:
         return "its forward was replaced, and no stage would run the new one; put what it does into a layer"
     listing = next((cls for cls in kind.__mro__ if "layers" in vars(cls) or cls is nn.Sequential), kind)
     forward = next(cls for cls in kind.__mro__ if "forward" in vars(cls))
-    if kind.__mro__.index(listing) <= kind.__mro__.index(forward):
+    behind = kind.__mro__[kind.__mro__.index(listing) :]
+    overridden = any("forward" in vars(cls) for cls in behind if cls is not nn.Module)
+    if kind.__mro__.index(listing) <= kind.__mro__.index(forward) or not overridden:
         return ""
     return (
         f"{forward.__name__} has a forward of its own, which no stage would run, and its layers are those of "

@@ -92,6 +92,7 @@ class Meter:
         def unpack(saved: _Saved) -> Tensor:
             return saved.take()
 
+        pack.only_counts = True  # type: ignore[attr-defined]
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 

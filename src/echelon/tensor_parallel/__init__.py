@@ -12,6 +12,7 @@ split     applies a table to a model
 """
 
 from echelon.tensor_parallel.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
+from echelon.tensor_parallel.modules import number_layers
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import Shard
 from echelon.tensor_parallel.split import Sharded, split_over
@@ -24,6 +25,7 @@ __all__ = [
     "Shard",
     "Sharded",
     "Table",
+    "number_layers",
     "split_loss",
     "split_over",
     "vocabulary_cross_entropy",

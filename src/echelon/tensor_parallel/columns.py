@@ -30,9 +30,21 @@ class Matrix(NamedTuple):
 
 
 class Multiplies(Protocol):
-    """Somebody who is given hidden states, to multiply them by a matrix."""
+    """Somebody who is given hidden states, to multiply them by a matrix. `layer`: whose weights are there at
+    the same time."""
 
     matrix: Matrix
+    layer: int
+
+
+def can_share(x: Tensor) -> bool:
+    """Whether what is computed from `x` may be one node: it is of this pass alone, and nobody takes note of
+    what autograd saves in order to compute it again (checkpoint): the first time it would be otherwise."""
+    if not torch.is_grad_enabled() or x.grad_fn is None or x.ndim < 2 or x.is_complex():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    noted = hooks is not None and not getattr(hooks[0], "only_counts", False)
+    return not noted and not torch.is_autocast_enabled(x.device.type)
 
 
 @final
@@ -63,7 +75,7 @@ class Companions:
         if mine in self._made:
             return self._made.pop(mine)
         assert self._first is not None
-        if mine not in self._of[self._first]:
+        if mine not in self._of[self._first] and mine.layer == self._first.layer:
             self._of[self._first].append(mine)
         return None
 
@@ -99,7 +111,7 @@ class _Multiply(torch.autograd.Function):
         ctx.group, ctx.sequence, ctx.transposed = group, sequence, transposed
         ctx.set_materialize_grads(False)
         return tuple(
-            F.linear(entered, weight.T if turned else weight, bias)
+            _product(entered, weight.T if turned else weight, bias)
             for weight, bias, turned in zip(weights, biases, transposed, strict=True)
             if weight is not None
         )
@@ -130,6 +142,13 @@ class _Multiply(torch.autograd.Function):
         ]
         handle.wait()
         return total, None, None, None, *for_weights, *for_biases
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """As F.linear, and never a view, which autograd would forbid to change in place."""
+    product = F.linear(x.flatten(0, -2), matrix, bias)
+    shaped: Tensor = torch.ops.aten._unsafe_view(product, (*x.shape[:-1], product.shape[-1]))
+    return shaped
 
 
 def _for_weight(gradient: Tensor, rows: Tensor, turned: bool) -> Tensor:

@@ -2,14 +2,14 @@
 hooks stay what they are. Classes and not closures, so that a model can be copied.
 """
 
+from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
-from echelon.tensor_parallel.columns import Matrix
+from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.regions import Region
 
@@ -35,7 +35,7 @@ class Column:
 
     def __init__(self, module: nn.Module, region: Region, *, joined: bool = False) -> None:
         self.module, self.region, self.joined = module, region, joined
-        self.matrix = Matrix(module, is_transposed(module))
+        self.matrix, self.layer = Matrix(module, is_transposed(module)), 0
 
     def __call__(self, x: Tensor) -> Tensor:
         output = self._with_others(x)
@@ -47,11 +47,18 @@ class Column:
     def _with_others(self, x: Tensor) -> Tensor | None:
         """With all who are given `x`; None where one's own way is the only one."""
         region = self.region
-        if not region.overlaps or region.has_entered(x) or not (torch.is_grad_enabled() and x.requires_grad):
-            return None
-        if torch.is_autocast_enabled(x.device.type):
+        if not region.overlaps or region.has_entered(x) or not can_share(x):
             return None
         return region.companions.multiply(self, x, region.group, sequence=region.sequence)
+
+
+def number_layers(layers: Sequence[nn.Module]) -> None:
+    """Columns of different layers are not computed together: their weights may not be there at once."""
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            forward = vars(module).get("forward")
+            if isinstance(forward, Column):
+                forward.layer = number
 
 
 @final
