@@ -19,7 +19,7 @@ from echelon.verify import Case, contract
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
 preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests.fuzz.case")
 
-_MOST_RUNS = 25  # of one set of ranks: what trainings leave in them, as process groups, adds up
+_MOST_RUNS = 12  # of one set of ranks: what trainings leave in them, as process groups, adds up
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,7 @@ from tests.fuzz.drawn import ORDER_FILE, Drawn
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
 _DEADLINE = 20.0  # seconds without a sign of life
-_MOST_USES = 40  # of ranks: the groups of a training stay there, with their threads, until its ranks end
+_MOST_USES = 15  # of ranks: the groups of a training stay there, with their threads, until its ranks end
 
 
 @dataclass(frozen=True)

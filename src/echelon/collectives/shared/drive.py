@@ -20,8 +20,8 @@ from echelon.collectives.shared.lines import Line, Passage
 from echelon.collectives.shared.speaker import Speaker
 from echelon.launching import PeerLost
 
-_LOOK_SECONDS = 0.01  # between the helper's looks while something is unfinished
-_QUIET_LOOKS = 100  # without anything unfinished, before the helper sleeps until it is called
+_LOOK_SECONDS = 0.05  # between the helper's looks while something is unfinished
+_QUIET_LOOKS = 20  # without anything unfinished, before the helper sleeps until it is called
 _JOIN_SECONDS = 1.0  # the helper ends at once unless somebody is in the middle of a copy
 
 
