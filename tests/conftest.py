@@ -5,6 +5,7 @@ test computes its reference here, beside ranks that fill the cores: its tensors 
 wait for each other cost it four times its time.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,10 @@ from echelon.verify import Case, contract
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
 preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests.fuzz.case")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that started this in the background has it ignored, by all processes of tests too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MOST_RUNS = 12  # of one set of ranks: what trainings leave in them, as process groups, adds up
 
