@@ -59,6 +59,7 @@ def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
         whole_sequence=(),
         join_logits=False,
     )
+    sharded.region.overlaps = True  # as in an engine
     view = View()
     view.stretch = plan.tensor if plan.sequence else 1
     assign(blocks, view)
