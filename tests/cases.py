@@ -46,6 +46,15 @@ class Branching(nn.Module):
         return output
 
 
+def random_tokens(step: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, of which some do not count, but the first of each sample does."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = (torch.randint(vocab, shape, generator=generator) for _ in range(2))
+    ignored = torch.rand(targets.shape, generator=generator) < 0.2
+    ignored[:, 0] = False
+    return inputs, targets.masked_fill(ignored, -100)
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 

@@ -1,6 +1,5 @@
 """Who moves what goes through shared memory: callers that wait, others beside them, and the helper."""
 
-import os
 import random
 import signal
 import threading
@@ -17,7 +16,7 @@ from echelon.collectives import Group, Handle, Ledger, SharedGroup, group_over
 from echelon.collectives.shared.slots import LANE
 from echelon.launching import PeerLost, Ranks
 
-from .test_shared_life import new_group, result_of, threads
+from .test_shared_life import new_group, result_of, said_in_a_child, threads
 
 Warm = Callable[[int], Ranks]
 
@@ -289,20 +288,12 @@ def test_an_interrupted_driver_ends_the_link() -> None:
 def waits_in_a_child() -> str:
     group = new_group()
     handle = group.recv(torch.zeros(SMALL), 1 - group.rank, wait=False)
-    receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            assert not handle.done()
-            handle.wait()
-        except RuntimeError as error:
-            os.write(sending, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(sending)
-    said = os.read(receiving, 1000).decode()
-    os.close(receiving)
-    os.waitpid(child, 0)
+
+    def wait_for_it() -> None:
+        assert not handle.done()
+        handle.wait()
+
+    said = said_in_a_child(wait_for_it)
     group.send(torch.zeros(SMALL), 1 - group.rank)
     handle.wait()
     return said

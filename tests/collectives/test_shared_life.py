@@ -300,14 +300,13 @@ def test_memory_that_cannot_be_read_is_not_a_lost_peer(warm_ranks: Warm) -> None
     assert "rank 0 was freed or unreadable while in use" in warm_ranks(2).run(freed_while_read)[1]
 
 
-def used_by_a_child() -> str:
-    """A data worker that uses its parent's group, where no thread serves it."""
-    group = new_group()
+def said_in_a_child(work: Callable[[], object]) -> str:
+    """What a forked child is told that does this."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            group.all_reduce(torch.ones(1))
+            work()
         except RuntimeError as error:
             os.write(sending, str(error).encode())
         finally:
@@ -316,6 +315,13 @@ def used_by_a_child() -> str:
     said = os.read(receiving, 1000).decode()
     os.close(receiving)
     os.waitpid(child, 0)
+    return said
+
+
+def used_by_a_child() -> str:
+    """A data worker that uses its parent's group, where no thread serves it."""
+    group = new_group()
+    said = said_in_a_child(lambda: group.all_reduce(torch.ones(1)))
     group.all_reduce(torch.ones(1))
     return said
 

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 
 from echelon.models import cross_entropy
 from echelon.verify import Case
-from tests.cases import adamw
+from tests.cases import adamw, random_tokens
 
 VOCAB, SEQUENCE = 17, 8
 
@@ -61,11 +60,7 @@ def make(kind: str, attention: str = "sdpa", **changes: Any) -> nn.Module:
 
 def tokens(step: int, samples: int = 5) -> tuple[Tensor, Tensor]:
     """Samples that no number of microbatches here divides; some targets do not count."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = (torch.randint(VOCAB, (samples, SEQUENCE), generator=generator) for _ in range(2))
-    ignored = torch.rand(targets.shape, generator=generator) < 0.2
-    ignored[:, 0] = False
-    return inputs, targets.masked_fill(ignored, -100)
+    return random_tokens(step, (samples, SEQUENCE), VOCAB)
 
 
 def case(kind: str, steps: int = 20, make_model: Callable[..., nn.Module] = make, **changes: Any) -> Case:

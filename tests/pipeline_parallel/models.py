@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from echelon.models import ModelConfig, build
 from echelon.verify import Case
-from tests.cases import adamw, mean_loss, vectors
+from tests.cases import adamw, mean_loss, random_tokens, vectors
 from tests.contract_models import token_loss
 
 VOCAB, SEQUENCE, WIDTH = 7, 4, 6
@@ -49,11 +49,7 @@ def dropping_deep() -> nn.Module:
 
 def tokens(step: int, samples: int = 13) -> tuple[Tensor, Tensor]:
     """Samples that no number of microbatches here divides; some targets do not count."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = (torch.randint(VOCAB, (samples, SEQUENCE), generator=generator) for _ in range(2))
-    ignored = torch.rand(targets.shape, generator=generator) < 0.2
-    ignored[:, 0] = False
-    return inputs, targets.masked_fill(ignored, -100)
+    return random_tokens(step, (samples, SEQUENCE), VOCAB)
 
 
 def gpt_case(make_model: Callable[[], nn.Module] = shallow, **changes: Any) -> Case:

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from echelon.collectives import Group
 from echelon.engine.batch import Batch
 from echelon.errors import UserError
+from echelon.fingerprint import fingerprint, wrapped
 from echelon.mesh import Mesh
 from echelon.ownership import Held
 
 _SUBJECT = "checks"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # types of whole numbers, by size
 _AT_ONCE = 1 << 22  # elements
 
 
@@ -41,27 +41,17 @@ def check_same_batch(batch: Batch, mesh: Mesh) -> None:
 
 
 def _fingerprint(structure: object) -> list[int]:
-    """Two whole numbers over all bits of a structure: sums that wrap around, the same in whatever order."""
-    plain = bits = 0
-    for leaf in tree_leaves(structure):
-        told = _sums(leaf) if isinstance(leaf, Tensor) else (zlib.crc32(repr(leaf).encode()), 0)
-        plain, bits = plain * 31 + told[0], bits * 31 + told[1]
-    return [_wrapped(plain), _wrapped(bits)]
-
-
-def _sums(tensor: Tensor) -> tuple[int, int]:
-    flat = tensor.detach().contiguous().flatten()
-    whole = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    """Two whole numbers over all bits of a structure."""
     plain = placed = 0
-    for begin in range(0, whole.numel(), _AT_ONCE):
-        part = whole[begin : begin + _AT_ONCE].long()
-        plain += int(part.sum())
-        placed += int((part * torch.arange(begin + 1, begin + 1 + len(part), device=part.device)).sum())
+    for leaf in tree_leaves(structure):
+        told = _of_tensor(leaf) if isinstance(leaf, Tensor) else (zlib.crc32(repr(leaf).encode()), 0)
+        plain, placed = plain * 31 + told[0], placed * 31 + told[1]
+    return [wrapped(plain), wrapped(placed)]
+
+
+def _of_tensor(tensor: Tensor) -> tuple[int, int]:
+    plain, placed = fingerprint(tensor)
     return plain + zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode()), placed
-
-
-def _wrapped(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def check_same_gradients(held: Iterable[Held], replicated: Collection[nn.Parameter], group: Group) -> None:

@@ -19,6 +19,7 @@ from echelon.engine import TRAINING_MODULES, parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
+from echelon.fingerprint import fingerprint
 from echelon.launching import Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS
@@ -33,7 +34,6 @@ ONE_DEVICE = "one device"
 _LOG, _FORMULA = "the replay of its own log", "its formula, replayed on one process"
 
 _DEADLINE = 300.0  # seconds without a sign of life
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # types of whole numbers by size, to read bits with
 
 
 @dataclass(frozen=True)
@@ -234,13 +234,8 @@ def _refuse_standstill(case: Case, reference: Trained) -> None:
 
 
 def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Two whole numbers over the bits of each tensor: in whatever order they are added, always the same."""
-    result = {}
-    for name, value in tensors.items():
-        flat = value.detach().cpu().contiguous().flatten()
-        bits = flat.view(_BITS.get(flat.element_size(), torch.uint8)).long()
-        result[name] = torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1)).sum()])
-    return result
+    """Two whole numbers over the bits of each tensor."""
+    return {name: torch.tensor(fingerprint(value)) for name, value in tensors.items()}
 
 
 def _doubles(values: list[float]) -> Tensor:
