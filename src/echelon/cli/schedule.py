@@ -1,5 +1,6 @@
 """echelon schedule"""
 
+import gc
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -68,6 +69,7 @@ def schedule(
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
     from echelon.program import Costs, check
 
+    gc.disable()  # a program may be a million small things, and none of them is garbage
     texts = {
         "forward": forward,
         "backward": backward,

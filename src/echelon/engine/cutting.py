@@ -111,9 +111,9 @@ def _program(plan: Plan) -> Program:
     work = [its for rank in program.ranks for its in rank]
     if any(its.op is Op.STASH or its.version is not None for its in work):
         faults.append("it keeps weight versions, which only the schedules by name do; leave them out")
-    if plan.zero == 3 and any(its.op is Op.BACKWARD_INPUT for its in work):
+    if plan.zero == 3 and program.halves:
         faults.append("it cuts backwards in two, and zero=3 frees the weights between; use zero=2")
-    if plan.compile and any(its.op is Op.BACKWARD_INPUT for its in work):
+    if plan.compile and program.halves:
         faults.append("it cuts backwards in two, and those of compiled layers are one piece; drop compile")
     if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
         faults.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")

@@ -20,7 +20,7 @@ from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import Owned
-from echelon.program import Op, Program
+from echelon.program import Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
 
@@ -91,8 +91,9 @@ class Within:
             return
         plan, layers = self._mesh.plan, listed_layers(model)
         number_layers(layers)
-        halves = any(its.op is Op.BACKWARD_INPUT for rank in program.ranks for its in rank)
-        self.sharded.region.overlaps = not halves and not plan.compile and (plan.zero < 3 or bool(layers))
+        self.sharded.region.overlaps = (
+            not program.halves and not plan.compile and (plan.zero < 3 or bool(layers))
+        )
 
     def in_whole(self, owned: Owned) -> list[Owned]:
         """What this rank owns of a tensor of its own, as boxes of the whole one."""
@@ -115,7 +116,7 @@ class Within:
             assign(stage, view)
         if self._mesh.plan.sequence and 0 in stages:
             assert self.sharded is not None
-            listed_layers(stages[0])[0].register_forward_hook(_Part(self.sharded.region.part))
+            listed_layers(stages[0])[0].register_forward_hook(_SplitOutput(self.sharded.region.part))
 
     def cut(self, structure: Any) -> Any:
         """This rank's part of the sequences of a batch."""
@@ -149,7 +150,7 @@ class Within:
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
 
 
-class _Part:
+class _SplitOutput:
     """A forward hook: the rest of the model has a part of what this layer returns."""
 
     def __init__(self, part: Callable[[Tensor], Tensor]) -> None:

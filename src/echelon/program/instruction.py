@@ -14,6 +14,7 @@ than the newest says which version: `F3v1`, `B3@5v1`. Ranks are those of one pip
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import lcm
 from typing import NamedTuple
 
 
@@ -38,9 +39,9 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # that of Enum is Python, and the slowest part of looking an instruction up
 
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
-RECEIVES = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 
 
 class Instruction(NamedTuple):
@@ -74,10 +75,20 @@ class Program:
     def stages(self) -> int:
         return len(self.placement)
 
+    @property
+    def halves(self) -> bool:
+        """Whether backward passes are in two parts: for inputs, and later for weights."""
+        return any(its.op is Op.BACKWARD_INPUT for rank in self.ranks for its in rank)
+
     def holder(self, stage: int, microbatch: int) -> int:
         """The rank that works on `microbatch` at `stage`."""
         replicas = self.placement[stage]
         return replicas[microbatch % len(replicas)]
+
+    @property
+    def round(self) -> int:
+        """After so many microbatches every stage's replicas begin anew: who does what is then the same."""
+        return lcm(*(len(ranks) for ranks in self.placement))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in the order of the model."""

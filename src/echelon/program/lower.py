@@ -21,7 +21,7 @@ def add_transfers(program: Program) -> Program:
     What one rank sends another arrives in the order of the sends. So before a receive come those of all that
     was sent earlier on the same way, even if it is used later.
     """
-    sends = [[_send(program, rank, its) for its in work] for rank, work in enumerate(program.ranks)]
+    sends = [_of_each(program, rank, _send) for rank in range(len(program.ranks))]
     coming: dict[Way, deque[Instruction]] = {}
     for rank, its_sends in enumerate(sends):
         for send in its_sends:
@@ -31,8 +31,8 @@ def add_transfers(program: Program) -> Program:
 
     def lowered(rank: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         early: set[Instruction] = set()
-        for its, send in zip(instructions, sends[rank], strict=True):
-            need = _receive(program, rank, its)
+        needs = _of_each(program, rank, _receive)
+        for its, need, send in zip(instructions, needs, sends[rank], strict=True):
             if need is not None:
                 assert need.peer is not None
                 yield from _receives(need, coming.get((need.peer, rank), deque()), early)
@@ -41,6 +41,26 @@ def add_transfers(program: Program) -> Program:
                 yield send
 
     return _each(program, lowered)
+
+
+def _of_each(
+    program: Program, rank: int, transfer: Callable[[Program, int, Instruction], Instruction | None]
+) -> list[Instruction | None]:
+    """The transfer that belongs to each instruction of a rank: the same in every round of microbatches."""
+    known: dict[tuple[Op, int, int], Instruction | None] = {}
+    found: list[Instruction | None] = []
+    turn = program.round
+    for its in program.ranks[rank]:
+        op, stage, k, _, _ = its
+        its_own = None
+        if k is not None:
+            kind = (op, stage, k % turn)
+            if kind not in known:
+                known[kind] = transfer(program, rank, its)
+            like = known[kind]
+            its_own = None if like is None else Instruction(like.op, stage, k, like.peer)
+        found.append(its_own)
+    return found
 
 
 def _receives(need: Instruction, queue: deque[Instruction], early: set[Instruction]) -> Iterator[Instruction]:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from echelon.program.instruction import Instruction, Op, Program
+from echelon.program.instruction import SENDS, Instruction, Op, Program
 
 GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)  # either makes the gradient that the stage before waits for
 
@@ -90,7 +90,7 @@ def walk(program: Program) -> Iterator[Moment]:
             its = instructions[place]
             causes: tuple[Place, ...] | None = ()
             if its.peer is not None:
-                if its.op is Op.SEND_ACTIVATION or its.op is Op.SEND_GRADIENT:
+                if its.op in SENDS:
                     way = (rank, its.peer)
                     sent.setdefault(way, deque()).append((rank, place))
                     if way in asleep:

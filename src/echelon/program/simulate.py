@@ -17,7 +17,7 @@ from echelon.program.readiness import walk
 Seconds = int | Fraction | float
 Cost = Seconds | Sequence[Seconds]  # of every stage, or of each
 
-_WORK = (*COMPUTE, Op.UPDATE)
+_WORK = COMPUTE | {Op.UPDATE}
 
 
 @dataclass(frozen=True)

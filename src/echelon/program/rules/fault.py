@@ -1,6 +1,5 @@
 """A fault, and what every rule needs to tell one."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from echelon.program.instruction import Instruction, Program
@@ -13,13 +12,6 @@ class Fault(NamedTuple):
     rank: int
     place: int | None
     reason: str
-
-
-def each(program: Program) -> Iterator[tuple[int, int, Instruction]]:
-    """Every instruction, with its rank and place."""
-    for rank, instructions in enumerate(program.ranks):
-        for place, its in enumerate(instructions):
-            yield rank, place, its
 
 
 def name(program: Program, rank: int, its: Instruction) -> str:

@@ -3,26 +3,28 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from echelon.program.instruction import RECEIVES, SENDS, Instruction, Program
+from echelon.program.instruction import SENDS, Instruction, Program
 from echelon.program.readiness import Way, counterpart, walk
-from echelon.program.rules.fault import Fault, each, name
+from echelon.program.rules.fault import Fault, name
 
 Listed = list[tuple[int, Instruction]]  # receives of one way, each with the place where it stands or is sent
 
 
 def matched(program: Program) -> Iterator[Fault]:
     """On each way from rank to rank the receives are those of the sends, in their order."""
-    sends: dict[Way, Listed] = {}
-    receives: dict[Way, Listed] = {}
-    for rank, place, its in each(program):
-        if its.op in SENDS:
-            assert its.peer is not None
-            sends.setdefault((rank, its.peer), []).append((place, counterpart(rank, its)))
-        elif its.op in RECEIVES:
-            assert its.peer is not None
-            receives.setdefault((its.peer, rank), []).append((place, its))
+    sends: dict[Way, list[int]] = {}  # where they stand
+    receives: dict[Way, list[int]] = {}
+    for rank, instructions in enumerate(program.ranks):
+        for place, its in enumerate(instructions):
+            if its.peer is not None:
+                listed, way = (sends, (rank, its.peer)) if its.op in SENDS else (receives, (its.peer, rank))
+                listed.setdefault(way, []).append(place)
     for way in sorted(sends.keys() | receives.keys()):
-        yield from _matched_on(program, way, sends.get(way, []), receives.get(way, []))
+        sender, receiver = way
+        sent = [(at, counterpart(sender, program.ranks[sender][at])) for at in sends.get(way, [])]
+        received = [(at, program.ranks[receiver][at]) for at in receives.get(way, [])]
+        if [its for _, its in sent] != [its for _, its in received]:
+            yield from _matched_on(program, way, sent, received)
 
 
 def _matched_on(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Fault]:

@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 from echelon.program.instruction import COMPUTE, Op, Program
-from echelon.program.rules.fault import Fault, each
+from echelon.program.rules.fault import Fault
+
+_AROUND = frozenset({Op.GATHER, Op.FREE})
+_FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight has its gradient
 
 
 def versions(program: Program) -> Iterator[Fault]:
@@ -13,7 +16,14 @@ def versions(program: Program) -> Iterator[Fault]:
         used: dict[tuple[int, int | None], int] = {}
         for place, its in enumerate(instructions):
             key = (its.stage, its.version)
-            if its.op is Op.UPDATE:
+            if its.op in COMPUTE:
+                version = newest if its.version is None else its.version
+                if version != newest:
+                    yield from _usable(rank, place, version, newest, key in stashed)
+                first = used.setdefault((its.stage, its.microbatch), version)
+                if first != version:
+                    yield Fault(rank, place, f"uses version {version}, but its forward used version {first}")
+            elif its.op is Op.UPDATE:
                 newest += 1
             elif its.op is Op.STASH:
                 if its.version != newest or key in stashed:
@@ -28,12 +38,6 @@ def versions(program: Program) -> Iterator[Fault]:
                 if key not in stashed:
                     yield Fault(rank, place, f"version {its.version} is not stashed")
                 stashed.discard(key)
-            elif its.op in COMPUTE:
-                version = newest if its.version is None else its.version
-                yield from _usable(rank, place, version, newest, (its.stage, version) in stashed)
-                first = used.setdefault((its.stage, its.microbatch), version)
-                if first != version:
-                    yield Fault(rank, place, f"uses version {version}, but its forward used version {first}")
         for stage, left in sorted(stashed, key=str):
             yield Fault(rank, None, f"version {left} of stage {stage} is stashed and never popped")
 
@@ -41,13 +45,13 @@ def versions(program: Program) -> Iterator[Fault]:
 def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Fault]:
     if version > newest:
         yield Fault(rank, place, f"version {version} does not exist yet: the newest is version {newest}")
-    elif version < newest and not stashed:
+    elif not stashed:
         yield Fault(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
 
 
 def gathered(program: Program) -> Iterator[Fault]:
     """GATHER and FREE come in pairs around each use, in a program that has any."""
-    if not any(its.op in (Op.GATHER, Op.FREE) for _, _, its in each(program)):
+    if not any(its.op in _AROUND for instructions in program.ranks for its in instructions):
         return
     for rank, instructions in enumerate(program.ranks):
         whole: dict[int, int] = {}
@@ -73,7 +77,7 @@ def applied(program: Program) -> Iterator[Fault]:
         fresh: dict[int, int] = {}  # by stage: the last backward that no REDUCE has seen
         reduced: dict[int, int] = {}
         for place, its in enumerate(instructions):
-            if its.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            if its.op in _FINAL:
                 fresh[its.stage] = place
             elif its.op is Op.REDUCE:
                 fresh.pop(its.stage, None)

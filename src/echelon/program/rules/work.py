@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.readiness import GRADIENT, Need, counterpart, needs
-from echelon.program.rules.fault import Fault, each, name
+from echelon.program.rules.fault import Fault, name
 
 _MOST_NAMED = 5  # of things that are missing
+_TRANSFERS = SENDS | RECEIVES
 
 
 def placed(program: Program) -> Iterator[Fault]:
@@ -18,16 +20,25 @@ def placed(program: Program) -> Iterator[Fault]:
                 0, None, f"stage {stage} is on ranks {list(ranks)}, of {len(program.ranks)} that there are"
             )
             return
-    for rank, place, its in each(program):
-        fault = _incomplete(its) or _elsewhere(program, rank, its) or _misdirected(program, rank, its)
-        if fault is not None:
-            yield Fault(rank, place, fault)
+    known, turn = range(program.microbatches), program.round
+    for rank, instructions in enumerate(program.ranks):
+        right: set[object] = set()  # what was found right is so in every round of microbatches
+        for place, its in enumerate(instructions):
+            op, stage, k, peer, version = its
+            in_turn = its if k is None or k not in known else (op, stage, k % turn, peer, version is None)
+            if in_turn in right:
+                continue
+            fault = _incomplete(its) or _elsewhere(program, rank, its) or _misdirected(program, rank, its)
+            if fault is None:
+                right.add(in_turn)
+            else:
+                yield Fault(rank, place, fault)
 
 
 def _incomplete(its: Instruction) -> str | None:
-    if its.op in (*COMPUTE, *SENDS, *RECEIVES) and its.microbatch is None:
+    if its.op in COMPUTE | _TRANSFERS and its.microbatch is None:
         return "has no microbatch"
-    if its.op in (*SENDS, *RECEIVES) and its.peer is None:
+    if its.op in _TRANSFERS and its.peer is None:
         return "has no other rank"
     return "has no version" if its.op in (Op.STASH, Op.POP) and its.version is None else None
 
@@ -50,7 +61,7 @@ def _elsewhere(program: Program, rank: int, its: Instruction) -> str | None:
 
 def _misdirected(program: Program, rank: int, its: Instruction) -> str | None:
     """A send goes to the rank that needs it, a receive comes from the rank that makes it."""
-    if its.microbatch is None or its.op not in (*SENDS, *RECEIVES):
+    if its.microbatch is None or its.op not in _TRANSFERS:
         return None
     other = counterpart(rank, its).stage
     if not 0 <= other < program.stages:
@@ -64,36 +75,73 @@ def _misdirected(program: Program, rank: int, its: Instruction) -> str | None:
     return f"microbatch {its.microbatch} of stage {other} is on rank {right}: this must {way} it"
 
 
+_Stands = set[tuple[Op, int, int | None]]
+_Wants = tuple[bytearray, list[tuple[Any, ...]]]  # its own flags; and each need with the flags that meet it
+
+
+class _Done:
+    """What a rank has done so far: by operation and stage, a flag for each microbatch."""
+
+    def __init__(self, microbatches: int) -> None:
+        self._flags: dict[tuple[Op, int], bytearray] = {}
+        self._microbatches = microbatches
+
+    def flags(self, op: Op, stage: int) -> bytearray:
+        if (op, stage) not in self._flags:
+            self._flags[op, stage] = bytearray(self._microbatches)
+        return self._flags[op, stage]
+
+
+_SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)
+
+
 def once(program: Program) -> Iterator[Fault]:
     """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both."""
     for rank, instructions in enumerate(program.ranks):
-        seen: set[tuple[Op, int, int | None]] = set()
+        done = _Done(program.microbatches)
         for place, its in enumerate(instructions):
-            if its.microbatch is None:
+            op, stage, k, _, _ = its
+            if k is None:
                 continue
-            same = GRADIENT if its.op in GRADIENT else (its.op,)
-            if any((op, its.stage, its.microbatch) in seen for op in same):
+            flags = done.flags(_SAME.get(op, op), stage)
+            if flags[k]:
                 yield Fault(rank, place, f"{name(program, rank, its)} has been done before: once is enough")
-            seen.add((its.op, its.stage, its.microbatch))
+            flags[k] = 1
 
 
 def in_order(program: Program) -> Iterator[Fault]:
     """What an instruction needs of its own rank stands before it."""
+    turn = program.round
     for rank, instructions in enumerate(program.ranks):
-        places: dict[tuple[Op, int, int | None], int] = {}
+        done = _Done(program.microbatches)
+        known: dict[tuple[Op, int, int], _Wants] = {}  # of one round of microbatches
+        there: _Stands = set()  # only looked for when something is wrong
         for place, its in enumerate(instructions):
-            places.setdefault((its.op, its.stage, its.microbatch), place)
-        for place, its in enumerate(instructions):
-            for need in needs(program, rank, its):
-                found = [places.get((op, need.stage, its.microbatch)) for op in need.ops]
-                first = min((at for at in found if at is not None), default=None)
-                if first is None or first > place:
-                    yield Fault(rank, place, _unmet(program, rank, its, need, missing=first is None))
+            op, stage, k, _, _ = its
+            if k is None:
+                continue
+            kind = (op, stage, k % turn)
+            if kind not in known:
+                known[kind] = _wants(program, rank, its, done)
+            own, wanted = known[kind]
+            for need, first, *others in wanted:
+                if not first[k] and not any(flags[k] for flags in others):
+                    there = there or {other[:3] for other in instructions}
+                    yield Fault(rank, place, _unmet(program, rank, its, need, there))
+            own[k] = 1
 
 
-def _unmet(program: Program, rank: int, its: Instruction, need: Need, *, missing: bool) -> str:
-    called = name(program, rank, Instruction(need.ops[0], need.stage, its.microbatch))
-    return f"needs {called} before it, which {'is missing' if missing else 'stands behind it'}"
+def _wants(program: Program, rank: int, its: Instruction, done: _Done) -> _Wants:
+    found = needs(program, rank, its)
+    wanted = [(need, *(done.flags(op, need.stage) for op in need.ops)) for need in found]
+    return done.flags(its.op, its.stage), wanted
+
+
+def _unmet(program: Program, rank: int, its: Instruction, need: Need, there: _Stands) -> str:
+    wanted = [(op, need.stage, its.microbatch) for op in need.ops]
+    behind = any(one in there for one in wanted)
+    called = name(program, rank, Instruction(*wanted[0]))
+    return f"needs {called} before it, which {'stands behind it' if behind else 'is missing'}"
 
 
 def forwards(program: Program) -> Iterator[Fault]:
@@ -102,7 +150,7 @@ def forwards(program: Program) -> Iterator[Fault]:
 
 def backwards(program: Program) -> Iterator[Fault]:
     yield from _covered(program, GRADIENT, "backward")
-    for rank, instructions in enumerate(program.ranks):
+    for rank, instructions in enumerate(program.ranks if program.halves else ()):
         weights = {(its.stage, its.microbatch) for its in instructions if its.op is Op.BACKWARD_WEIGHT}
         for place, its in enumerate(instructions):
             if its.op is Op.BACKWARD_INPUT and (its.stage, its.microbatch) not in weights:
@@ -113,9 +161,10 @@ def backwards(program: Program) -> Iterator[Fault]:
 def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[Fault]:
     """Every stage does this for every microbatch."""
     done: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
-    for _, _, its in each(program):
-        if its.op in ops and its.microbatch is not None:
-            done[its.stage].add(its.microbatch)
+    for instructions in program.ranks:
+        for op, stage, k, _, _ in instructions:
+            if op in ops and k is not None:
+                done[stage].add(k)
     for stage, microbatches in done.items():
         count = program.microbatches - len(microbatches)
         told = min(count, _MOST_NAMED if microbatches else 1)
