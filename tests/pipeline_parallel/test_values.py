@@ -11,7 +11,7 @@ import echelon
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, eleven_vectors, vectors
 from tests.contract_models import token_loss
-from tests.pipeline_parallel.models import VOCAB, Hidden, perceptron, tokens, vector_case
+from tests.pipeline_parallel.models import VOCAB, WIDTH, Hidden, perceptron, tokens, vector_case
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -456,3 +456,33 @@ def test_sparse_gradients(plan: str, tied: bool) -> None:
         step_with_sparse_gradients, echelon.Plan.parse(plan).ranks, plan, tied
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ARG004
+        return None
+
+
+class Stopping(Hidden):
+    """Lets no gradient through to the layers before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Stop.apply(x))
+
+
+def stopped() -> nn.Sequential:
+    return nn.Sequential(Hidden(), Hidden(), Stopping(), nn.Linear(WIDTH, 5))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("replicas", ["", " data=2 zero=1"])
+def test_layers_that_no_gradient_comes_to_are_left_alone(schedule: str, replicas: str) -> None:
+    """As on one device: not even their weights decay."""
+    clip = None if "pipedream" in schedule else 1.0
+    case = vector_case(stopped, clip=clip)
+    assert_equal(case, f"pipeline=2 schedule={schedule} microbatches=2{replicas}")

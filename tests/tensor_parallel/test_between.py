@@ -1,6 +1,8 @@
 """What stands between a column and a row, and layers of torch's own, are equal to one device."""
 
+import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -117,3 +119,29 @@ def test_what_is_whole_on_every_rank_is_listed_once() -> None:
         assert [id(its) for its in getattr(sharded, names)] == [
             id(its) for its in (norm.weight, norm.bias, again.bias)
         ]
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ARG004
+        return None
+
+
+class Stopping(Block):
+    """Lets no gradient through to the layers before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_Stop.apply(x))
+
+
+def stopped() -> nn.Module:
+    return nn.Sequential(Block(0.0), Stopping(0.0), nn.Linear(WIDTH, VOCAB))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true", "tensor=2 pipeline=2 microbatches=2"])
+def test_layers_that_no_gradient_comes_to_are_left_alone(plan: str) -> None:
+    assert_equal(dataclasses.replace(case(0.0), make_model=stopped), plan)

@@ -75,7 +75,8 @@ class _Enter(torch.autograd.Function):
     its work), and forbids to change them in place."""
 
     @staticmethod
-    def forward(_: FunctionCtx, leaf: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where none comes, there is none
         memory = leaf.new_empty(0)
         return memory.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
 

@@ -18,7 +18,8 @@ class _OfVersion(torch.autograd.Function):
     """A parameter, with the values of one of its versions."""
 
     @staticmethod
-    def forward(_: FunctionCtx, parameter: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: FunctionCtx, parameter: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.set_materialize_grads(False)  # where none comes, there is none
         return values.view_as(values)
 
     @staticmethod

@@ -69,7 +69,7 @@ class Region:
     @untraced
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of a sequence that all ranks have whole."""
-        return _call(_Part, x, self.group, 1) if self.sequence else x
+        return _call(_Part, x, self.group, 1)
 
     @untraced
     def join_logits(self, logits: Tensor) -> Tensor:
@@ -108,15 +108,21 @@ def _call(function: Any, *arguments: object) -> Tensor:
     return result
 
 
+# In all of these: where no gradient comes, there is none, on all ranks alike.
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
         ctx.group, ctx.fresh = group, fresh
+        ctx.set_materialize_grads(False)
         return x.detach()  # no view: `_Last` would keep what it is a view of, and so itself
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
         mine = gradient if ctx.fresh else gradient.clone(memory_format=torch.contiguous_format)
         return summed(mine, ctx.group), None, None
 
@@ -124,12 +130,13 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.set_materialize_grads(False)
         if x.is_contiguous():
             ctx.mark_dirty(x)
         return summed(x, group)
 
     @staticmethod
-    def backward(_: FunctionCtx, gradient: Tensor) -> Any:
+    def backward(_: FunctionCtx, gradient: Tensor | None) -> Any:
         return gradient, None
 
 
@@ -139,6 +146,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Group, int], output: Tensor) -> None:  # noqa: ARG004
         _, ctx.group, ctx.dim = inputs
+        ctx.set_materialize_grads(False)
 
 
 class _Gather(_Kept):
@@ -148,15 +156,17 @@ class _Gather(_Kept):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return summed_part(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        mine = None if gradient is None else summed_part(gradient, ctx.group, ctx.dim)
+        return mine, None, None
 
 
 class _GatheredBack(_Kept):
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gathered(gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        whole = None if gradient is None else gathered(gradient, ctx.group, ctx.dim)
+        return whole, None, None
 
 
 class _Scatter(_GatheredBack):
@@ -176,9 +186,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
+        ctx.set_materialize_grads(False)
         return gathered(x, group, x.ndim - 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.chunk(ctx.group.size, -1)[ctx.group.rank], None
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        mine = None if gradient is None else gradient.chunk(ctx.group.size, -1)[ctx.group.rank]
+        return mine, None
