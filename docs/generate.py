@@ -218,7 +218,11 @@ LAYERS = (
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("layering",), (), "the layers of a model"),
-    Layer(("errors", "sequence", "tracing"), (), "faults; what layers see; what is not compiled"),
+    Layer(
+        ("errors", "sequence", "tracing", "products", "fingerprint"),
+        (),
+        "faults; what layers see; small tools",
+    ),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

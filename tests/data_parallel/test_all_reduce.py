@@ -1,6 +1,7 @@
 """Data parallelism: its mathematics by the contract, its order and its bytes by the ledger."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -228,3 +229,30 @@ def test_a_model_that_is_all_frozen_has_nothing_to_reduce() -> None:
     sync.start_step()
     sync.finish_gradients()
     assert sync.parameters() == [] == sync.held()
+
+
+class _Stop(torch.autograd.Function):
+    """A product that has no gradient for its matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient @ ctx.saved_tensors[0], None
+
+
+class Stopped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.stopped, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_Stop.apply(self.first(x), self.stopped.weight))
+
+
+@pytest.mark.parametrize("sync", ["zero=0", "zero=1", "zero=2", "zero=3", "sync=async staleness=0"])
+def test_functions_without_a_gradient_leave_their_weights_alone(sync: str) -> None:
+    assert_equal(Case(Stopped, vectors, mean_loss, adamw, steps=3), f"data=2 microbatches=2 {sync}")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.data_parallel import adding
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import Case
 from tests.contract_models import CASES, SEQUENCE, VOCAB
@@ -14,6 +15,7 @@ from tests.fuzz.values import OF_TOKENS, TRANSFORMERS
 
 _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2}
 _IGNORED = -100
+_PAYS = adding.SMALLEST
 
 
 def case_of(drawn: Drawn) -> Case:
@@ -38,6 +40,7 @@ def case_of(drawn: Drawn) -> Case:
 def make_model(drawn: Drawn) -> nn.Module:
     if drawn.plan.compile:
         _run_as_recorded()
+    adding.SMALLEST = 0 if drawn.seed % 2 else _PAYS  # else no matrix here is large enough
     config = ModelConfig(
         drawn.model,  # type: ignore[arg-type]
         drawn.layers,

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from torch import nn
 
 from echelon.collectives import Group
+from echelon.data_parallel.adding import add_in_place
 from echelon.data_parallel.buckets import Bucket, fill_buckets
 from echelon.data_parallel.buffers import Buffers
 from echelon.data_parallel.reducer import Reducer
@@ -78,6 +79,9 @@ class Bucketed(Sync):
         if not self._observed and self._trained:
             self._observed = True
             self._fill(self._reducer.agreed_order(self._group))
+
+    def add_in_place(self) -> None:
+        add_in_place(self._module, self._reducer.adding)
 
     def _land(self, parameter: nn.Parameter) -> None:
         self._bucket_of[parameter].land(parameter)

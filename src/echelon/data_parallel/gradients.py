@@ -10,7 +10,8 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if all(_is_plain(each) for each in values):
-        return torch.stack([torch.dot(each.view(-1), each.view(-1)) for each in values]).double().sum()
+        flat = [each.view(-1) for each in values]
+        return torch.stack([torch.dot(each, each) for each in flat]).double().sum()
     # A norm in bf16 would keep three digits of a sum of millions.
     norms = torch._foreach_norm(values, dtype=torch.promote_types(values[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()

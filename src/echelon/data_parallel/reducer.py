@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from echelon.collectives import Group
+from echelon.data_parallel.adding import Adding, may_miss_sums
 from echelon.errors import UserError
 
 
@@ -31,6 +32,7 @@ class Reducer:
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
         self._in_step = False
+        self.adding = Adding()
         self.start_backward(reducing=False)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -49,6 +51,7 @@ class Reducer:
     def start_backward(self, *, reducing: bool) -> None:
         """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""
         self._reducing = reducing
+        self.adding.open = self._in_step and not reducing
         self._next = 0
         self._missing = [set(group) for group in self._groups] if reducing else []
 
@@ -59,16 +62,19 @@ class Reducer:
 
     def finish_step(self) -> None:
         """From here to the next step gradients are nobody's business here."""
-        self._in_step = False
+        self._in_step = self.adding.open = False
 
     @property
     def all_reduced(self) -> bool:
         return self._reducing and self._next == len(self._groups)
 
+    @may_miss_sums
     def _arrived(self, parameter: nn.Parameter) -> None:
         """The backward pass has added to this parameter's gradient."""
         if not self._in_step:
             return  # somebody else's backward pass over the same model
+        if parameter.grad is None:
+            return  # torch also tells when a function has no gradient for it
         self._refuse_late(parameter)
         self._land(parameter)
         self.used.add(parameter)

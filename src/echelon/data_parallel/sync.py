@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.data_parallel.adding import Adding, add_in_place
 from echelon.ownership import Held, Owned, Slice, whole_slice
 
 NOTHING: frozenset[nn.Parameter] = frozenset()
@@ -78,6 +79,9 @@ class Sync(ABC):
     def storages(self) -> Storages:
         """What memory holds weights and gradients on this rank now."""
 
+    def add_in_place(self) -> None:  # noqa: B027 (nothing to do where gradients never stay, or parts do it)
+        """Let the model's matrices add to their gradients, where several microbatches make one."""
+
     def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
         """The model is about to be used: begin to make whole what comes first."""
 
@@ -100,6 +104,7 @@ class Alone(Sync):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._held = hold_whole(module)
+        self._adding = Adding()
 
     def parameters(self) -> list[nn.Parameter]:
         return [held.parameter for held in self._held]
@@ -111,11 +116,11 @@ class Alone(Sync):
         for held in self._held:
             held.parameter.grad = None
 
-    def start_backward(self, *, last: bool) -> None:
-        pass
+    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
+        self._adding.open = True
 
     def finish_backward(self) -> None:
-        pass
+        self._adding.open = False
 
     def finish_gradients(self) -> None:
         pass
@@ -134,6 +139,9 @@ class Alone(Sync):
 
     def storages(self) -> Storages:
         return module_storages(self._module)
+
+    def add_in_place(self) -> None:
+        add_in_place(self._module, self._adding)
 
 
 def hold_whole(module: nn.Module) -> list[Held]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
+from echelon.data_parallel.adding import add_in_place
 from echelon.data_parallel.buffers import Buffers, broadcast
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.reducer import Reducer
@@ -60,7 +61,7 @@ class Zero(Sync):
     ) -> None:
         """Each parameter of `alone` is in parts of its own: others, who hold it too, have the same."""
         assert level in (1, 2, 3), level
-        self._group, self._level = group, level
+        self._module, self._group, self._level = module, group, level
         self.lockstep = level > 1
         plans, self._needs = cut
         self._named = [(name, p) for plan in plans for name, p in plan.parameters]
@@ -159,6 +160,10 @@ class Zero(Sync):
         parameters += [p for _, p in self._named]
         gradients = [tensor for flat in flats for tensor in (flat.gradient, flat.part) if tensor is not None]
         return Storages(parameters, gradients)
+
+    def add_in_place(self) -> None:
+        if self._level == 1:  # the others give every gradient away at once
+            add_in_place(self._module, self._reducer.adding)
 
     def gather(self, *, backward: bool) -> None:
         if self._level == 3:

@@ -17,6 +17,7 @@ from echelon.data_parallel import (
     Update,
     Zero,
 )
+from echelon.data_parallel.adding import leave_to_autograd
 from echelon.data_parallel.units import SMALLEST, cut_units
 from echelon.dropout import key_dropout
 from echelon.engine.arguments import check_arguments, check_optimizer, check_trainable
@@ -71,6 +72,7 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     join()
+    leave_to_autograd(model)
     model = _converted(model, this_device(), DTYPES[plan.precision])
     plan, found = resolve(model, plan, example)
     mesh = Mesh.join(plan)
@@ -83,6 +85,8 @@ def parallelize(
         held = Assigned({0: model}, {0: workers}, build("naive", (1,), plan.microbatches), [])
         if plan.compile:
             compile_layers([model])
+        elif plan.microbatches > 1:
+            workers.add_in_place()
         return Engine(model, names, mesh, held, workers, within, None, scopes)
     _check_clip(plan, clip)
     stages = cut(model, mesh, found if found is not None else boundaries, by_layers=within.by_layers)
@@ -99,6 +103,9 @@ def parallelize(
     held = Assigned(stages.mine, syncs, stages.program, stages.boundaries)
     if plan.compile:
         compile_layers(stages.mine.values())
+    elif plan.microbatches > 1 and plan.schedule not in ASYNCHRONOUS and not stages.program.halves:
+        for its in syncs.values():
+            its.add_in_place()
     return Engine(model, names, mesh, held, update, within, schedule, scopes)
 
 

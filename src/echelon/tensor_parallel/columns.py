@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
+from echelon.products import product
 from echelon.tensor_parallel.moves import gathered, start_sum, start_sum_of_part
 
 
@@ -111,7 +111,7 @@ class _Multiply(torch.autograd.Function):
         ctx.group, ctx.sequence, ctx.transposed = group, sequence, transposed
         ctx.set_materialize_grads(False)
         return tuple(
-            _product(entered, weight.T if turned else weight, bias)
+            product(entered, weight.T if turned else weight, bias)
             for weight, bias, turned in zip(weights, biases, transposed, strict=True)
             if weight is not None
         )
@@ -122,15 +122,15 @@ class _Multiply(torch.autograd.Function):
         entered, *weights = ctx.saved_tensors
         rows = entered.flatten(0, -2)
         came = [None if its is None else its.flatten(0, -2) for its in gradients]
-        product: Tensor | None = None
+        summed: Tensor | None = None
         for gradient, weight, turned in zip(came, weights, ctx.transposed, strict=True):
             if gradient is not None:
                 matrix = weight.T if turned else weight
-                product = gradient @ matrix if product is None else product.addmm_(gradient, matrix)
-        if product is None:
+                summed = gradient @ matrix if summed is None else summed.addmm_(gradient, matrix)
+        if summed is None:
             return (None,) * (4 + 2 * len(weights))
         start = start_sum_of_part if ctx.sequence else start_sum
-        total, handle = start(product.view_as(entered), ctx.group)
+        total, handle = start(summed.view_as(entered), ctx.group)
         needed = ctx.needs_input_grad[4:]
         for_weights = [
             _for_weight(gradient, rows, turned) if gradient is not None and needs else None
@@ -142,13 +142,6 @@ class _Multiply(torch.autograd.Function):
         ]
         handle.wait()
         return total, None, None, None, *for_weights, *for_biases
-
-
-def _product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """As F.linear, and never a view, which autograd would forbid to change in place."""
-    product = F.linear(x.flatten(0, -2), matrix, bias)
-    shaped: Tensor = torch.ops.aten._unsafe_view(product, (*x.shape[:-1], product.shape[-1]))
-    return shaped
 
 
 def _for_weight(gradient: Tensor, rows: Tensor, turned: bool) -> Tensor:

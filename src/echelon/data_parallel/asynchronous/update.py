@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.data_parallel.adding import Adding, add_in_place, may_miss_sums
 from echelon.data_parallel.asynchronous.host import Host, flat_buckets
 from echelon.data_parallel.asynchronous.log import Push
 from echelon.data_parallel.asynchronous.messages import open_group
@@ -64,9 +65,11 @@ class Asynchronous(Update):
         for bucket in self._weights:
             move_in(bucket)
         self._used: set[nn.Parameter] = set()
+        self._adding = Adding()
         for parameter in self._parameters:
             # Not of `self`: a parameter may outlive this.
-            parameter.register_post_accumulate_grad_hook(partial(_arrived, self._used, self._gradients))
+            arrived = may_miss_sums(partial(_arrived, self._used, self._gradients))
+            parameter.register_post_accumulate_grad_hook(arrived)
         self._share_frozen()
         self._buffers = Buffers(module, group)
         self._host: Host | None = None
@@ -100,11 +103,14 @@ class Asynchronous(Update):
 
     # A worker's backward passes only add up: nothing is sent before its push.
 
-    def start_backward(self, *, last: bool) -> None:
-        pass
+    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
+        self._adding.open = True
 
     def finish_backward(self) -> None:
-        pass
+        self._adding.open = False
+
+    def add_in_place(self) -> None:
+        add_in_place(self._module, self._adding)
 
     def gather(self, *, backward: bool) -> None:
         pass
@@ -183,6 +189,8 @@ class Asynchronous(Update):
 
 
 def _arrived(used: set[nn.Parameter], gradients: list[Bucket], parameter: nn.Parameter) -> None:
+    if parameter.grad is None:
+        return  # torch also tells when a function has no gradient for it
     used.add(parameter)
     for bucket in gradients:
         if parameter in bucket.views:

@@ -1,8 +1,8 @@
 """Rules of the weights: versions exist when used, gathers are paired, gradients are reduced and applied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from echelon.program.instruction import COMPUTE, Op, Program
+from echelon.program.instruction import COMPUTE, Instruction, Op, Program
 from echelon.program.rules.fault import Fault
 
 _AROUND = frozenset({Op.GATHER, Op.FREE})
@@ -12,6 +12,8 @@ _FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight ha
 def versions(program: Program) -> Iterator[Fault]:
     """A version is there when it is used, and a backward uses that of its forward."""
     for rank, instructions in enumerate(program.ranks):
+        if _has_one_version(instructions):
+            continue
         newest, stashed = 0, set[tuple[int, int | None]]()
         used: dict[tuple[int, int | None], int] = {}
         for place, its in enumerate(instructions):
@@ -40,6 +42,13 @@ def versions(program: Program) -> Iterator[Fault]:
                 stashed.discard(key)
         for stage, left in sorted(stashed, key=str):
             yield Fault(rank, None, f"version {left} of stage {stage} is stashed and never popped")
+
+
+def _has_one_version(instructions: Sequence[Instruction]) -> bool:
+    """Whether no version is named, and all work is done before the first update."""
+    ops = [its.op for its in instructions]
+    behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
+    return COMPUTE.isdisjoint(behind) and all(its.version is None for its in instructions)
 
 
 def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Fault]:
