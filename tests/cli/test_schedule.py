@@ -177,7 +177,10 @@ def test_what_has_no_meaning_is_exit_2_with_every_reason(
             "# one\nrank 0: F0 B0 F1\n",
             ["line 2, rank 0, F1: the backward of microbatch 1", "rank 0  F0   B0   [F1]"],
         ),
-        ("rank 0: F0 B0 UPDAET\n", ["line 1: 'UPDAET': unknown word (did you mean 'UPDATE'?)"]),
+        (
+            "rank 0: F0 B0 UPDAET\n",
+            ["line 1: 'UPDAET': unknown word (did you mean 'UPDATE'?)", "F0       B0       [UPDAET]"],
+        ),
     ],
 )
 def test_a_faulty_file_is_exit_2_with_the_line_the_grid_and_the_reason(

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from echelon.program import Costs, Instruction, Op, Span, build, simulate
-from echelon.program.grid import draw
+from echelon.program.grid import draw, draw_words
 
 
 def grid(name: str, stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None) -> str:
@@ -71,6 +71,11 @@ def test_very_fine_times_do_not_make_endless_lines() -> None:
     costs = Costs(forward=Fraction(1, 997), backward=1)
     line = simulate(build("1f1b", (1,) * 3, 40), costs)
     assert len(draw(list(line.spans()), 3).lines[0][1]) <= 2001
+
+
+def test_words_stand_in_their_order_as_they_are_written() -> None:
+    grid = draw_words([(0, [("F0", False), ("FO", True)]), (10, [])])
+    assert grid.text() == "word     1    2\nrank 0   F0   [FO]\nrank 10"
 
 
 def test_nothing_to_draw() -> None:

@@ -43,7 +43,11 @@ def test_a_whole_program_is_taken_as_it_is(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("rank 0: F0 B0\nrank 1: F0 X0\n", ["1 fault in schedule", "line 2: 'X0': unknown word"]),
+        (
+            "rank 0: F0 B0\nrank 1: F0 X0 B0\n",
+            ["1 fault in schedule", "line 2: 'X0': unknown word", "rank 1  F0   [X0] B0"],
+        ),
+        ("rank 0: F0\nrank 1: " + "?" * 5000, ["line 2: ", f"[{'?' * 16}]\n"]),
         (
             "\nrank 0: F0 SA0>1 RG0<1 B0\nrank 1: F0 B0 SG0>0\n",
             [

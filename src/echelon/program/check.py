@@ -1,9 +1,9 @@
 """The check of a program, before anything runs: all its faults at once, shown in a grid of ranks and time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from echelon.errors import UserError
-from echelon.program.grid import Line, draw, plain
+from echelon.program.grid import Grid, Line, draw, plain
 from echelon.program.instruction import COMPUTE, Instruction, Program
 from echelon.program.readiness import Place, walk
 from echelon.program.rules import Fault, find
@@ -42,15 +42,20 @@ def picture(program: Program, faults: Sequence[Fault]) -> str:
     spans = _sketch(program, marked)
     marks = {span for place, span in spans.items() if place in marked}
     grid = draw(list(spans.values()), len(program.ranks), marks)
+    return excerpt(grid, {fault.rank for fault in faults})
+
+
+def excerpt(grid: Grid, ranks: Collection[int]) -> str:
+    """The parts of a grid with a mark; where there are many ranks, these and their neighbours."""
     blocks = list(grid.blocks(_WIDTH))
     chosen = [block for block in blocks if _is_marked(block)][:_MOST_BLOCKS] or blocks[:1]
-    near = {rank + step for rank in {fault.rank for fault in faults} for step in (-1, 0, 1)}
+    near = {rank + step for rank in ranks for step in (-1, 0, 1)}
     texts = []
     for block in chosen:
-        ranks = list(enumerate(block[1:]))
-        if len(ranks) > _MOST_RANKS:
-            ranks = [(rank, row) for rank, row in ranks if rank in near][:_MOST_RANKS]
-        texts.append("\n".join([plain(block[0]), *(plain(row) for _, row in ranks)]))
+        rows = list(enumerate(block[1:]))
+        if len(rows) > _MOST_RANKS:
+            rows = [(rank, row) for rank, row in rows if rank in near][:_MOST_RANKS]
+        texts.append("\n".join([plain(block[0]), *(plain(row) for _, row in rows)]))
     return "\n\n".join(texts)
 
 

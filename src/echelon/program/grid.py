@@ -20,6 +20,7 @@ from echelon.program.instruction import Instruction, Op
 from echelon.program.simulate import Seconds, Span
 
 _MOST_TICKS = 2000
+_LONGEST = 16  # of a word that cannot be read
 _SHORT = {Op.UPDATE: "U", Op.REDUCE: "R"}
 
 
@@ -77,6 +78,24 @@ def draw(
     head = len(f"rank {ranks - 1}  ")
     lines = [(f"rank {rank}".ljust(head), row) for rank, row in enumerate(rows)]
     return Grid((("time".ljust(head), _times(size, column, unit)), *lines))
+
+
+def draw_words(rows: Sequence[tuple[int, Sequence[tuple[str, bool]]]]) -> Grid:
+    """The words of each rank's line, in their order; those that are marked stand in [brackets]."""
+    texts = [
+        (rank, [f"[{word[:_LONGEST]}]" if marked else word for word, marked in words]) for rank, words in rows
+    ]
+    size = max((len(words) for _, words in texts), default=0)
+    column = 1 + max((len(word) for _, words in texts for word in words), default=1)
+    head = len(f"rank {max((rank for rank, _ in rows), default=0)}  ")
+    lines = []
+    for rank, words in texts:
+        ticks = [Tick(word.ljust(column), marked=word.startswith("[")) for word in words]
+        ticks += [Tick(" " * column)] * (size - len(words))
+        lines.append((f"rank {rank}".ljust(head), ticks))
+    return Grid(
+        (("word".ljust(head), [Tick(str(place).ljust(column)) for place in range(1, size + 1)]), *lines)
+    )
 
 
 def labels(spans: Sequence[Span]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from echelon.errors import UserError, raise_faults
-from echelon.program.check import check
+from echelon.errors import UserError
+from echelon.program.check import check, excerpt
+from echelon.program.grid import draw_words
 from echelon.program.instruction import RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_reductions, add_transfers
-from echelon.program.text import parse
+from echelon.program.text import Parsed, parse
 
 
 def load_schedule(path: str | Path) -> Program:
@@ -15,11 +16,21 @@ def load_schedule(path: str | Path) -> Program:
     A file may give just the order of computation; or sends and receives too, and then all of them.
     """
     parsed = parse(_read(Path(path)), name=str(path))
-    raise_faults(f"schedule '{path}'", list(parsed.faults))
-    assert parsed.program is not None
+    if parsed.program is None:
+        raise UserError(_title(parsed, path), list(parsed.faults))
     program = complete(parsed.program)
     check(program, lines=parsed.lines)
     return program
+
+
+def _title(parsed: Parsed, path: str | Path) -> str:
+    """What is wrong with a text that is no program: with a grid of its words, where some cannot be read."""
+    count = "1 fault" if len(parsed.faults) == 1 else f"{len(parsed.faults)} faults"
+    marked = [rank for rank, words in parsed.words.items() if any(faulty for _, faulty in words)]
+    if not marked:
+        return f"{count} in schedule '{path}':"
+    grid = excerpt(draw_words(sorted(parsed.words.items())), marked)
+    return f"{count} in schedule '{path}', marked [ ] in the grid:\n\n{grid}\n"
 
 
 def complete(program: Program) -> Program:

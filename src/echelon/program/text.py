@@ -27,11 +27,15 @@ _KEYS = ("rank", "stage", "schedule", "microbatches")
 
 @dataclass(frozen=True)
 class Parsed:
-    """A program and the line of each rank; or the faults of its text, and then no program."""
+    """A program and the line of each rank; or the faults of its text, and then no program.
+
+    `words` are those of each rank's line, and whether they are faulty.
+    """
 
     program: Program | None
     lines: Mapping[int, int]
     faults: Sequence[str]
+    words: Mapping[int, Sequence[tuple[str, bool]]]
 
 
 # --- printing -----------------------------------------------------------------------------------------
@@ -93,7 +97,8 @@ def parse(text: str, name: str = "schedule") -> Parsed:
     faults = [
         f"line {line}: {fault}" if line else fault for line, fault in sorted(page.faults, key=itemgetter(0))
     ]
-    return Parsed(None if faults else program, {rank: line for rank, (line, _) in page.ranks.items()}, faults)
+    lines = {rank: line for rank, (line, _) in page.ranks.items()}
+    return Parsed(None if faults else program, lines, faults, page.words)
 
 
 class _Page:
@@ -104,6 +109,7 @@ class _Page:
         self.ranks: dict[int, tuple[int, str]] = {}  # the line, and what it says
         self.stages: dict[int, tuple[int, str]] = {}
         self.single: dict[str, str] = {}
+        self.words: dict[int, list[tuple[str, bool]]] = {}  # of each rank, and whether they are faulty
         self._line_of: dict[str, int] = {}
         for line, written in enumerate(text.splitlines(), 1):
             content = written.partition("#")[0].strip()
@@ -183,9 +189,11 @@ class _Page:
         told = [stage for stage, ranks in enumerate(placement) if rank in ranks]
         held = told if self.stages else [rank]  # though a rank before it is missing
         read = []
+        self.words[rank] = []
         for word in rest.split():
             its = _read(word, held)
             fault = its if isinstance(its, str) else self._out_of_bounds(its)
+            self.words[rank].append((word, fault is not None))
             if fault is not None:
                 self._fault(line, f"'{word}': {fault}")
             elif isinstance(its, Instruction):

@@ -76,20 +76,17 @@ def _misdirected(program: Program, rank: int, its: Instruction) -> str | None:
 
 
 _Stands = set[tuple[Op, int, int | None]]
-_Wants = tuple[bytearray, list[tuple[Any, ...]]]  # its own flags; and each need with the flags that meet it
+_Wants = tuple[set[int], list[tuple[Any, ...]]]  # where it is noted; each need, and where what meets it is
 
 
 class _Done:
-    """What a rank has done so far: by operation and stage, a flag for each microbatch."""
+    """What a rank has done so far: the microbatches of each operation and stage."""
 
-    def __init__(self, microbatches: int) -> None:
-        self._flags: dict[tuple[Op, int], bytearray] = {}
-        self._microbatches = microbatches
+    def __init__(self) -> None:
+        self._of: dict[tuple[Op, int], set[int]] = {}
 
-    def flags(self, op: Op, stage: int) -> bytearray:
-        if (op, stage) not in self._flags:
-            self._flags[op, stage] = bytearray(self._microbatches)
-        return self._flags[op, stage]
+    def of(self, op: Op, stage: int) -> set[int]:
+        return self._of.setdefault((op, stage), set())
 
 
 _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)
@@ -98,22 +95,22 @@ _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)
 def once(program: Program) -> Iterator[Fault]:
     """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both."""
     for rank, instructions in enumerate(program.ranks):
-        done = _Done(program.microbatches)
+        done = _Done()
         for place, its in enumerate(instructions):
             op, stage, k, _, _ = its
             if k is None:
                 continue
-            flags = done.flags(_SAME.get(op, op), stage)
-            if flags[k]:
+            before = done.of(_SAME.get(op, op), stage)
+            if k in before:
                 yield Fault(rank, place, f"{name(program, rank, its)} has been done before: once is enough")
-            flags[k] = 1
+            before.add(k)
 
 
 def in_order(program: Program) -> Iterator[Fault]:
     """What an instruction needs of its own rank stands before it."""
     turn = program.round
     for rank, instructions in enumerate(program.ranks):
-        done = _Done(program.microbatches)
+        done = _Done()
         known: dict[tuple[Op, int, int], _Wants] = {}  # of one round of microbatches
         there: _Stands = set()  # only looked for when something is wrong
         for place, its in enumerate(instructions):
@@ -125,16 +122,16 @@ def in_order(program: Program) -> Iterator[Fault]:
                 known[kind] = _wants(program, rank, its, done)
             own, wanted = known[kind]
             for need, first, *others in wanted:
-                if not first[k] and not any(flags[k] for flags in others):
+                if k not in first and not any(k in other for other in others):
                     there = there or {other[:3] for other in instructions}
                     yield Fault(rank, place, _unmet(program, rank, its, need, there))
-            own[k] = 1
+            own.add(k)
 
 
 def _wants(program: Program, rank: int, its: Instruction, done: _Done) -> _Wants:
     found = needs(program, rank, its)
-    wanted = [(need, *(done.flags(op, need.stage) for op in need.ops)) for need in found]
-    return done.flags(its.op, its.stage), wanted
+    wanted = [(need, *(done.of(op, need.stage) for op in need.ops)) for need in found]
+    return done.of(its.op, its.stage), wanted
 
 
 def _unmet(program: Program, rank: int, its: Instruction, need: Need, there: _Stands) -> str:
