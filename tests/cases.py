@@ -46,6 +46,24 @@ class Branching(nn.Module):
         return output
 
 
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, only_zeros: bool) -> Tensor:
+        ctx.only_zeros = only_zeros
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient if ctx.only_zeros and gradient.any() else None, None
+
+
+def stop(x: Tensor, *, only_zeros: bool = False) -> Tensor:
+    """The same, but no gradient comes back: torch then says None; or that in place of zeros alone."""
+    function: Any = _Stop
+    result: Tensor = function.apply(x, only_zeros)
+    return result
+
+
 def random_tokens(step: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, of which some do not count, but the first of each sample does."""
     generator = torch.Generator().manual_seed(step)

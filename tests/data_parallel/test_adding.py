@@ -19,7 +19,7 @@ from echelon.data_parallel.adding import Adding, add_in_place, leave_to_autograd
 from echelon.engine import parallelize
 from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw, mean_loss
+from tests.cases import adamw, mean_loss, stop
 
 WIDTH = 512  # a square of it is just large enough
 
@@ -192,23 +192,11 @@ def test_several_gradients_at_once_are_the_same() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
-class Stop(torch.autograd.Function):
-    """Lets no gradient through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ARG004
-        return None
-
-
 def test_where_no_gradient_comes_there_is_none() -> None:
     model = small()
     opened(model)
     for x in batches(7, 4):
-        (Stop.apply(model(x)).sum() + 0 * x.requires_grad_().sum()).backward()
+        (stop(model(x)).sum() + 0 * x.requires_grad_().sum()).backward()
     assert [p.grad for p in model.parameters()] == [None] * 4
 
 
@@ -343,7 +331,7 @@ class Stopping(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         first = self[0](x)
-        return self[2](first + Stop.apply(self[1](first.detach())))
+        return self[2](first + stop(self[1](first.detach())))
 
 
 class Branches(nn.Module):

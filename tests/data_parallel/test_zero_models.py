@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.verify import Case, assert_equal, verify
-from tests.cases import adamw
+from tests.cases import adamw, stop
 from tests.contract_models import class_loss, vectors
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
@@ -18,8 +18,14 @@ LEVELS = pytest.mark.parametrize("level", [1, 2, 3])
 
 
 def case_of(model: type[nn.Module], **changes: object) -> Case:
-    given: dict[str, object] = {"steps": 4, "options": {"smallest_unit": 0}}
-    return Case(model, vectors, class_loss, adamw, **(given | changes))  # type: ignore[arg-type]
+    given: dict[str, object] = {
+        "make_batch": vectors,
+        "loss": class_loss,
+        "make_optimizer": adamw,
+        "steps": 4,
+        "options": {"smallest_unit": 0},
+    }
+    return Case(model, **(given | changes))  # type: ignore[arg-type]
 
 
 class TiedWithoutBias(nn.Module):
@@ -277,3 +283,32 @@ def test_a_submodule_in_evaluation_mode_stays_there() -> None:
     engine.step(vectors(0))
     engine.evaluate(vectors(1))
     assert [module.training for module in model] == [True, False, True]
+
+
+class NoneForZeros(nn.Module):
+    """One replica's gradients are none where the other has some: reductions came in another order there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7)))
+        self.behind = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(stop(self.before(x), only_zeros=True))  # type: ignore[no-any-return]
+
+
+def first_half_counts(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = vectors(step)
+    targets = targets[:12]
+    targets[6:] = -100
+    return inputs[:12], targets
+
+
+def counted_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+
+
+@LEVELS
+def test_a_replica_may_have_no_gradient_of_what_the_other_has(level: int) -> None:
+    case = case_of(NoneForZeros, make_batch=first_half_counts, loss=counted_loss)
+    assert_equal(case, f"data=2 zero={level} microbatches=2")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import echelon
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw, eleven_vectors, vectors
+from tests.cases import adamw, eleven_vectors, stop, vectors
 from tests.contract_models import token_loss
 from tests.pipeline_parallel.models import VOCAB, WIDTH, Hidden, perceptron, tokens, vector_case
 
@@ -458,21 +458,11 @@ def test_sparse_gradients(plan: str, tied: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-class _Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ARG004
-        return None
-
-
 class Stopping(Hidden):
     """Lets no gradient through to the layers before it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_Stop.apply(x))
+        return super().forward(stop(x))
 
 
 def stopped() -> nn.Sequential:

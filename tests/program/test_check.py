@@ -263,3 +263,18 @@ def test_no_program_is_a_traceback(program: Program, training: bool) -> None:
     except UserError as error:
         assert error.faults
         assert "time" in error.title
+
+
+def test_only_transfers_have_another_rank() -> None:
+    """Others with one were taken for receives."""
+    program = build("gpipe", (1, 1), 2)
+    first, *others = program.ranks[0]
+    stray = replace(program, ranks=((first._replace(peer=1), *others), program.ranks[1]))
+    assert [fault.reason for fault in find(stray)] == ["has nothing to do with rank 1"]
+
+
+def test_so_many_faults_are_not_all_told() -> None:
+    program = build("gpipe", (1,), 2000)
+    with pytest.raises(UserError) as caught:
+        check(replace(program, ranks=(program.ranks[0] * 2,)))
+    assert caught.value.faults[-1] == "and 7000 more"

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
+from echelon.layering import listed_layers
 from echelon.models import cross_entropy
 from echelon.sequence import WHOLE
 from echelon.tensor_parallel import split_over
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw
+from tests.cases import adamw, stop
+from tests.tensor_parallel.models import gpt, language_case
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -121,21 +123,11 @@ def test_what_is_whole_on_every_rank_is_listed_once() -> None:
         ]
 
 
-class _Stop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # noqa: ARG004
-        return None
-
-
 class Stopping(Block):
     """Lets no gradient through to the layers before it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_Stop.apply(x))
+        return super().forward(stop(x))
 
 
 def stopped() -> nn.Module:
@@ -145,3 +137,19 @@ def stopped() -> nn.Module:
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true", "tensor=2 pipeline=2 microbatches=2"])
 def test_layers_that_no_gradient_comes_to_are_left_alone(plan: str) -> None:
     assert_equal(dataclasses.replace(case(0.0), make_model=stopped), plan)
+
+
+def stop_before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return stop(args[0]), *args[1:]
+
+
+def stopped_gpt() -> nn.Module:
+    model = gpt()
+    listed_layers(model)[2].register_forward_pre_hook(stop_before)
+    return model
+
+
+@pytest.mark.parametrize("plan", ["context=2", "tensor=2 sequence=true", "tensor=2 context=2"])
+def test_nor_is_attention_that_no_gradient_comes_to(plan: str) -> None:
+    """The ring made zeros of it, and weights were decayed."""
+    assert_equal(dataclasses.replace(language_case("gpt", steps=3), make_model=stopped_gpt), plan)

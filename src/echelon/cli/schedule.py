@@ -2,6 +2,8 @@
 
 import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,7 +71,6 @@ def schedule(
     """Draw and check a pipeline schedule: its bubble, microbatches in flight, versions of the weights."""
     from echelon.program import Costs, check
 
-    gc.disable()  # a program may be a million small things, and none of them is garbage
     texts = {
         "forward": forward,
         "backward": backward,
@@ -85,13 +86,24 @@ def schedule(
     if measure:
         faults += _needless(texts, as_text)
     make = _from_file if _is_file(name) else _from_name
-    shown = make(name, stages, microbatches, chunks, replicas, faults)
-    raise_faults(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
-    check(shown.program)
+    with _no_collection():
+        shown = make(name, stages, microbatches, chunks, replicas, faults)
+        raise_faults(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
+        check(shown.program)
     if measure:
         _measured(shown, out, as_json)
     else:
         _planned(shown, Costs(**costs), out, as_text, as_json)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A program may be a million small things, none of them garbage, among which Python would look for it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _planned(shown: "Shown", costs: "Costs", out: Path | None, as_text: bool, as_json: bool) -> None:

@@ -53,11 +53,14 @@ class _RingAttention(Function):
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.group, ctx.scale = group, scale
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None, None
         query, key, value, out, sums = ctx.saved_tensors
         with torch.autocast(gradient.device.type, enabled=False):
             gradient = gradient.to(sums.dtype)

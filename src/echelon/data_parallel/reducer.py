@@ -73,11 +73,10 @@ class Reducer:
         """The backward pass has added to this parameter's gradient."""
         if not self._in_step:
             return  # somebody else's backward pass over the same model
-        if parameter.grad is None:
-            return  # torch also tells when a function has no gradient for it
         self._refuse_late(parameter)
-        self._land(parameter)
-        self.used.add(parameter)
+        if parameter.grad is not None:  # torch also tells when a function has no gradient for it
+            self._land(parameter)
+            self.used.add(parameter)
         self._arrivals.append(parameter)
         if not self._reducing:
             return

@@ -12,6 +12,7 @@ from echelon.program.rules.work import placed
 from echelon.program.simulate import Span
 
 _WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
+_MOST_TOLD = 1000
 
 
 def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:
@@ -24,7 +25,9 @@ def check(program: Program, *, training: bool = True, lines: Mapping[int, int] |
         return
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     title = f"{count} in schedule '{program.name}', marked [ ] in the grid:"
-    told = [_sentence(program, fault, lines or {}) for fault in faults]
+    told = [_sentence(program, fault, lines or {}) for fault in faults[:_MOST_TOLD]]
+    if len(faults) > _MOST_TOLD:
+        told.append(f"and {len(faults) - _MOST_TOLD} more")
     raise UserError(f"{title}\n\n{picture(program, faults)}\n", told)
 
 

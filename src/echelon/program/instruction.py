@@ -14,6 +14,7 @@ than the newest says which version: `F3v1`, `B3@5v1`. Ranks are those of one pip
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from math import lcm
 from typing import NamedTuple
 
@@ -92,4 +93,12 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, in the order of the model."""
-        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+        return self._held.get(rank, ())
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        held: dict[int, tuple[int, ...]] = {}
+        for stage, ranks in enumerate(self.placement):
+            for rank in dict.fromkeys(ranks):
+                held[rank] = (*held.get(rank, ()), stage)
+        return held

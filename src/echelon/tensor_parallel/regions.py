@@ -108,7 +108,7 @@ def _call(function: Any, *arguments: object) -> Tensor:
     return result
 
 
-# In all of these: where no gradient comes, there is none, on all ranks alike.
+# In all of these: where no gradient comes, there is none. That must be so on all ranks or on none.
 
 
 class _Enter(torch.autograd.Function):

@@ -16,7 +16,7 @@ def matched(program: Program) -> Iterator[Fault]:
     receives: dict[Way, list[int]] = {}
     for rank, instructions in enumerate(program.ranks):
         for place, its in enumerate(instructions):
-            if its.peer is not None:
+            if its.peer is not None:  # `placed` has seen to it that only these have one
                 listed, way = (sends, (rank, its.peer)) if its.op in SENDS else (receives, (its.peer, rank))
                 listed.setdefault(way, []).append(place)
     for way in sorted(sends.keys() | receives.keys()):

@@ -10,6 +10,7 @@ from echelon.program.rules.fault import Fault, name
 
 _MOST_NAMED = 5  # of things that are missing
 _TRANSFERS = SENDS | RECEIVES
+_OF_MICROBATCHES = COMPUTE | _TRANSFERS
 
 
 def placed(program: Program) -> Iterator[Fault]:
@@ -20,12 +21,12 @@ def placed(program: Program) -> Iterator[Fault]:
                 0, None, f"stage {stage} is on ranks {list(ranks)}, of {len(program.ranks)} that there are"
             )
             return
-    known, turn = range(program.microbatches), program.round
+    numbers, turn = range(program.microbatches), program.round
     for rank, instructions in enumerate(program.ranks):
         right: set[object] = set()  # what was found right is so in every round of microbatches
         for place, its in enumerate(instructions):
             op, stage, k, peer, version = its
-            in_turn = its if k is None or k not in known else (op, stage, k % turn, peer, version is None)
+            in_turn = its if k is None or k not in numbers else (op, stage, k % turn, peer, version is None)
             if in_turn in right:
                 continue
             fault = _incomplete(its) or _elsewhere(program, rank, its) or _misdirected(program, rank, its)
@@ -36,10 +37,10 @@ def placed(program: Program) -> Iterator[Fault]:
 
 
 def _incomplete(its: Instruction) -> str | None:
-    if its.op in COMPUTE | _TRANSFERS and its.microbatch is None:
+    if its.op in _OF_MICROBATCHES and its.microbatch is None:
         return "has no microbatch"
-    if its.op in _TRANSFERS and its.peer is None:
-        return "has no other rank"
+    if (its.op in _TRANSFERS) != (its.peer is not None):
+        return "has no other rank" if its.peer is None else f"has nothing to do with rank {its.peer}"
     return "has no version" if its.op in (Op.STASH, Op.POP) and its.version is None else None
 
 
@@ -89,7 +90,7 @@ class _Done:
         return self._of.setdefault((op, stage), set())
 
 
-_SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)
+_SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # whole or its first part: either, not both
 
 
 def once(program: Program) -> Iterator[Fault]:
