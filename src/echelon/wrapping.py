@@ -1,0 +1,140 @@
+"""Wrapping: the only code that changes how a module is called, by an ordered and named stack.
+
+    module(x) ── hooks ── compile ── accumulate ── tensor ── dropout ── float64 ── the forward of its class
+
+Each entry of the stack is a `Wrapper`, which takes the place of `module.forward` and may call the next one
+inward. Strategies wrap in any order: an entry finds its place by its name. `Wrapping` remembers what one
+engine has put around the modules of a model, so that it can be listed and undone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+# Every entry, innermost first. Hooks lie outside of all that replaces the forward, in the order of this list.
+STACK = ("float64", "dropout", "tensor", "accumulate", "compile", "sequence", "gather")
+
+
+class Wrapper:
+    """One entry in the stack of one module: called instead of its forward.
+
+    A class and not a closure, so that a model can be copied and pickled; and `module.forward` is a bound
+    method, because torch.compile shares the code of methods among layers.
+    """
+
+    entry: ClassVar[str]  # its name in the stack
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._next: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What this entry is around: the next one inward, or the module's own forward."""
+        return self._next or MethodType(type(self.module).forward, self.module)
+
+
+W = TypeVar("W", bound=Wrapper)
+
+
+class Wrapping:
+    """What was put around the modules of a model; `remove` takes it away again."""
+
+    def __init__(self) -> None:
+        self._wrappers: list[Wrapper] = []
+        self._hooks: list[tuple[str, nn.Module, RemovableHandle]] = []
+
+    def wrap(self, wrapper: Wrapper) -> None:
+        """Put an entry around its module, inside of those that come later in the stack."""
+        module, place = wrapper.module, STACK.index(wrapper.entry)
+        outer: Wrapper | None = None
+        following: Callable[..., Any] | None = vars(module).get("forward")
+        while (current := _wrapper_of(following)) is not None and STACK.index(current.entry) >= place:
+            assert current.entry != wrapper.entry, f"{type(module).__name__} has {wrapper.entry} already"
+            outer, following = current, current._next
+        wrapper._next = following
+        _link(module, outer, wrapper.__call__)
+        self._wrappers.append(wrapper)
+
+    def before(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Call `hook` before the module is called, as `register_forward_pre_hook` does."""
+        assert entry in STACK, entry
+        self._hooks.append((entry, module, module.register_forward_pre_hook(hook, **options)))
+
+    def after(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Call `hook` after the module was called, as `register_forward_hook` does."""
+        assert entry in STACK, entry
+        self._hooks.append((entry, module, module.register_forward_hook(hook, **options)))
+
+    def remove(self) -> None:
+        """Take all of it away: modules are called as they were before."""
+        for wrapper in self._wrappers:
+            _unlink(wrapper)
+        for _, _, handle in self._hooks:
+            handle.remove()
+        self._wrappers, self._hooks = [], []
+
+    def entries(self, modules: Iterable[nn.Module]) -> dict[str, int]:
+        """How many of `modules` have each entry of the stack, innermost first."""
+        inside = set(modules)
+        wrapped = {(wrapper.entry, wrapper.module) for wrapper in self._wrappers}
+        hooked = {(entry, module) for entry, module, _ in self._hooks}
+        counts = Counter(entry for entry, module in wrapped | hooked if module in inside)
+        return {entry: counts[entry] for entry in STACK if counts[entry]}
+
+
+def find_wrapper(module: nn.Module, kind: type[W]) -> W | None:
+    """The entry of this kind in the stack of a module."""
+    return next((wrapper for wrapper in _chain(module) if isinstance(wrapper, kind)), None)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether anything of ours is in place of the module's forward."""
+    return any(True for _ in _chain(module))
+
+
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that somebody else has given to this very module; None where its class's is in force."""
+    forward: Callable[..., Any] | None = vars(module).get("forward")
+    for wrapper in _chain(module):
+        forward = wrapper._next
+    return forward
+
+
+def _chain(module: nn.Module) -> Iterator[Wrapper]:
+    """The stack of a module, outermost first."""
+    current = _wrapper_of(vars(module).get("forward"))
+    while current is not None:
+        yield current
+        current = _wrapper_of(current._next)
+
+
+def _wrapper_of(forward: Callable[..., Any] | None) -> Wrapper | None:
+    owner = getattr(forward, "__self__", None)
+    return owner if isinstance(owner, Wrapper) else None
+
+
+def _link(module: nn.Module, outer: Wrapper | None, forward: Callable[..., Any] | None) -> None:
+    """Let `outer`, or the module itself, call `forward`."""
+    if outer is not None:
+        outer._next = forward
+    elif forward is not None:
+        module.forward = forward
+    else:
+        del module.forward
+
+
+def _unlink(wrapper: Wrapper) -> None:
+    outer: Wrapper | None = None
+    for current in _chain(wrapper.module):
+        if current is wrapper:
+            _link(wrapper.module, outer, wrapper._next)
+            return
+        outer = current
