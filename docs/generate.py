@@ -219,9 +219,9 @@ LAYERS = (
     Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("layering",), (), "the layers of a model"),
     Layer(
-        ("errors", "sequence", "tracing", "products", "fingerprint"),
+        ("errors", "sequence", "wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
         (),
-        "faults; what layers see; small tools",
+        "errors; what layers see; small tools",
     ),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")

@@ -215,7 +215,7 @@ def test_the_schedule_files_of_the_page_are_schedules(tmp_path: Path, text: str)
 def test_what_the_page_of_pipelines_shows_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, screen, fault = blocks(PIPELINE, "text")
+    program, screen, error = blocks(PIPELINE, "text")
     assert show(build("1f1b", (1, 1), 2)) == program
     monkeypatch.setenv("COLUMNS", "100")
     assert run(["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
@@ -223,7 +223,7 @@ def test_what_the_page_of_pipelines_shows_is_what_is_printed(
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text("rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1\n")
     assert run(["schedule", "mine.txt"]) == 2
-    assert capsys.readouterr().err == fault
+    assert capsys.readouterr().err == error
 
 
 def test_every_schedule_and_every_option_of_its_command_is_told() -> None:

@@ -11,7 +11,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 
 # The colours of Okabe and Ito, chosen to differ for colour-blind readers too; without their yellow, which is
 # faint on white. The eighth line starts again, dashed.
@@ -41,8 +41,8 @@ class Series:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            fault = f"{len(self.x)} x values and {len(self.y)} y values: give one y for each x"
-            raise_faults(f"series '{self.name}'", [fault])
+            error = f"{len(self.x)} x values and {len(self.y)} y values: give one y for each x"
+            raise_errors(f"series '{self.name}'", [error])
 
 
 class Point(NamedTuple):
@@ -88,7 +88,7 @@ def line_chart(
     Width and height are pixels; a legend of more than one row adds to the height.
     """
     if width < 240 or height < 160:
-        raise_faults("chart", [f"{width} × {height} pixels leave no room to draw: give at least 240 × 160"])
+        raise_errors("chart", [f"{width} × {height} pixels leave no room to draw: give at least 240 × 160"])
     runs = [_runs(_thin(_points(one))) for one in series]
     shown = [point for lines in runs for line in lines for point in line]
     legend, rows = _legend([one.name for one in series], width)

@@ -1,4 +1,4 @@
-"""Errors that speak to the user: the rule, the values, the mend; all faults of an input at once.
+"""Errors that speak to the user: the rule, the values, the mend; all errors of an input at once.
 
 `UserError` is the only error that commands print without a traceback (exit code 2). What cannot
 happen is an `assert`; what a peer or the machine does to us has its own class beside the code that
@@ -10,25 +10,25 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. `faults` holds one full sentence for each."""
+    """A mistake in what the user gave. `errors` holds one full sentence for each."""
 
-    def __init__(self, title: str, faults: Iterable[str] = ()) -> None:
+    def __init__(self, title: str, errors: Iterable[str] = ()) -> None:
         self.title = title
-        self.faults = tuple(faults)
-        super().__init__("\n".join([title, *(f"  - {fault}" for fault in self.faults)]))
+        self.errors = tuple(errors)
+        super().__init__("\n".join([title, *(f"  - {error}" for error in self.errors)]))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, tuple[str, ...]]]:
-        return type(self), (self.title, self.faults)
+        return type(self), (self.title, self.errors)
 
 
-def raise_faults(what: str, faults: list[str]) -> None:
-    """Raise one UserError that lists every fault of `what`, if there is any.
+def raise_errors(what: str, errors: list[str]) -> None:
+    """Raise one UserError that lists every error of `what`, if there is any.
 
-    raise_faults("plan 'data=0'", ["data=0: must be a whole number, at least 1"])
+    raise_errors("plan 'data=0'", ["data=0: must be a whole number, at least 1"])
     """
-    if faults:
-        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise UserError(f"{count} in {what}:", faults)
+    if errors:
+        count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
+        raise UserError(f"{count} in {what}:", errors)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

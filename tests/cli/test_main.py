@@ -1,4 +1,4 @@
-"""Exit codes and messages: never a traceback for a user's mistake, all faults at once, pure JSON."""
+"""Exit codes and messages: never a traceback for a user's mistake, all errors at once, pure JSON."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_missing_job_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "did you mean 'nosuch2.toml'?" in err
 
 
-def test_all_faults_of_a_job_as_text_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_errors_of_a_job_as_text_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text("stps = 3\n[model]\nlayrs = 2\n", encoding="utf-8")
     code, _, err = output(capsys, "train", str(job))
@@ -52,10 +52,10 @@ def test_all_faults_of_a_job_as_text_and_as_json(capsys: pytest.CaptureFixture[s
     assert "did you mean 'layers'?" in err
     code, out, err = output(capsys, "train", str(job), "--json")
     assert (code, err) == (2, "")
-    assert len(json.loads(out)["faults"]) == 2
+    assert len(json.loads(out)["errors"]) == 2
 
 
-def test_faults_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = output(capsys, "verify", "--plan", "data=0 tensor=x zero=7 schedule=zigzag")
     assert code == 2
     assert all(word in err for word in ("data=0", "tensor=x", "zero=7", "schedule=zigzag"))
@@ -85,7 +85,7 @@ def test_data_that_cannot_be_used(
     assert not out.exists()
 
 
-def test_a_refused_job_shows_nothing_but_its_faults(
+def test_a_refused_job_shows_nothing_but_its_errors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, out, err = output(capsys, "train", "--plan", "recompute=full", "--set", f"out={tmp_path / 'runs'}")
@@ -125,7 +125,7 @@ def test_verify_does_not_run_under_torchrun_and_rank_0_alone_says_so(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     code, out, _ = output(capsys, "verify", "--json")
-    assert (code, json.loads(out)) == (2, {"error": says, "faults": [], "exit_code": 2})
+    assert (code, json.loads(out)) == (2, {"error": says, "errors": [], "exit_code": 2})
     monkeypatch.setenv("RANK", "1")
     assert output(capsys, "verify", "--json") == (2, "", f"error on rank 1: {says}\n")
 

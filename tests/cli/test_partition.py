@@ -1,4 +1,4 @@
-"""`echelon partition`: a table and a plan for people, one object for programs, every fault at once."""
+"""`echelon partition`: a table and a plan for people, one object for programs, every error at once."""
 
 import json
 import re
@@ -68,13 +68,13 @@ def test_options_change_the_answer(capsys: pytest.CaptureFixture[str], profile: 
     assert seconds("--microbatches", "8") == 2.0
 
 
-def test_every_fault_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_error_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     graph = tmp_path / "graph.txt"
     graph.write_text("nonsense\nmore nonsense\n", encoding="utf-8")
     arguments = [str(graph), "--workers", "4x", "--bandwidth", "fast", "--memory", "much"]
     code, out, err = output(capsys, *arguments, "--cost-model", "pipedrem", "--microbatches", "0")
     assert (code, out) == (2, "")
-    assert "7 faults" in err
+    assert "7 errors" in err
     for word in (
         "'4x'",
         "'fast'",

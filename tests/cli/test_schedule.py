@@ -115,11 +115,11 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["1f1c"], ["3 faults", "did you mean '1f1b'?", "--stages is missing", "--microbatches is missing"]),
+        (["1f1c"], ["3 errors", "did you mean '1f1b'?", "--stages is missing", "--microbatches is missing"]),
         (["interleaved", "--stages", "4", "--microbatches", "6", "--chunks", "2"], ["multiple of 4"]),
         (
             ["interleaved", "--stages", "4", "--microbatches", "6"],
-            ["2 faults", "multiple of 4", "chunks=2 or more"],
+            ["2 errors", "multiple of 4", "chunks=2 or more"],
         ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "2"], ["use schedule=interleaved"]),
         (["pipedream-2bw", "--stages", "4", "--microbatches", "3"], ["microbatches=4 or more"]),
@@ -130,7 +130,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             ["--replicas 3-1 --stages 3"],
         ),
         (["1f1b", "--replicas", "3-x", "--microbatches", "4"], ["pipeline=3-x"]),
-        (["1f1b", "--stages", "0", "--microbatches", "0"], ["2 faults", "pipeline=0", "microbatches=0"]),
+        (["1f1b", "--stages", "0", "--microbatches", "0"], ["2 errors", "pipeline=0", "microbatches=0"]),
         (["1f1b", "--stages", "9999", "--microbatches", "9999"], ["too many to show"]),
         (
             [
@@ -146,7 +146,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
                 "--out",
                 "a.gif",
             ],
-            ["4 faults", "--forward x", "--update -1", "--out a.gif", "pipeline=0"],
+            ["4 errors", "--forward x", "--update -1", "--out a.gif", "pipeline=0"],
         ),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--backward", "1,2,3"], ["3 numbers for 2 stages"]),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--transfer", "1,2"], ["must be one number"]),
@@ -193,7 +193,7 @@ def test_a_faulty_file_is_exit_2_with_the_line_the_grid_and_the_reason(
     for part in says:
         assert part in err
     code, out, _ = output(capsys, str(file), "--json")
-    assert json.loads(out)["faults"]
+    assert json.loads(out)["errors"]
 
 
 def test_options_that_differ_from_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -261,10 +261,10 @@ def test_what_was_measured_is_drawn_above_the_plan(
     [
         (
             ["--stages", "2", "--update", "1", "--text"],
-            ["2 faults", "--update with", "--text with --measure"],
+            ["2 errors", "--update with", "--text with --measure"],
         ),
         (["--stages", "2", "--backward-input", "0"], ["--backward-input with --measure"]),
-        (["--stages", "40"], ["2 faults", "40 ranks", "1600 forwards: at most 1000"]),
+        (["--stages", "40"], ["2 errors", "40 ranks", "1600 forwards: at most 1000"]),
         (["--stages", "1"], ["1 ranks: it needs 2 to 16"]),
     ],
 )

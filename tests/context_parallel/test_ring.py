@@ -317,7 +317,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...],
         ring_attention(*map(torch.zeros, shapes), RecordingGroup("context", 0, 2))
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_errors_are_told_at_once() -> None:
     query, key, value = replace(Case(1), heads=3).whole()[:3]
-    with pytest.raises(UserError, match=r"2 faults(.|\n)*multiple of 2(.|\n)*torch.float64.*of one type"):
+    with pytest.raises(UserError, match=r"2 errors(.|\n)*multiple of 2(.|\n)*torch.float64.*of one type"):
         ring_attention(query.float(), key, value, RecordingGroup("context"))

@@ -1,4 +1,4 @@
-"""Opening a corpus: every kind of source, and every fault."""
+"""Opening a corpus: every kind of source, and every error."""
 
 import os
 import sys
@@ -17,10 +17,10 @@ def write_tokens(path: Path, ids: list[int], dtype: str) -> str:
     return str(path)
 
 
-def faults_of(*args: Any, **kwargs: Any) -> tuple[str, ...]:
+def errors_of(*args: Any, **kwargs: Any) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         open_corpus(*args, **kwargs)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_stdlib_is_python_text_and_the_same_each_time() -> None:
@@ -94,9 +94,9 @@ def test_ids_too_large_are_found_at_open(tmp_path: Path, place: int) -> None:
     ids = np.zeros(1_000_000, dtype=np.uint16)
     ids[max(0, place - 16_000) : place + 1] = 513
     ids.tofile(tmp_path / "t.bin")
-    (fault,) = faults_of(str(tmp_path / "t.bin"), vocab=512)
-    assert "token id 513 is not below vocab=512" in fault
-    assert "at least 514" in fault
+    (error,) = errors_of(str(tmp_path / "t.bin"), vocab=512)
+    assert "token id 513 is not below vocab=512" in error
+    assert "at least 514" in error
 
 
 def test_ids_too_large_are_found_when_drawn() -> None:
@@ -109,61 +109,61 @@ def test_ids_too_large_are_found_when_drawn() -> None:
 
 def test_missing_path_names_the_near_sibling(tmp_path: Path) -> None:
     (tmp_path / "shakespeare.txt").write_text("to be", encoding="utf-8")
-    (fault,) = faults_of(str(tmp_path / "shakespear.txt"), vocab=256)
-    assert "did you mean 'shakespeare.txt'?" in fault
-    (fault,) = faults_of("stdlb", vocab=256)
-    assert "did you mean 'stdlib'?" in fault
+    (error,) = errors_of(str(tmp_path / "shakespear.txt"), vocab=256)
+    assert "did you mean 'shakespeare.txt'?" in error
+    (error,) = errors_of("stdlb", vocab=256)
+    assert "did you mean 'stdlib'?" in error
 
 
 @pytest.mark.parametrize("source", ["no/such/folder/x.txt", "~nobody-here/x", "a\0b", "n" * 5000])
 def test_missing_path_without_a_near_name_says_what_can_be_named(source: str) -> None:
-    (fault,) = faults_of(source, vocab=256)
-    assert "no such file or folder" in fault
-    assert "a folder of text files" in fault
+    (error,) = errors_of(source, vocab=256)
+    assert "no such file or folder" in error
+    assert "a folder of text files" in error
 
 
-def test_faults_of_all_arguments_come_at_once(tmp_path: Path) -> None:
-    faults = faults_of(str(tmp_path / "none"), vocab=100, dtype="uint61")
-    assert len(faults) == 3
-    assert "no such file" in faults[0]
-    assert "vocab=100: text is read as bytes, so it must be at least 256" in faults[1]
-    assert "did you mean 'uint16'?" in faults[2]
+def test_errors_of_all_arguments_come_at_once(tmp_path: Path) -> None:
+    errors = errors_of(str(tmp_path / "none"), vocab=100, dtype="uint61")
+    assert len(errors) == 3
+    assert "no such file" in errors[0]
+    assert "vocab=100: text is read as bytes, so it must be at least 256" in errors[1]
+    assert "did you mean 'uint16'?" in errors[2]
 
 
 def test_empty_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "empty.bin").touch()
     (tmp_path / "empty.txt").touch()
-    assert "empty" in faults_of(str(tmp_path / "empty.bin"), vocab=256)[0]
-    assert "empty" in faults_of(str(tmp_path / "empty.txt"), vocab=256)[0]
+    assert "empty" in errors_of(str(tmp_path / "empty.bin"), vocab=256)[0]
+    assert "empty" in errors_of(str(tmp_path / "empty.txt"), vocab=256)[0]
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.png").write_bytes(b"\0")
-    assert "1 files and no text in them" in faults_of(str(tmp_path / "folder"), vocab=256)[0]
+    assert "1 files and no text in them" in errors_of(str(tmp_path / "folder"), vocab=256)[0]
 
 
 def test_size_that_is_no_multiple(tmp_path: Path) -> None:
     (tmp_path / "t.bin").write_bytes(b"12345")
-    (fault,) = faults_of(str(tmp_path / "t.bin"), vocab=100_000)
-    assert "5 bytes are not a multiple of 4, the size of one uint32 token" in fault
+    (error,) = errors_of(str(tmp_path / "t.bin"), vocab=100_000)
+    assert "5 bytes are not a multiple of 4, the size of one uint32 token" in error
 
 
 def test_binary_file_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"text\0")
-    assert "NUL" in faults_of(str(tmp_path / "t.txt"), vocab=256)[0]
+    assert "NUL" in errors_of(str(tmp_path / "t.txt"), vocab=256)[0]
 
 
 def test_dtype_of_text_and_vocab_of_tokens(tmp_path: Path) -> None:
-    (fault,) = faults_of("stdlib", vocab=256, dtype="uint16")
-    assert "text is read as bytes" in fault
+    (error,) = errors_of("stdlib", vocab=256, dtype="uint16")
+    assert "text is read as bytes" in error
     source = write_tokens(tmp_path / "t.bin", [0], "uint16")
-    assert "vocab=0" in faults_of(source, vocab=0)[0]
+    assert "vocab=0" in errors_of(source, vocab=0)[0]
 
 
 def test_no_name_does_not_mean_the_current_folder() -> None:
-    assert "no source is named" in faults_of("", vocab=256)[0]
+    assert "no source is named" in errors_of("", vocab=256)[0]
 
 
 def test_device_is_no_corpus() -> None:
-    assert "neither a file nor a folder" in faults_of("/dev/null", vocab=256)[0]
+    assert "neither a file nor a folder" in errors_of("/dev/null", vocab=256)[0]
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -174,26 +174,26 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # Root may read everything, so the refusal is played.
     source = write_tokens(tmp_path / "t.bin", [0], "uint16")
     monkeypatch.setattr(np, "memmap", refuse)
-    (fault,) = faults_of(source, vocab=256)
-    assert "cannot be read (Permission denied)" in fault
+    (error,) = errors_of(source, vocab=256)
+    assert "cannot be read (Permission denied)" in error
 
 
 def test_every_unreadable_file_of_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    faults = faults_of(str(tmp_path), vocab=256)
-    assert ["a.txt" in faults[0], "b.txt" in faults[1], len(faults)] == [True, True, 2]
+    errors = errors_of(str(tmp_path), vocab=256)
+    assert ["a.txt" in errors[0], "b.txt" in errors[1], len(errors)] == [True, True, 2]
 
 
 def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "scandir", refuse)
-    assert "'secret' cannot be read" in faults_of(str(tmp_path), vocab=256)[0]
+    assert "'secret' cannot be read" in errors_of(str(tmp_path), vocab=256)[0]
 
 
 def test_path_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "stat", refuse)
-    assert "cannot be read (Permission denied)" in faults_of("locked/a.txt", vocab=256)[0]
+    assert "cannot be read (Permission denied)" in errors_of("locked/a.txt", vocab=256)[0]
 
 
 @pytest.mark.parametrize("tokens", [np.zeros(4, dtype=np.int64), np.zeros((2, 2), dtype=np.uint8)])

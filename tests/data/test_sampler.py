@@ -151,10 +151,10 @@ def test_fraction_is_not_cut_by_floating_point() -> None:
     assert Batches(counting(100), 1, 1, 0, "validation", 0.29).tokens == 29
 
 
-def test_every_fault_of_the_arguments_at_once() -> None:
+def test_every_error_of_the_arguments_at_once() -> None:
     with pytest.raises(UserError) as caught:
         Batches(counting(100), 0, -1, True, "valid", 1.0)  # type: ignore[arg-type]
-    assert [fault.split(":")[0] for fault in caught.value.faults] == [
+    assert [error.split(":")[0] for error in caught.value.errors] == [
         "batch=0",
         "sequence=-1",
         "seed=True",
@@ -167,10 +167,10 @@ def test_too_short_for_training() -> None:
     Batches(counting(81), 8, 10, 0, validation_fraction=0)
     with pytest.raises(UserError) as caught:
         Batches(counting(80), 8, 10, 0, validation_fraction=0)
-    (fault,) = caught.value.faults
-    assert "80 tokens are there" in fault
-    assert "one batch of 8 × 10 needs 81" in fault
-    assert "lower the batch to 7; or shorten" in fault
+    (error,) = caught.value.errors
+    assert "80 tokens are there" in error
+    assert "one batch of 8 × 10 needs 81" in error
+    assert "lower the batch to 7; or shorten" in error
 
 
 def test_too_short_for_training_because_of_validation() -> None:
@@ -181,9 +181,9 @@ def test_too_short_for_training_because_of_validation() -> None:
 def test_too_short_for_validation_names_a_fraction_that_is_enough() -> None:
     with pytest.raises(UserError) as caught:
         Batches(counting(1000), 8, 10, 0, "validation")
-    (fault,) = caught.value.faults
-    assert "50 tokens are there (validation_fraction=0.05 of 1000)" in fault
-    assert "lower the batch to 4; or raise validation_fraction to 0.081;" in fault
+    (error,) = caught.value.errors
+    assert "50 tokens are there (validation_fraction=0.05 of 1000)" in error
+    assert "lower the batch to 4; or raise validation_fraction to 0.081;" in error
     assert Batches(counting(1000), 8, 10, 0, "validation", 0.081).windows == 8
     assert Batches(counting(1000), 4, 10, 0, "validation").windows == 4
 
@@ -200,4 +200,4 @@ def test_corpus_without_one_window(length: int) -> None:
 def test_step_and_part_out_of_range(part: tuple[int, int]) -> None:
     with pytest.raises(UserError) as caught:
         Batches(counting(100), 2, 10, 0).at(-1, part=part)
-    assert ["step=-1" in caught.value.faults[0], "part=" in caught.value.faults[1]] == [True, True]
+    assert ["step=-1" in caught.value.errors[0], "part=" in caught.value.errors[1]] == [True, True]

@@ -14,10 +14,10 @@ from echelon.errors import UserError
 from echelon.plan import Plan
 
 
-def faults_of(check: Any, *arguments: Any) -> tuple[str, ...]:
+def errors_of(check: Any, *arguments: Any) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         check(*arguments)
-    return caught.value.faults or (caught.value.title,)
+    return caught.value.errors or (caught.value.title,)
 
 
 def good(**changes: Any) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def test_good_arguments_pass(changes: dict[str, Any]) -> None:
     check_arguments(**good(**changes))
 
 
-def test_all_faults_of_the_arguments_at_once() -> None:
-    faults = faults_of(check_arguments, "model", 2, 3, 4, 0, -1)
+def test_all_errors_of_the_arguments_at_once() -> None:
+    errors = errors_of(check_arguments, "model", 2, 3, 4, 0, -1)
     starts = [
         "model is a str",
         "plan is a int",
@@ -56,7 +56,7 @@ def test_all_faults_of_the_arguments_at_once() -> None:
         "clip=0",
         "prefetch=-1",
     ]
-    assert [fault[: len(start)] for fault, start in zip(faults, starts, strict=True)] == starts
+    assert [error[: len(start)] for error, start in zip(errors, starts, strict=True)] == starts
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_all_faults_of_the_arguments_at_once() -> None:
     ],
 )
 def test_one_bad_argument(changes: dict[str, Any], says: str) -> None:
-    assert says in faults_of(check_arguments, *good(**changes).values())[0]
+    assert says in errors_of(check_arguments, *good(**changes).values())[0]
 
 
 def test_optimizers_over_the_given_parameters_pass() -> None:
@@ -97,13 +97,13 @@ def test_optimizers_over_the_given_parameters_pass() -> None:
 def test_optimizers_that_train_something_else() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     given = list(model.parameters())
-    (fault,) = faults_of(check_optimizer, AdamW([*other.parameters(), given[0]]), given)
-    assert "2 of its 3 parameters are not those" in fault
+    (error,) = errors_of(check_optimizer, AdamW([*other.parameters(), given[0]]), given)
+    assert "2 of its 3 parameters are not those" in error
     optimizer = AdamW(given)
     optimizer.param_groups[0]["params"] = []
-    assert "leaves out every parameter" in faults_of(check_optimizer, optimizer, given)[0]
-    assert "returned a list" in faults_of(check_optimizer, given, given)[0]
-    assert len(faults_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
+    assert "leaves out every parameter" in errors_of(check_optimizer, optimizer, given)[0]
+    assert "returned a list" in errors_of(check_optimizer, given, given)[0]
+    assert len(errors_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Muon])
@@ -136,20 +136,20 @@ def test_good_batches_pass(batch: Any) -> None:
 
 
 def test_batches_that_are_no_pairs() -> None:
-    assert "is a Tensor: must be a pair" in faults_of(check_batch, rows)[0]
-    assert "is a tuple of 3" in faults_of(check_batch, (rows, rows, rows))[0]
-    assert "is a dict of 2" in faults_of(check_batch, {"inputs": rows, "targets": rows})[0]
+    assert "is a Tensor: must be a pair" in errors_of(check_batch, rows)[0]
+    assert "is a tuple of 3" in errors_of(check_batch, (rows, rows, rows))[0]
+    assert "is a dict of 2" in errors_of(check_batch, {"inputs": rows, "targets": rows})[0]
 
 
 def test_every_bad_leaf_is_named() -> None:
     inputs = {"a": torch.tensor(1.0), "b": [rows, np.zeros(3)]}
-    faults = faults_of(check_batch, (inputs, UserDict(labels=rows)))
-    assert [fault.split(":")[0] for fault in faults] == [
+    errors = errors_of(check_batch, (inputs, UserDict(labels=rows)))
+    assert [error.split(":")[0] for error in errors] == [
         "inputs['a'] is a tensor without dims",
         "inputs['b'][1] is a ndarray",
         "targets is a UserDict, which torch does not look into",
     ]
-    assert "dict(batch)" in faults[2]
+    assert "dict(batch)" in errors[2]
 
 
 def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
@@ -177,8 +177,8 @@ def test_good_losses_pass() -> None:
     ],
 )
 def test_bad_losses(result: Any, says: str) -> None:
-    assert says in faults_of(check_loss, result)[0]
+    assert says in errors_of(check_loss, result)[0]
 
 
 def test_both_parts_of_a_pair_are_judged() -> None:
-    assert len(faults_of(check_loss, (torch.tensor(1.0), "4"))) == 2
+    assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2

@@ -156,7 +156,7 @@ def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     with pytest.raises(echelon.UserError, match="cannot run yet") as caught:
         engine_for("data=2 expert=2 precision=fp16 offload=optimizer")
     names = ["expert", "precision", "offload"]
-    assert [fault.split("=")[0] for fault in caught.value.faults] == names
+    assert [error.split("=")[0] for error in caught.value.errors] == names
 
 
 def test_a_plan_needs_its_ranks() -> None:

@@ -79,7 +79,7 @@ def _raise_value_error() -> None:
 
 
 def _raise_user_error() -> None:
-    raise UserError("2 faults in the job:", ["lr=-1: must be positive", "steps=0: must be at least 1"])
+    raise UserError("2 errors in the job:", ["lr=-1: must be positive", "steps=0: must be at least 1"])
 
 
 def _dump_core() -> None:

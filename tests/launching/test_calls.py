@@ -20,7 +20,7 @@ def test_a_function_of_a_module_is_packed_with_its_arguments() -> None:
 def test_every_part_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(UserError) as caught:
         pack_call(lambda: 0, (1, threading.Lock(), tasks.NotForSending()))
-    function, lock, stubborn = caught.value.faults
+    function, lock, stubborn = caught.value.errors
     assert "<lambda>" in function
     assert "top level of a module" in function
     assert "argument 1 of type lock" in lock

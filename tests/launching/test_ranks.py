@@ -96,7 +96,7 @@ def test_the_cause_is_named_when_its_consequences_arrive_first() -> None:
 def test_a_user_error_is_raised_as_it_is() -> None:
     with pytest.raises(UserError) as caught, Ranks(2) as ranks:
         ranks.run(tasks.fail, "user error", 1)
-    assert caught.value.faults == ("lr=-1: must be positive", "steps=0: must be at least 1")
+    assert caught.value.errors == ("lr=-1: must be positive", "steps=0: must be at least 1")
     assert isinstance(caught.value.__cause__, RankFailed)
     assert caught.value.__cause__.rank == 1
 

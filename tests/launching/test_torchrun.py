@@ -34,7 +34,7 @@ def test_an_environment_with_gaps_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError) as caught:
         join()
-    assert [fault.split()[0] for fault in caught.value.faults] == ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    assert [error.split()[0] for error in caught.value.errors] == ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
 def test_the_number_of_ranks_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ GPT = ModelConfig("gpt", layers=2, width=16, heads=4, vocab=37, sequence=24)
 LLAMA = ModelConfig("llama", layers=2, width=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=24)
 
 
-def faults_of(**values: object) -> tuple[str, ...]:
+def errors_of(**values: object) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         ModelConfig(**values)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_number_of_parameters_is_that_of_the_built_model(config):
@@ -42,11 +42,11 @@ def test_replace_is_checked():
         dataclasses.replace(GPT, heads=5)
 
 
-def test_all_faults_are_listed_at_once():
-    faults = faults_of(
+def test_all_errors_are_listed_at_once():
+    errors = errors_of(
         family="lama", layers=0, width=16.0, heads=True, vocab=1, sequence=-3, ffn=0, norm_epsilon=0, tied=1
     )
-    assert [fault.split("=")[0] for fault in faults] == [
+    assert [error.split("=")[0] for error in errors] == [
         "family",
         "layers",
         "width",
@@ -56,33 +56,33 @@ def test_all_faults_are_listed_at_once():
         "norm_epsilon",
         "tied",
     ]
-    assert "did you mean 'llama'?" in faults[0]
+    assert "did you mean 'llama'?" in errors[0]
 
 
 def test_values_that_do_not_fit_together_are_listed_at_once():
-    faults = faults_of(family="llama", layers=1, width=17, heads=4, kv_heads=3, vocab=1, sequence=1)
-    assert [fault.split(":")[0] for fault in faults] == ["width=17 heads=4", "heads=4 kv_heads=3"]
+    errors = errors_of(family="llama", layers=1, width=17, heads=4, kv_heads=3, vocab=1, sequence=1)
+    assert [error.split(":")[0] for error in errors] == ["width=17 heads=4", "heads=4 kv_heads=3"]
 
 
 def test_rotary_heads_have_an_even_width():
-    assert "make width / heads even" in faults_of(**vars(LLAMA) | {"width": 12})[0]
+    assert "make width / heads even" in errors_of(**vars(LLAMA) | {"width": 12})[0]
 
 
 def test_gpt_has_neither_grouped_heads_nor_rotary_scaling():
-    faults = faults_of(**vars(GPT) | {"kv_heads": 2, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)})
-    assert [fault.split(":")[0] for fault in faults] == ["heads=4 kv_heads=2", "rope_scaling"]
+    errors = errors_of(**vars(GPT) | {"kv_heads": 2, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)})
+    assert [error.split(":")[0] for error in errors] == ["heads=4 kv_heads=2", "rope_scaling"]
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1, 1.5, True, "0.1", float("nan")])
 def test_dropout_is_a_part_below_the_whole(dropout):
-    (fault,) = faults_of(**vars(GPT) | {"dropout": dropout})
-    assert fault == f"dropout={dropout!r}: must be a number from 0 to below 1"
+    (error,) = errors_of(**vars(GPT) | {"dropout": dropout})
+    assert error == f"dropout={dropout!r}: must be a number from 0 to below 1"
 
 
-def test_rope_scaling_faults():
+def test_rope_scaling_errors():
     with pytest.raises(UserError) as caught:
         RopeScaling(factor=0, low_freq_factor=float("nan"), high_freq_factor="4", original_sequence=1.5)
-    assert len(caught.value.faults) == 4
+    assert len(caught.value.errors) == 4
     with pytest.raises(UserError, match="the low factor must be below the high one"):
         RopeScaling(8.0, 4.0, 4.0, 16)
 

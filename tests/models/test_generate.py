@@ -75,10 +75,10 @@ def test_mode_is_restored_also_after_an_error(config, training):
     assert model.training is training
 
 
-def test_bad_input_lists_all_faults(config):
+def test_bad_input_lists_all_errors(config):
     with pytest.raises(UserError) as caught:
         generate(model_of(config), torch.tensor([1.0, 99.0]), -1, temperature=-0.1, top_k=0)
-    starts = [fault.split(" ")[0].split("=")[0] for fault in caught.value.faults]
+    starts = [error.split(" ")[0].split("=")[0] for error in caught.value.errors]
     assert starts == ["prompt_tokens", "prompt_tokens", "length", "temperature", "top_k"]
     with pytest.raises(UserError, match="with at least one token"):
         generate(model_of(config), torch.tensor([], dtype=torch.int64), 1)

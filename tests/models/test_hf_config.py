@@ -25,10 +25,10 @@ STRETCH = {
 }
 
 
-def faults_of(raw):
+def errors_of(raw):
     with pytest.raises(UserError) as caught:
         config_from_hf(raw)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_there_and_back(config):
@@ -54,8 +54,8 @@ def test_dropout_of_gpt2_is_that_of_embedding_and_residuals():
     dropping = dataclasses.replace(config, dropout=0.25)
     assert config_from_hf(config_to_hf(dropping, "float32")) == dropping
     assert config_to_hf(dropping, "float32")["attn_pdrop"] == 0.0
-    (fault,) = faults_of(none | {"embd_pdrop": 0.1})
-    assert fault.startswith("embd_pdrop=0.1 resid_pdrop=0.0: one dropout serves both")
+    (error,) = errors_of(none | {"embd_pdrop": 0.1})
+    assert error.startswith("embd_pdrop=0.1 resid_pdrop=0.0: one dropout serves both")
 
 
 @pytest.mark.parametrize(
@@ -87,39 +87,39 @@ def test_unknown_model_type():
         config_from_hf({"model_type": ["gpt2"]})
 
 
-def test_all_faults_of_a_gpt2_config_at_once():
+def test_all_errors_of_a_gpt2_config_at_once():
     raw = GPT2 | {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_head": "4"}
     del raw["n_layer"]
-    faults = faults_of(raw)
-    assert [fault.split("=")[0].split(":")[0] for fault in faults] == [
+    errors = errors_of(raw)
+    assert [error.split("=")[0].split(":")[0] for error in errors] == [
         "activation_function",
         "scale_attn_by_inverse_layer_idx",
         "n_layer",
         "layers",
         "heads",
     ]
-    assert "must be 'gelu_new' or 'gelu_pytorch_tanh'" in faults[0]
+    assert "must be 'gelu_new' or 'gelu_pytorch_tanh'" in errors[0]
 
 
-def test_all_faults_of_a_llama_config_at_once():
-    faults = faults_of(
+def test_all_errors_of_a_llama_config_at_once():
+    errors = errors_of(
         LLAMA
         | {"attention_bias": True, "quantization_config": {"bits": 4}, "rope_scaling": {"type": "linear"}}
     )
     starts = ["attention_bias", "quantization_config", "rope_type"]
-    assert [fault.split("=")[0] for fault in faults] == starts
+    assert [error.split("=")[0] for error in errors] == starts
 
 
-def test_rope_faults():
-    assert faults_of(LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}) == tuple(
+def test_rope_errors():
+    assert errors_of(LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}) == tuple(
         f"rope_parameters: {key} is missing"
         for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    assert "low factor" in faults_of(LLAMA | {"rope_scaling": STRETCH | {"low_freq_factor": 9.0}})[0]
-    assert faults_of(LLAMA | {"rope_scaling": [1]}) == ("rope_parameters=[1]: must be an object",)
+    assert "low factor" in errors_of(LLAMA | {"rope_scaling": STRETCH | {"low_freq_factor": 9.0}})[0]
+    assert errors_of(LLAMA | {"rope_scaling": [1]}) == ("rope_parameters=[1]: must be an object",)
 
 
 def test_heads_of_another_width_are_refused():
     assert config_from_hf(LLAMA | {"head_dim": 8}).head_width == 8
-    fault = faults_of(LLAMA | {"head_dim": 16})[0]
-    assert "head_dim=16: must be hidden_size / num_attention_heads, 8" in fault
+    error = errors_of(LLAMA | {"head_dim": 16})[0]
+    assert "head_dim=16: must be hidden_size / num_attention_heads, 8" in error

@@ -14,10 +14,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def faults_of(folder):
+def errors_of(folder):
     with pytest.raises(UserError) as caught:
         read_tensors(folder)
-    return caught.value.faults or (caught.value.title,)
+    return caught.value.errors or (caught.value.title,)
 
 
 def assert_reads_back(folder):
@@ -73,7 +73,7 @@ def test_a_failed_write_leaves_neither_the_name_nor_a_part(tmp_path, monkeypatch
     assert names(tmp_path) == []
 
 
-def test_faults_of_json(tmp_path):
+def test_errors_of_json(tmp_path):
     path = tmp_path / "config.json"
     for content, said in ((b"{", "is damaged"), (b"\xff\xfe", "is damaged"), (b"[1]", "holds a list")):
         path.write_bytes(content)
@@ -85,7 +85,7 @@ def test_faults_of_json(tmp_path):
 
 def test_no_weights(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "holds neither model.safetensors nor" in faults_of(tmp_path)[0]
+    assert "holds neither model.safetensors nor" in errors_of(tmp_path)[0]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])
@@ -93,27 +93,27 @@ def test_a_file_cut_short(tmp_path, keep):
     write_tensors(tmp_path, TENSORS, shard_bytes=1000)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    assert "cannot be read as safetensors (cut short, or damaged?)" in faults_of(tmp_path)[0]
+    assert "cannot be read as safetensors (cut short, or damaged?)" in errors_of(tmp_path)[0]
 
 
-def test_all_faults_of_shards_at_once(tmp_path):
+def test_all_errors_of_shards_at_once(tmp_path):
     write_tensors(tmp_path, TENSORS, shard_bytes=100)
     first, second, third = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
     (tmp_path / first).unlink()
     save_file({"t2": TENSORS["t2"], "stranger": TENSORS["t3"]}, tmp_path / second)
     (tmp_path / third).write_bytes(b"no tensors")
-    faults = faults_of(tmp_path)
-    assert len(faults) == 4
-    assert first in faults[0]
-    assert faults[1] == f"{second}: does not hold t3, which model.safetensors.index.json says"
-    assert faults[2] == f"{second}: holds stranger, which model.safetensors.index.json does not say"
-    assert third in faults[3]
+    errors = errors_of(tmp_path)
+    assert len(errors) == 4
+    assert first in errors[0]
+    assert errors[1] == f"{second}: does not hold t3, which model.safetensors.index.json says"
+    assert errors[2] == f"{second}: holds stranger, which model.safetensors.index.json does not say"
+    assert third in errors[3]
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["t0"]}])
 def test_an_index_without_a_map(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "must hold a 'weight_map'" in faults_of(tmp_path)[0]
+    assert "must hold a 'weight_map'" in errors_of(tmp_path)[0]
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
@@ -122,6 +122,6 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
     save_file(TENSORS, tmp_path / "secret.safetensors")
     weight_map = {"t0": "../secret.safetensors", "t1": 7, "t2": str(tmp_path / "secret.safetensors")}
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    faults = faults_of(inside)
-    assert len(faults) == 3
-    assert "'../secret.safetensors' is not the name of a file beside it" in faults[0]
+    errors = errors_of(inside)
+    assert len(errors) == 3
+    assert "'../secret.safetensors' is not the name of a file beside it" in errors[0]

@@ -19,10 +19,10 @@ def same_bits(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def faults_of(function, config, state):
+def errors_of(function, config, state):
     with pytest.raises(UserError) as caught:
         function(config, state)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_there_and_back_keeps_names_and_bits(config):
@@ -63,14 +63,14 @@ def test_a_tied_head_may_be_there_or_not():
     assert same_bits(from_hf_state(config, with_head), state)
 
 
-def test_a_tied_head_that_differs_is_a_fault():
+def test_a_tied_head_that_differs_is_a_error():
     config = SMALL["gpt-tied"]
     state = state_of(config)
     other = state | {"head.projection.weight": state["embedding.tokens.weight"] + 1}
-    assert "differs from embedding.tokens.weight" in faults_of(to_hf_state, config, other)[0]
+    assert "differs from embedding.tokens.weight" in errors_of(to_hf_state, config, other)[0]
     theirs = to_hf_state(config, state)
     other = theirs | {"lm_head.weight": theirs["transformer.wte.weight"] + 1}
-    assert "differs from transformer.wte.weight" in faults_of(from_hf_state, config, other)[0]
+    assert "differs from transformer.wte.weight" in errors_of(from_hf_state, config, other)[0]
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama-tied-stretched"])
@@ -85,14 +85,14 @@ def test_files_of_the_bare_model_and_their_constants_are_read(name):
     assert same_bits(from_hf_state(config, bare), state)
 
 
-def test_all_faults_of_their_tensors_at_once():
+def test_all_errors_of_their_tensors_at_once():
     config = SMALL["llama"]
     theirs = to_hf_state(config, state_of(config))
     del theirs["model.layers.1.mlp.up_proj.weight"]
     theirs["model.layers.2.mlp.up_proj.weight"] = torch.zeros(40, 32)
     theirs["model.norm.weight"] = torch.zeros(31)
     theirs["lm_head.weight"] = theirs["lm_head.weight"].to(torch.int8)
-    assert faults_of(from_hf_state, config, theirs) == (
+    assert errors_of(from_hf_state, config, theirs) == (
         "model.layers.1.mlp.up_proj.weight: is missing",
         "model.layers.2.mlp.up_proj.weight: is not a tensor of this model",
         "model.norm.weight: has shape [31], must be [32]",
@@ -100,12 +100,12 @@ def test_all_faults_of_their_tensors_at_once():
     )
 
 
-def test_all_faults_of_our_tensors_at_once():
+def test_all_errors_of_our_tensors_at_once():
     config = SMALL["gpt"]
     state = state_of(config)
     state["head.norm.bias"] = state["head.norm.bias"][:-1]
     state["extra"] = state.pop("blocks.0.mlp.up.weight")
-    assert faults_of(to_hf_state, config, state) == (
+    assert errors_of(to_hf_state, config, state) == (
         "blocks.0.mlp.up.weight: is missing",
         "extra: is not a tensor of this model",
         "head.norm.bias: has shape [15], must be [16]",

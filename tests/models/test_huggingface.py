@@ -153,7 +153,7 @@ def test_an_interrupted_save_is_not_taken_for_a_whole_one(config, tmp_path, monk
         load_hf(tmp_path)
 
 
-def test_faults_of_several_files_are_listed_at_once(config, tmp_path):
+def test_errors_of_several_files_are_listed_at_once(config, tmp_path):
     save_hf(ours_of(config), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     weights = tmp_path / "model.safetensors"
@@ -161,8 +161,8 @@ def test_faults_of_several_files_are_listed_at_once(config, tmp_path):
     with pytest.raises(UserError) as caught:
         load_hf(tmp_path)
     assert str(tmp_path) in caught.value.title
-    assert "model_type=mamba is not supported" in caught.value.faults[0]
-    assert "cut short" in caught.value.faults[1]
+    assert "model_type=mamba is not supported" in caught.value.errors[0]
+    assert "cut short" in caught.value.errors[1]
 
 
 def test_weights_that_are_not_those_of_the_config(config, tmp_path):
@@ -171,8 +171,8 @@ def test_weights_that_are_not_those_of_the_config(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 40}))
     with pytest.raises(UserError) as caught:
         load_hf(tmp_path)
-    assert len(caught.value.faults) == (1 if config.tied else 2)
-    assert "has shape [37, " in caught.value.faults[0]
+    assert len(caught.value.errors) == (1 if config.tied else 2)
+    assert "has shape [37, " in caught.value.errors[0]
 
 
 def test_folders_that_cannot_be(tmp_path):

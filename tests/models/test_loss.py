@@ -47,11 +47,11 @@ def test_nothing_counted_is_zero_and_has_zero_gradient():
     assert not logits.grad.any()
 
 
-def test_bad_input_lists_all_faults():
+def test_bad_input_lists_all_errors():
     with pytest.raises(UserError) as caught:
         cross_entropy(LOGITS, TARGETS[:, :-1].int())
-    assert "logits are [2, 5, 7], targets [2, 4]" in caught.value.faults[0]
-    assert "targets.long()" in caught.value.faults[1]
+    assert "logits are [2, 5, 7], targets [2, 4]" in caught.value.errors[0]
+    assert "targets.long()" in caught.value.errors[1]
 
 
 def test_what_has_logits_is_taken_as_it_is():

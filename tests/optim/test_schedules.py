@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import UserError
 from echelon.optim import Schedule, by_name, constant, cosine, wsd
-from echelon.optim.schedules import schedule_faults
+from echelon.optim.schedules import schedule_errors
 
 
 def table(schedule: Schedule, steps: int) -> list[float]:
@@ -90,14 +90,14 @@ def test_by_name() -> None:
     assert by_name("wsd", 100, 10, decay=30, floor=0.2) == wsd(100, 10, 30, 0.2)
 
 
-def faults_of(make: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+def errors_of(make: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         make(*args, **kwargs)
-    return caught.value.faults
+    return caught.value.errors
 
 
-def test_every_fault_of_the_numbers_at_once() -> None:
-    assert faults_of(wsd, 0, -1, 2.5, 1.5) == (
+def test_every_error_of_the_numbers_at_once() -> None:
+    assert errors_of(wsd, 0, -1, 2.5, 1.5) == (
         "total=0: must be a whole number, at least 1",
         "warmup=-1: must be a whole number, at least 0",
         "decay=2.5: must be a whole number, at least 0",
@@ -106,31 +106,31 @@ def test_every_fault_of_the_numbers_at_once() -> None:
 
 
 def test_warm_up_as_a_fraction_is_refused() -> None:
-    assert faults_of(constant, 0.1) == ("warmup=0.1: must be a whole number, at least 0",)
+    assert errors_of(constant, 0.1) == ("warmup=0.1: must be a whole number, at least 0",)
 
 
 def test_parts_longer_than_the_run() -> None:
-    (fault,) = faults_of(cosine, 10, 11)
-    assert fault == "warmup=11: more steps than total=10; lower them, or raise total"
-    (fault,) = faults_of(wsd, 10, 6, 5)
-    assert fault == "warmup=6 and decay=5: more steps than total=10; lower them, or raise total"
+    (error,) = errors_of(cosine, 10, 11)
+    assert error == "warmup=11: more steps than total=10; lower them, or raise total"
+    (error,) = errors_of(wsd, 10, 6, 5)
+    assert error == "warmup=6 and decay=5: more steps than total=10; lower them, or raise total"
 
 
-def test_unknown_name_comes_with_the_faults_of_the_numbers() -> None:
-    faults = faults_of(by_name, "cosin", 10, 11, floor=float("nan"))
-    assert faults[0] == "'cosin' is not known (did you mean 'cosine'?)"
-    assert [fault.split(":")[0] for fault in faults[1:]] == ["warmup=11", "floor=nan"]
+def test_unknown_name_comes_with_the_errors_of_the_numbers() -> None:
+    errors = errors_of(by_name, "cosin", 10, 11, floor=float("nan"))
+    assert errors[0] == "'cosin' is not known (did you mean 'cosine'?)"
+    assert [error.split(":")[0] for error in errors[1:]] == ["warmup=11", "floor=nan"]
 
 
 def test_options_that_the_schedule_does_not_have() -> None:
-    faults = faults_of(by_name, "constant", 10, decay=2, floor=0.1)
-    assert ["only wsd takes it" in faults[0], "constant does not fall" in faults[1]] == [True, True]
-    assert "only wsd takes it" in faults_of(by_name, "cosine", 10, decay=2)[0]
+    errors = errors_of(by_name, "constant", 10, decay=2, floor=0.1)
+    assert ["only wsd takes it" in errors[0], "constant does not fall" in errors[1]] == [True, True]
+    assert "only wsd takes it" in errors_of(by_name, "cosine", 10, decay=2)[0]
 
 
 def test_what_is_not_known_is_not_judged() -> None:
-    assert schedule_faults(None, None, 5, 7, 0.5) == []
-    assert schedule_faults("cosin", None, -1, None, None) == [
+    assert schedule_errors(None, None, 5, 7, 0.5) == []
+    assert schedule_errors("cosin", None, -1, None, None) == [
         "'cosin' is not known (did you mean 'cosine'?)",
         "warmup=-1: must be a whole number, at least 0",
     ]

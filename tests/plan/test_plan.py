@@ -1,4 +1,4 @@
-"""The plan prints and parses, and refuses with every fault at once."""
+"""The plan prints and parses, and refuses with every error at once."""
 
 import dataclasses
 import math
@@ -16,10 +16,10 @@ from echelon.plan.plan import _draft
 from echelon.plan.rules import _RULES
 
 
-def faults_of(text: str) -> tuple[str, ...]:
+def errors_of(text: str) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         Plan.parse(text)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_the_designs_example_parses_and_prints() -> None:
@@ -36,9 +36,9 @@ def test_the_empty_plan_is_one_device() -> None:
     assert Plan().ranks == 1
 
 
-def test_all_four_faults_are_listed_each_with_its_allowed_values() -> None:
-    faults = faults_of("data=0 tensor=x zero=7 schedule=zigzag")
-    assert faults == (
+def test_all_four_errors_are_listed_each_with_its_allowed_values() -> None:
+    errors = errors_of("data=0 tensor=x zero=7 schedule=zigzag")
+    assert errors == (
         "data=0: must be a whole number, at least 1",
         "tensor=x: must be a whole number, at least 1",
         "zero=7: must be one of 0, 1, 2, 3",
@@ -46,17 +46,17 @@ def test_all_four_faults_are_listed_each_with_its_allowed_values() -> None:
     )
 
 
-def test_faults_of_words_and_of_values_come_together() -> None:
-    faults = faults_of("dta=2 zero=9 fast data=2 data=4")
-    assert len(faults) == 4
-    assert "did you mean 'data'?" in faults[0]
-    assert faults[1] == "fast: must be written field=value, like data=2"
-    assert "stands twice" in faults[2]
-    assert faults[3].startswith("zero=9")
+def test_errors_of_words_and_of_values_come_together() -> None:
+    errors = errors_of("dta=2 zero=9 fast data=2 data=4")
+    assert len(errors) == 4
+    assert "did you mean 'data'?" in errors[0]
+    assert errors[1] == "fast: must be written field=value, like data=2"
+    assert "stands twice" in errors[2]
+    assert errors[3].startswith("zero=9")
 
 
-def test_an_open_quote_is_a_fault_not_a_traceback() -> None:
-    assert "close the quote" in faults_of("schedule='a b.txt")[0]
+def test_an_open_quote_is_a_error_not_a_traceback() -> None:
+    assert "close the quote" in errors_of("schedule='a b.txt")[0]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_an_open_quote_is_a_fault_not_a_traceback() -> None:
     ],
 )
 def test_meaningless_combinations_are_refused_with_the_mend(text: str, says: str) -> None:
-    (fault,) = faults_of(text)
-    assert says in fault
+    (error,) = errors_of(text)
+    assert says in error
 
 
 def test_every_broken_rule_is_listed() -> None:
-    assert len(faults_of("expert=2 staleness=1 chunks=2 pipeline=2")) == 3
+    assert len(errors_of("expert=2 staleness=1 chunks=2 pipeline=2")) == 3
 
 
 def test_replicated_stages() -> None:
@@ -145,7 +145,7 @@ def test_any_accepted_plan_survives_its_text(fields: dict[str, object]) -> None:
     try:
         plan = Plan(**fields)  # type: ignore[arg-type]
     except UserError as error:
-        assert error.faults
+        assert error.errors
         return
     assert Plan.parse(str(plan)) == plan
     assert plan.ranks >= plan.data
@@ -156,7 +156,7 @@ def test_no_text_gets_past_as_anything_but_a_plan_or_a_user_error(text: str) -> 
     try:
         assert isinstance(Plan.parse(text), Plan)
     except UserError as error:
-        assert error.faults
+        assert error.errors
 
 
 def test_a_plan_needs_no_torch() -> None:
@@ -166,10 +166,10 @@ def test_a_plan_needs_no_torch() -> None:
 
 def test_a_faulty_field_does_not_hide_the_rules_between_the_others() -> None:
     # It did: rules were asked only of plans whose every field could be read.
-    faults = faults_of("data=0 expert=2 staleness=2 schedule=zigzag chunks=2 zero=1 sync=async=")
-    assert [fault.split(":")[0] for fault in faults] == ["data=0", "schedule=zigzag", "sync=async="]
-    faults = faults_of("tensor=x expert=2 staleness=2 fast")
-    assert [fault.split(":")[0] for fault in faults] == [
+    errors = errors_of("data=0 expert=2 staleness=2 schedule=zigzag chunks=2 zero=1 sync=async=")
+    assert [error.split(":")[0] for error in errors] == ["data=0", "schedule=zigzag", "sync=async="]
+    errors = errors_of("tensor=x expert=2 staleness=2 fast")
+    assert [error.split(":")[0] for error in errors] == [
         "fast",
         "tensor=x",
         "expert=2 data=1",
@@ -177,12 +177,12 @@ def test_a_faulty_field_does_not_hide_the_rules_between_the_others() -> None:
     ]
     with pytest.raises(UserError) as caught:
         Plan(tensor=0, expert=2)
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.errors) == 2
 
 
 def test_what_stands_twice_is_not_judged_by_its_first_value() -> None:
-    (fault,) = faults_of("data=3 data=4 expert=2")
-    assert "stands twice" in fault
+    (error,) = errors_of("data=3 data=4 expert=2")
+    assert "stands twice" in error
 
 
 class Watched:
@@ -207,5 +207,5 @@ def test_rules_read_no_field_but_those_they_name(fields: dict[str, object]) -> N
 
 @pytest.mark.parametrize("budget", ["9" * 400, "9" * 5000, "0", "0.4", "1e3", "2TiB"])
 def test_budgets_that_are_none(budget: str) -> None:
-    (fault,) = faults_of(f"recompute=budget:{budget}")
-    assert "like budget:2GiB" in fault
+    (error,) = errors_of(f"recompute=budget:{budget}")
+    assert "like budget:2GiB" in error

@@ -1,4 +1,4 @@
-"""Profiles as data: an order in which layers can run, and every fault at once."""
+"""Profiles as data: an order in which layers can run, and every error at once."""
 
 import math
 
@@ -24,12 +24,12 @@ def test_an_edge_given_twice_is_one() -> None:
     assert make_profile([node("a"), node("b")], [("a", "b"), ("a", "b")]).edges == ((0, 1),)
 
 
-def test_every_fault_at_once() -> None:
+def test_every_error_at_once() -> None:
     nodes = [node("a"), node("a"), node("b", -1.0), node("c", math.nan)]
     with pytest.raises(UserError) as caught:
         make_profile(nodes, [("a", "x"), ("b", "b")], [("y", "a")])
     text = str(caught.value)
-    assert len(caught.value.faults) == 6
+    assert len(caught.value.errors) == 6
     for word in (
         "a is there 2 times",
         "forward_seconds=-1.0",
@@ -46,7 +46,7 @@ def test_a_circle_names_who_waits() -> None:
         make_profile([node("a"), node("b"), node("c")], [("a", "b"), ("b", "c"), ("c", "b")])
 
 
-@pytest.mark.parametrize(("nodes", "fault"), [([], "no layer"), ([node("a", 0.0)], "takes any time")])
-def test_a_profile_of_nothing(nodes: list[Node], fault: str) -> None:
-    with pytest.raises(UserError, match=fault):
+@pytest.mark.parametrize(("nodes", "error"), [([], "no layer"), ([node("a", 0.0)], "takes any time")])
+def test_a_profile_of_nothing(nodes: list[Node], error: str) -> None:
+    with pytest.raises(UserError, match=error):
         chain(nodes)

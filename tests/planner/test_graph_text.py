@@ -1,4 +1,4 @@
-"""PipeDream's graph.txt: what it says, and each fault with its line."""
+"""PipeDream's graph.txt: what it says, and each error with its line."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_what_it_says() -> None:
     assert profile.is_chain
 
 
-def test_every_fault_with_its_line() -> None:
+def test_every_error_with_its_line() -> None:
     text = "\n".join(
         [
             line("a", "Linear", forward="x"),
@@ -56,7 +56,7 @@ def test_every_fault_with_its_line() -> None:
     )
     with pytest.raises(UserError) as caught:
         parse_graph_text(text)
-    told = sorted(fault.split(":")[0] for fault in caught.value.faults)
+    told = sorted(error.split(":")[0] for error in caught.value.errors)
     assert told == [f"line {number}" for number in (1, 2, 4, 5, 6, 7, 9)]
 
 

@@ -276,11 +276,11 @@ def test_a_graph_too_wide_for_all_its_splits_is_still_split(monkeypatch: pytest.
     assert partition(chained, 2, 1e9).exact
 
 
-def test_every_fault_of_the_cluster_at_once() -> None:
+def test_every_error_of_the_cluster_at_once() -> None:
     profile = chain([layer("a", 1.0)])
     with pytest.raises(UserError) as caught:
         partition(profile, [0, 2], [-1.0], memory=0)
-    assert len(caught.value.faults) == 4
+    assert len(caught.value.errors) == 4
     with pytest.raises(UserError, match="at least 4 microbatches"):
         partition(profile, 4, 1e9, cost_model=Echelon(microbatches=2))
     with pytest.raises(UserError, match="a stage for each of the 4 workers, and there are 1 layers"):

@@ -1,4 +1,4 @@
-"""Profiles as files: what is written is read again; every fault of a file at once."""
+"""Profiles as files: what is written is read again; every error of a file at once."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_without_edges_a_chain_and_without_stash_the_output() -> None:
     assert profile.nodes[0].stash_bytes == 3.0
 
 
-def test_every_fault_of_a_file_at_once(tmp_path: Path) -> None:
+def test_every_error_of_a_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     nodes = [{"name": "a", "forward_second": 1, "backward_seconds": "x", "output_bytes": True}, 7]
     path.write_text(

@@ -75,7 +75,7 @@ def programs(draw: st.DrawFn) -> Program:
 def program_of(text: str) -> Program:
     """The program that a text stands for."""
     parsed = parse(text)
-    assert parsed.program is not None, parsed.faults
+    assert parsed.program is not None, parsed.errors
     return parsed.program
 
 

@@ -19,15 +19,15 @@ from tests.program.cases import Shape, program_of, programs, shapes, with_rank
 def reasons(text: str) -> list[str]:
     program = program_of(text)
     names = []
-    for fault in find(program):
-        at = "" if fault.place is None else f" at {fault.place}"
-        names.append(f"rank {fault.rank}{at}: {fault.reason}")
+    for error in find(program):
+        at = "" if error.place is None else f" at {error.place}"
+        names.append(f"rank {error.rank}{at}: {error.reason}")
     return names
 
 
 # One rank that is whole, to leave things out of: no sends are needed.
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "error"),
     [
         ("rank 0: F0 F0 B0 REDUCE UPDATE", "rank 0 at 1: F0 has been done before"),
         ("rank 0: F0 B0 B0 REDUCE UPDATE", "rank 0 at 2: B0 has been done before"),
@@ -55,12 +55,12 @@ def reasons(text: str) -> list[str]:
         ("rank 0: GATHER F0 B0 REDUCE UPDATE", "rank 0 at 0: the weights of stage 0 are gathered and"),
     ],
 )  # fmt: skip
-def test_faults_of_one_rank(text: str, fault: str) -> None:
-    assert any(told.startswith(fault) for told in reasons(text)), reasons(text)
+def test_errors_of_one_rank(text: str, error: str) -> None:
+    assert any(told.startswith(error) for told in reasons(text)), reasons(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "error"),
     [
         ("rank 0: F0@1\nrank 1:", "rank 0 at 0: stage 1 is not on this rank, but on 1"),
         ("stage 0: 0 1\nrank 0: F1\nrank 1: F0", "rank 0 at 0: microbatch 1 of stage 0 is that of rank 1"),
@@ -72,12 +72,12 @@ def test_faults_of_one_rank(text: str, fault: str) -> None:
         ("stage 0: 0\nstage 1: 0\nrank 0: F0@0 SA0@0>0", "rank 0 at 1: stage 1 is on this rank too"),
     ],
 )  # fmt: skip
-def test_instructions_that_a_rank_cannot_have(text: str, fault: str) -> None:
-    assert any(told.startswith(fault) for told in reasons(text)), reasons(text)
+def test_instructions_that_a_rank_cannot_have(text: str, error: str) -> None:
+    assert any(told.startswith(error) for told in reasons(text)), reasons(text)
 
 
 @pytest.mark.parametrize(
-    ("its", "fault"),
+    ("its", "error"),
     [
         (Instruction(Op.FORWARD), "has no microbatch"),
         (Instruction(Op.SEND_ACTIVATION, 0, 0), "has no other rank"),
@@ -86,8 +86,8 @@ def test_instructions_that_a_rank_cannot_have(text: str, fault: str) -> None:
         (Instruction(Op.FORWARD, -1, 0), "there is no stage -1 of 1"),
     ],
 )
-def test_instructions_that_no_text_can_give(its: Instruction, fault: str) -> None:
-    with pytest.raises(UserError, match=fault):
+def test_instructions_that_no_text_can_give(its: Instruction, error: str) -> None:
+    with pytest.raises(UserError, match=error):
         check(Program("odd", ((0,),), 1, ((its,),)))
 
 
@@ -143,8 +143,8 @@ def test_a_dropped_instruction_is_found_whatever_it_is(shape: Shape, chance: ran
     rank, at = chance.choice(
         places(program, (*COMPUTE, *SENDS, *RECEIVES, Op.STASH, Op.POP, Op.GATHER, Op.FREE))
     )
-    faulty = with_rank(program, rank, [its for place, its in enumerate(program.ranks[rank]) if place != at])
-    assert find(faulty), (rank, program.ranks[rank][at])
+    invalid = with_rank(program, rank, [its for place, its in enumerate(program.ranks[rank]) if place != at])
+    assert find(invalid), (rank, program.ranks[rank][at])
 
 
 @settings(deadline=None)
@@ -169,7 +169,7 @@ def test_two_receives_of_one_way_that_change_places_are_found(shape: Shape, chan
     rank, one, other = chance.choice(pairs)
     work = [*program.ranks[rank]]
     work[one], work[other] = work[other], work[one]
-    assert any("takes the wrong thing" in fault.reason for fault in find(with_rank(program, rank, work)))
+    assert any("takes the wrong thing" in error.reason for error in find(with_rank(program, rank, work)))
 
 
 def _pairs_of_receives(work: tuple[Instruction, ...]) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ def test_a_backward_with_another_version_is_found(shape: Shape, chance: random.R
     its = work[at]
     assert its.version is not None
     work[at] = its._replace(version=its.version + chance.choice([-1, 1]))
-    assert any("used version" in fault.reason for fault in find(with_rank(program, rank, work)))
+    assert any("used version" in error.reason for error in find(with_rank(program, rank, work)))
 
 
 @settings(deadline=None)
@@ -202,7 +202,7 @@ def test_a_version_that_is_popped_too_early_is_found(shape: Shape) -> None:
     work = [*program.ranks[rank]]
     work[at - 1 : at + 1] = [work[at], work[at - 1]]
     assume(work[at].op is Op.BACKWARD)
-    assert any("is gone" in fault.reason for fault in find(with_rank(program, rank, work)))
+    assert any("is gone" in error.reason for error in find(with_rank(program, rank, work)))
 
 
 # --- what is said -------------------------------------------------------------------------------------
@@ -210,13 +210,13 @@ def test_a_version_that_is_popped_too_early_is_found(shape: Shape) -> None:
 
 def test_the_message_has_the_grid_the_places_and_the_reasons() -> None:
     program = build("1f1b", (1, 1), 2)
-    faulty = with_rank(
+    invalid = with_rank(
         program, 0, [its for its in program.ranks[0] if its.op is not Op.SEND_ACTIVATION or its.microbatch]
     )
     with pytest.raises(UserError) as caught:
-        check(faulty, lines={0: 4, 1: 5})
+        check(invalid, lines={0: 4, 1: 5})
     assert str(caught.value) == (
-        "1 fault in schedule '1f1b', marked [ ] in the grid:\n\n"
+        "1 error in schedule '1f1b', marked [ ] in the grid:\n\n"
         "time    0     1     2     3     4     5     6\n"
         "rank 0  F0    F1    ·     ·     ·     B0    B1\n"
         "rank 1  ·     ·     [RA0] F0    B0    F1    B1\n"
@@ -242,7 +242,7 @@ def test_of_many_ranks_and_a_long_time_the_neighbourhood_is_shown() -> None:
 
 def test_many_missing_things_are_counted_not_listed() -> None:
     program = replace(build("1f1b", (1, 1), 2), microbatches=1_000_000_000)
-    told = [fault.reason for fault in find(program)]
+    told = [error.reason for error in find(program)]
     assert len(told) == 4 * 5
     assert any("and 999999993 more" in reason for reason in told)
 
@@ -261,7 +261,7 @@ def test_no_program_is_a_traceback(program: Program, training: bool) -> None:
     try:
         check(complete(program), training=training)
     except UserError as error:
-        assert error.faults
+        assert error.errors
         assert "time" in error.title
 
 
@@ -270,11 +270,11 @@ def test_only_transfers_have_another_rank() -> None:
     program = build("gpipe", (1, 1), 2)
     first, *others = program.ranks[0]
     stray = replace(program, ranks=((first._replace(peer=1), *others), program.ranks[1]))
-    assert [fault.reason for fault in find(stray)] == ["has nothing to do with rank 1"]
+    assert [error.reason for error in find(stray)] == ["has nothing to do with rank 1"]
 
 
-def test_so_many_faults_are_not_all_told() -> None:
+def test_so_many_errors_are_not_all_told() -> None:
     program = build("gpipe", (1,), 2000)
     with pytest.raises(UserError) as caught:
         check(replace(program, ranks=(program.ranks[0] * 2,)))
-    assert caught.value.faults[-1] == "and 7000 more"
+    assert caught.value.errors[-1] == "and 7000 more"

@@ -45,7 +45,7 @@ def test_a_whole_program_is_taken_as_it_is(file: Path) -> None:
     [
         (
             "rank 0: F0 B0\nrank 1: F0 X0 B0\n",
-            ["1 fault in schedule", "line 2: 'X0': unknown word", "rank 1  F0   [X0] B0"],
+            ["1 error in schedule", "line 2: 'X0': unknown word", "rank 1  F0   [X0] B0"],
         ),
         ("rank 0: F0\nrank 1: " + "?" * 5000, ["line 2: ", f"[{'?' * 16}]\n"]),
         (
@@ -68,7 +68,7 @@ def test_a_whole_program_is_taken_as_it_is(file: Path) -> None:
         ("", ["no rank: write a line for each"]),
     ],
 )
-def test_faults_are_told_with_the_line_and_the_grid(file: Path, text: str, says: list[str]) -> None:
+def test_errors_are_told_with_the_line_and_the_grid(file: Path, text: str, says: list[str]) -> None:
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         load_schedule(file)

@@ -1,4 +1,4 @@
-"""Programs print and parse: the same program again, golden files, all faults with their lines."""
+"""Programs print and parse: the same program again, golden files, all errors with their lines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_what_a_person_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "error"),
     [
         ("rank 0: F0 X0", "line 1: 'X0': unknown word; known: F, B,"),
         ("rank 0: UPDAT", "line 1: 'UPDAT': unknown word (did you mean 'UPDATE'?)"),
@@ -108,23 +108,23 @@ def test_what_a_person_writes() -> None:
         ("# nothing\n", "no rank: write a line for each, like 'rank 0: F0 B0'"),
     ],
 )
-def test_each_fault_is_told_with_its_line_and_word(text: str, fault: str) -> None:
+def test_each_error_is_told_with_its_line_and_word(text: str, error: str) -> None:
     parsed = parse(text)
     assert parsed.program is None
-    assert len(parsed.faults) == 1
-    assert fault in parsed.faults[0]
+    assert len(parsed.errors) == 1
+    assert error in parsed.errors[0]
 
 
-def test_all_faults_at_once_in_the_order_of_the_lines() -> None:
-    faults = parse("rank 0: F0 Q1 B\nrank 1: UPDATE1\nrank 1: F0").faults
-    assert [fault.partition(":")[0] for fault in faults] == ["line 1", "line 1", "line 2", "line 3"]
+def test_all_errors_at_once_in_the_order_of_the_lines() -> None:
+    errors = parse("rank 0: F0 Q1 B\nrank 1: UPDATE1\nrank 1: F0").errors
+    assert [error.partition(":")[0] for error in errors] == ["line 1", "line 1", "line 2", "line 3"]
 
 
 @settings(deadline=None)
 @given(st.text(alphabet="rankstge 0123456789:FBIWSARG@v<>#\nUPDATE", max_size=80))
 def test_no_text_is_a_traceback(text: str) -> None:
     parsed = parse(text)
-    assert (parsed.program is None) == bool(parsed.faults)
+    assert (parsed.program is None) == bool(parsed.errors)
 
 
 def test_a_whole_program_is_one_line_a_rank() -> None:

@@ -46,13 +46,13 @@ def refused(model: nn.Module, ranks: int, table: Table | None = None) -> list[st
     group = RecordingGroup("tensor", 0, ranks)
     with pytest.raises(UserError) as caught:
         split_over(model, group, table, sequence=False, whole_sequence=[], join_logits=True)
-    return list(caught.value.faults)
+    return list(caught.value.errors)
 
 
 def test_a_module_that_no_table_knows_is_named_with_the_line_to_add() -> None:
-    faults = refused(Mine(), 2, {"norm": "replicated"})
-    assert [fault.split(" ")[0] for fault in faults] == ["inner.0.up", "inner.0.down", "last"]
-    assert "add 'inner.*.up': 'column'" in faults[0]
+    errors = refused(Mine(), 2, {"norm": "replicated"})
+    assert [error.split(" ")[0] for error in errors] == ["inner.0.up", "inner.0.down", "last"]
+    assert "add 'inner.*.up': 'column'" in errors[0]
 
 
 @pytest.mark.parametrize("options", [{"table": TABLE}])
@@ -64,24 +64,24 @@ def test_a_few_lines_make_it_known(options: dict[str, Any]) -> None:
 
 def test_heads_must_divide() -> None:
     config = ModelConfig("llama", 2, 24, 6, vocab=32, sequence=16, kv_heads=3, ffn=48)
-    faults = refused(build(config), 2)
-    assert faults == [
+    errors = refused(build(config), 2)
+    assert errors == [
         "config.num_kv_heads=3: 2 ranks take an equal part each; use tensor=1, or a model where it is a "
         "multiple of 2"
     ]
-    assert any(fault.startswith("config.heads=6: 4 ranks") for fault in refused(build(config), 4))
+    assert any(error.startswith("config.heads=6: 4 ranks") for error in refused(build(config), 4))
 
 
 def test_the_vocabulary_must_divide() -> None:
     config = ModelConfig("gpt", 1, 16, 2, vocab=17, sequence=16)
-    faults = refused(build(config), 2)
-    assert [fault.split(":")[0] for fault in faults] == ["embedding.tokens.weight", "head.projection.weight"]
-    assert "pad the vocabulary to 18" in faults[0]
+    errors = refused(build(config), 2)
+    assert [error.split(":")[0] for error in errors] == ["embedding.tokens.weight", "head.projection.weight"]
+    assert "pad the vocabulary to 18" in errors[0]
 
 
-def test_all_faults_are_told_at_once() -> None:
-    faults = refused(Mine(), 3, {"inner.*.up": "column", "inner.*.down": "vocabulary", "norm": "row"})
-    told = "\n".join(faults)
+def test_all_errors_are_told_at_once() -> None:
+    errors = refused(Mine(), 3, {"inner.*.up": "column", "inner.*.down": "vocabulary", "norm": "row"})
+    told = "\n".join(errors)
     assert "last (Linear): no table knows it" in told
     assert "norm (LayerNorm): cannot be 'row'" in told
     assert "inner.0.up.weight: its dim that 'column' splits is 8, which 3 does not divide; make it 9" in told
@@ -100,8 +100,8 @@ def test_a_word_that_is_none() -> None:
 
 
 def test_tied_modules_must_be_split_alike() -> None:
-    faults = refused(gpt(), 2, {"head.projection": "replicated"})
-    assert faults == [
+    errors = refused(gpt(), 2, {"head.projection": "replicated"})
+    assert errors == [
         "embedding.tokens and head.projection share a parameter, and their styles split it differently"
     ]
 

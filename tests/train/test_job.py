@@ -1,4 +1,4 @@
-"""Jobs: defaults that hold, and every fault at once."""
+"""Jobs: defaults that hold, and every error at once."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ from echelon.models import build, save_hf
 from echelon.train.job import DataJob, Job, ModelJob, OptimizerJob, as_plain, check
 
 
-def faults_of(job: Job) -> tuple[str, ...]:
+def errors_of(job: Job) -> tuple[str, ...]:
     with pytest.raises(UserError) as caught:
         check(job)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def test_the_embedded_default_is_sound() -> None:
@@ -22,7 +22,7 @@ def test_the_embedded_default_is_sound() -> None:
     assert Job().model.config().num_parameters < 2_000_000
 
 
-def test_all_faults_come_at_once() -> None:
+def test_all_errors_come_at_once() -> None:
     job = Job(
         plan="data=0",
         steps=0,
@@ -31,7 +31,7 @@ def test_all_faults_come_at_once() -> None:
         model=ModelJob(preset="gpt-tny"),
         optimizer=OptimizerJob(name="adam", learning_rate=-1, clip=0, betas=(0.9, 1.0), schedule="cosin"),
     )
-    faults = faults_of(job)
+    errors = errors_of(job)
     starts = [
         "steps=0",
         "name='a/b'",
@@ -43,14 +43,14 @@ def test_all_faults_come_at_once() -> None:
         "model: ",
         "optimizer.schedule: ",
     ]
-    assert all(any(fault.startswith(start) for fault in faults) for start in starts), faults
-    assert any("gpt-tiny" in fault for fault in faults), "near-miss of the preset"
-    assert any("did you mean 'cosine'" in fault for fault in faults)
+    assert all(any(error.startswith(start) for error in errors) for start in starts), errors
+    assert any("gpt-tiny" in error for error in errors), "near-miss of the preset"
+    assert any("did you mean 'cosine'" in error for error in errors)
 
 
 def test_values_that_do_not_fit_together() -> None:
-    assert "set batch=8" in faults_of(Job(plan="data=8", batch=4))[0]
-    assert "set model.sequence=4096 too" in faults_of(Job(sequence=4096))[0]
+    assert "set batch=8" in errors_of(Job(plan="data=8", batch=4))[0]
+    assert "set model.sequence=4096 too" in errors_of(Job(sequence=4096))[0]
 
 
 def test_model_values_change_the_preset() -> None:
@@ -62,9 +62,9 @@ def test_model_values_change_the_preset() -> None:
 def test_weights_bring_their_own_sizes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     save_hf(build(dataclasses.replace(ModelJob().config(), layers=1)), tmp_path / "hf")
     assert ModelJob(weights=str(tmp_path / "hf")).config().layers == 1
-    fault = faults_of(Job(model=ModelJob(weights=str(tmp_path / "hf"), layers=3)))[0]
-    assert "leave it out" in fault
-    assert faults_of(Job(model=ModelJob(weights=str(tmp_path / "nowhere"))))
+    error = errors_of(Job(model=ModelJob(weights=str(tmp_path / "hf"), layers=3)))[0]
+    assert "leave it out" in error
+    assert errors_of(Job(model=ModelJob(weights=str(tmp_path / "nowhere"))))
 
 
 def test_plain_values_leave_out_what_is_not_set() -> None:
@@ -73,28 +73,28 @@ def test_plain_values_leave_out_what_is_not_set() -> None:
     assert "sequence" not in plain
 
 
-def test_each_fault_is_told_once() -> None:
+def test_each_error_is_told_once() -> None:
     # steps=0 came a second time from the schedule, and nothing of the data came at all.
     data = DataJob(source="nowhere", validation_fraction=3)
-    assert [fault.split(":")[0] for fault in faults_of(Job(steps=0, data=data))] == [
+    assert [error.split(":")[0] for error in errors_of(Job(steps=0, data=data))] == [
         "steps=0",
         "data.validation_fraction=3",
         "data.source=nowhere",
     ]
-    (fault,) = faults_of(Job(batch=0))
-    assert fault.startswith("batch=0")
+    (error,) = errors_of(Job(batch=0))
+    assert error.startswith("batch=0")
 
 
 def test_a_schedule_is_judged_without_the_steps_too() -> None:
-    faults = faults_of(Job(steps=0, optimizer=OptimizerJob(warmup=-1, schedule="cosin")))
-    assert len(faults) == 3
-    (fault,) = faults_of(Job(steps=10, optimizer=OptimizerJob(schedule="wsd", decay=10)))
-    assert "warmup=1 and decay=10: more steps than total=10" in fault
+    errors = errors_of(Job(steps=0, optimizer=OptimizerJob(warmup=-1, schedule="cosin")))
+    assert len(errors) == 3
+    (error,) = errors_of(Job(steps=10, optimizer=OptimizerJob(schedule="wsd", decay=10)))
+    assert "warmup=1 and decay=10: more steps than total=10" in error
 
 
 def test_a_faulty_model_does_not_hide_the_data() -> None:
-    faults = faults_of(Job(model=ModelJob(heads=3), data=DataJob(source="nowhere", dtype="int")))
-    assert [fault.split(":")[0] for fault in faults] == [
+    errors = errors_of(Job(model=ModelJob(heads=3), data=DataJob(source="nowhere", dtype="int")))
+    assert [error.split(":")[0] for error in errors] == [
         "model",
         "data.source=nowhere",
         "data.source=nowhere",
@@ -120,17 +120,17 @@ def test_a_faulty_model_does_not_hide_the_data() -> None:
     ],
 )
 def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
-    (fault,) = faults_of(job)
-    assert says in fault
+    (error,) = errors_of(job)
+    assert says in error
 
 
 def test_a_plan_that_cannot_run_yet_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = faults_of(Job(plan="data=99999 recompute=full", batch=99999, sequence=1))
-    assert [fault.split(":")[0] for fault in faults] == [
+    errors = errors_of(Job(plan="data=99999 recompute=full", batch=99999, sequence=1))
+    assert [error.split(":")[0] for error in errors] == [
         "plan cannot run yet",
         "plan 'data=99999 recompute=full'",
     ]
-    assert "with torchrun" in faults[1]
+    assert "with torchrun" in errors[1]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "99999")
     check(Job(plan="data=99999", batch=99999, sequence=1, data=DataJob(validation_fraction=0)))

@@ -51,9 +51,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_unknown_keys_and_wrong_types_are_listed_together(tmp_path: Path) -> None:
     path = write(tmp_path, 'step = 3\nbatch = "many"\n[modle]\n[model]\nlayer = 2\n[data]\nsource = 5\n')
-    faults = error_of(path).faults
-    assert len(faults) == 5
-    text = "\n".join(faults)
+    errors = error_of(path).errors
+    assert len(errors) == 5
+    text = "\n".join(errors)
     assert "step: there is no such key (did you mean 'steps'?)" in text
     assert "modle: there is no such key (did you mean 'model'?)" in text
     assert "model.layer: there is no such key (did you mean 'layers'?)" in text
@@ -61,14 +61,14 @@ def test_unknown_keys_and_wrong_types_are_listed_together(tmp_path: Path) -> Non
     assert "data.source=5: must be a valid string" in text
 
 
-def test_faults_of_settings() -> None:
-    assert "must be written key=value" in error_of(None, "steps").faults[0]
-    assert "is a value, not a table" in error_of(None, "plan=data=1", "plan.data=2").faults[0]
-    assert "did you mean 'layers'?" in error_of(None, "model.layrs=2").faults[0]
+def test_errors_of_settings() -> None:
+    assert "must be written key=value" in error_of(None, "steps").errors[0]
+    assert "is a value, not a table" in error_of(None, "plan=data=1", "plan.data=2").errors[0]
+    assert "did you mean 'layers'?" in error_of(None, "model.layrs=2").errors[0]
 
 
 def keys(error: UserError) -> list[str]:
-    return [fault.split(":")[0] for fault in error.faults]
+    return [error.split(":")[0] for error in error.errors]
 
 
 def test_what_cannot_be_read_does_not_hide_what_is_wrong() -> None:
@@ -99,22 +99,22 @@ def test_what_cannot_be_read_does_not_hide_what_is_wrong() -> None:
     ],
 )
 def test_what_cannot_be_read_is_not_judged_by_its_default(settings: tuple[str, ...]) -> None:
-    assert len(error_of(None, *settings).faults) == 1
+    assert len(error_of(None, *settings).errors) == 1
 
 
 def test_a_table_is_no_value() -> None:
-    (fault,) = error_of(None, "data=2").faults
-    assert fault == "data=2: data is a table, like data.source=…; did you mean --plan data=2?"
-    (fault,) = error_of(None, "model=gpt-tiny").faults
-    assert fault == "model=gpt-tiny: model is a table, like model.preset=…"
-    (fault,) = error_of(None, "tensor=2").faults
-    assert fault.endswith("did you mean --plan tensor=2?")
+    (error,) = error_of(None, "data=2").errors
+    assert error == "data=2: data is a table, like data.source=…; did you mean --plan data=2?"
+    (error,) = error_of(None, "model=gpt-tiny").errors
+    assert error == "model=gpt-tiny: model is a table, like model.preset=…"
+    (error,) = error_of(None, "tensor=2").errors
+    assert error.endswith("did you mean --plan tensor=2?")
 
 
 def test_odd_toml_is_no_traceback(tmp_path: Path) -> None:
     assert "is not TOML" in str(error_of(write(tmp_path, "seed = " + "9" * 5000)))
     assert "is not TOML" in str(error_of(write(tmp_path, "seed = " + "[" * 5000)))
-    assert "seed=" in error_of(None, "seed=" + "9" * 5000).faults[0]
+    assert "seed=" in error_of(None, "seed=" + "9" * 5000).errors[0]
     assert read_job(None, ["name=3\nbatch=5"]).name == "3\nbatch=5", "one setting is one value"
 
 

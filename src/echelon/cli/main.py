@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
         with signals.sigterm_raises():
             code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
     except UserError as error:
-        return _fail(arguments, 2, str(error), error.faults)
+        return _fail(arguments, 2, str(error), error.errors)
     except _UsageError as error:
         return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
     except RankFailed as error:
@@ -76,11 +76,11 @@ def run(arguments: list[str]) -> int:
     return code
 
 
-def _fail(arguments: list[str], code: int, message: str, faults: Sequence[str] = ()) -> int:
+def _fail(arguments: list[str], code: int, message: str, errors: Sequence[str] = ()) -> int:
     if not is_first_rank():  # standard output is rank 0's, but a failure may be this rank's alone
         print(f"error on rank {os.environ['RANK']}: {message}", file=sys.stderr)
     elif "--json" in arguments:
-        print_json({"error": message, "faults": list(faults), "exit_code": code})
+        print_json({"error": message, "errors": list(errors), "exit_code": code})
     else:
         print(f"error: {message}", file=sys.stderr)
     return code

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json
 from echelon.doctor.quantities import show_bytes, show_seconds
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 
 if TYPE_CHECKING:
     from echelon.planner import CostModel, Partition
@@ -55,18 +55,18 @@ def partition(
     """Split a profile's layers into stages with replicas, the fastest that a cost model knows."""
     from echelon.planner import partition as solve
     from echelon.planner import read_profile
-    from echelon.planner.partitioning import cluster_faults
+    from echelon.planner.partitioning import cluster_errors
     from echelon.planner.quantities import read_rates, read_size, read_workers
 
-    faults: list[str] = []
-    counts = _read("--workers", read_workers, workers, faults)
-    rates = _read("--bandwidth", read_rates, bandwidth, faults)
-    size = None if memory is None else _read("--memory", read_size, memory, faults)
-    model = _model(cost_model, free_activations, microbatches, faults)
-    layers = _read("", read_profile, profile, faults)
+    errors: list[str] = []
+    counts = _read("--workers", read_workers, workers, errors)
+    rates = _read("--bandwidth", read_rates, bandwidth, errors)
+    size = None if memory is None else _read("--memory", read_size, memory, errors)
+    model = _model(cost_model, free_activations, microbatches, errors)
+    layers = _read("", read_profile, profile, errors)
     if counts is not None and rates is not None:
-        faults += cluster_faults(counts, rates, model, size)
-    raise_faults("echelon partition", faults)
+        errors += cluster_errors(counts, rates, model, size)
+    raise_errors("echelon partition", errors)
     assert layers is not None
     assert counts is not None
     assert rates is not None
@@ -77,25 +77,25 @@ def partition(
         _show(found, counts, console(as_json))
 
 
-def _read(option: str, reader: Callable[[Any], T], given: Any, faults: list[str]) -> T | None:
+def _read(option: str, reader: Callable[[Any], T], given: Any, errors: list[str]) -> T | None:
     try:
         return reader(given)
-    except UserError as error:  # of a profile: it lists its own
-        faults += [f"{given}: {fault}" for fault in error.faults] or [error.title]
+    except UserError as refusal:  # of a profile: it lists its own
+        errors += [f"{given}: {error}" for error in refusal.errors] or [refusal.title]
     except ValueError as error:
-        faults.append(f"{option} {error}")
+        errors.append(f"{option} {error}")
     return None
 
 
-def _model(name: str, free: bool, microbatches: int | None, faults: list[str]) -> "CostModel":
+def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -> "CostModel":
     from echelon.planner import MODELS, Echelon, PipeDream
 
     if name not in MODELS:
-        faults.append(f"--cost-model '{name}' is not known{did_you_mean(name, MODELS)}")
+        errors.append(f"--cost-model '{name}' is not known{did_you_mean(name, MODELS)}")
     if microbatches is not None and microbatches < 1:
-        faults.append(f"--microbatches {microbatches} must be a whole number, at least 1")
+        errors.append(f"--microbatches {microbatches} must be a whole number, at least 1")
     elif microbatches is not None and name == PipeDream.name:
-        faults.append("--microbatches: pipedream's model updates after each; drop it, or use echelon's model")
+        errors.append("--microbatches: pipedream's model updates after each; drop it, or use echelon's model")
     return PipeDream(free) if name == PipeDream.name else Echelon(free, microbatches)
 
 

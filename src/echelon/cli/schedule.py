@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echelon.cli.options import Json, console, print_json
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 
 if TYPE_CHECKING:
     from echelon.cli.schedule_view import Shown
@@ -80,15 +80,15 @@ def schedule(
         "reduce": reduce,
         "update": update,
     }
-    costs, faults = _read_costs({key: text for key, text in texts.items() if text is not None})
+    costs, errors = _read_costs({key: text for key, text in texts.items() if text is not None})
     if out is not None and out.suffix not in (".svg", ".png", ".txt"):
-        faults.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
+        errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
     if measure:
-        faults += _needless(texts, as_text)
+        errors += _needless(texts, as_text)
     make = _from_file if _is_file(name) else _from_name
     with _no_collection():
-        shown = make(name, stages, microbatches, chunks, replicas, faults)
-        raise_faults(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
+        shown = make(name, stages, microbatches, chunks, replicas, errors)
+        raise_errors(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
         check(shown.program)
     if measure:
         _measured(shown, out, as_json)
@@ -122,10 +122,10 @@ def _planned(shown: "Shown", costs: "Costs", out: Path | None, as_text: bool, as
 
 
 def _measured(shown: "Shown", out: Path | None, as_json: bool) -> None:
-    from echelon.cli.schedule_measure import display_measured, faults_of, measure, measured_summary, panels
+    from echelon.cli.schedule_measure import display_measured, errors_of, measure, measured_summary, panels
     from echelon.cli.schedule_view import write
 
-    raise_faults(f"what is asked of '{shown.name}'", faults_of(shown))
+    raise_errors(f"what is asked of '{shown.name}'", errors_of(shown))
     screen = console(as_json)
     found = measure(screen, shown)
     if out is not None:
@@ -139,10 +139,10 @@ def _measured(shown: "Shown", out: Path | None, as_json: bool) -> None:
 def _needless(texts: dict[str, str | None], as_text: bool) -> list[str]:
     """What has no meaning beside --measure."""
     given = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
-    faults = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in given]
+    errors = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in given]
     if as_text:
-        faults.append("--text with --measure: the program is not what was measured; leave one of them out")
-    return faults
+        errors.append("--text with --measure: the program is not what was measured; leave one of them out")
+    return errors
 
 
 def _is_file(name: str) -> bool:
@@ -157,13 +157,13 @@ def _from_file(
     microbatches: int | None,
     chunks: int | None,
     replicas: str | None,
-    faults: list[str],
+    errors: list[str],
 ) -> "Shown":
-    """The program of a file; options may only repeat what it says. `faults` are those of other options."""
+    """The program of a file; options may only repeat what it says. `errors` are those of other options."""
     from echelon.cli.schedule_view import Shown
     from echelon.program import load_schedule
 
-    raise_faults(f"what is asked of '{name}'", faults)
+    raise_errors(f"what is asked of '{name}'", errors)
     program = load_schedule(name)
     held = max(len(program.stages_of(rank)) for rank in range(len(program.ranks)))
     differing = [
@@ -176,7 +176,7 @@ def _from_file(
         )
         if given is not None and given != there
     ]
-    raise_faults(f"what is asked of '{name}'", differing)
+    raise_errors(f"what is asked of '{name}'", differing)
     return Shown(program, program.name, program.stages, program.microbatches, held, file=name)
 
 
@@ -186,21 +186,21 @@ def _from_name(
     microbatches: int | None,
     chunks: int | None,
     replicas: str | None,
-    faults: list[str],
+    errors: list[str],
 ) -> "Shown":
-    """The program of a schedule that a plan can name, by the rules of plans. `faults`: of other options."""
+    """The program of a schedule that a plan can name, by the rules of plans. `errors`: of other options."""
     from echelon.cli.schedule_view import Shown
     from echelon.plan import Plan
     from echelon.program import ASYNCHRONOUS, SCHEDULES, add_transfers, asynchronous, build
 
     if name not in SCHEDULES:
-        faults.append(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt")
+        errors.append(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt")
     if stages is None and replicas is None:
-        faults.append("--stages is missing: how many stages the pipeline has")
+        errors.append("--stages is missing: how many stages the pipeline has")
     if microbatches is None:
-        faults.append("--microbatches is missing: how many of them a step has")
+        errors.append("--microbatches is missing: how many of them a step has")
     if stages is not None and replicas is not None and len(replicas.split("-")) != stages:
-        faults.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
+        errors.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
     # Where they are missing, as many microbatches as stages break no further rule.
     number = stages if microbatches is None else microbatches
     fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}
@@ -209,11 +209,11 @@ def _from_name(
         plan = Plan(schedule=name if name in SCHEDULES else "1f1b", **given)
     except UserError as error:
         plan = None
-        faults += error.faults
+        errors += error.errors
     size = 0 if plan is None else plan.stages * plan.chunks * plan.microbatches
     if size > _MOST_WORK:
-        faults.append(f"{size} forwards are too many to show: at most {_MOST_WORK}")
-    raise_faults(f"schedule '{name}'", faults)
+        errors.append(f"{size} forwards are too many to show: at most {_MOST_WORK}")
+    raise_errors(f"schedule '{name}'", errors)
     assert plan is not None
     if name in ASYNCHRONOUS:
         taken = _BATCHES * plan.microbatches
@@ -224,20 +224,20 @@ def _from_name(
 
 
 def _read_costs(texts: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The numbers of each option, one or several, and the faults of those that are none."""
+    """The numbers of each option, one or several, and the errors of those that are none."""
     read: dict[str, Any] = {}
-    faults = []
+    errors = []
     for name, text in texts.items():
         words = [word.strip() for word in text.split(",")]
         if not all(_SECONDS.fullmatch(word) for word in words):
-            faults.append(f"{_option(name)} {text}: must be seconds, 0 or more, like 1.5")
+            errors.append(f"{_option(name)} {text}: must be seconds, 0 or more, like 1.5")
         elif len(words) == 1:
             read[name] = _exact(words[0])
         elif name == "transfer":
-            faults.append(f"{_option(name)} {text}: must be one number, the seconds of every hop")
+            errors.append(f"{_option(name)} {text}: must be one number, the seconds of every hop")
         else:
             read[name] = [_exact(word) for word in words]
-    return read, faults
+    return read, errors
 
 
 def _miscounted(costs: dict[str, Any], stages: int) -> list[str]:

@@ -25,20 +25,20 @@ _MOST_RANKS, _MOST_FORWARDS = 16, 1000
 _PLANNED, _MEASURED = "simulated with the measured costs", "measured"
 
 
-def faults_of(shown: Shown) -> list[str]:
+def errors_of(shown: Shown) -> list[str]:
     """Why a program cannot be measured here."""
     ranks, work = len(shown.program.ranks), [its for rank in shown.program.ranks for its in rank]
     forwards = sum(its.op is Op.FORWARD for its in work)
-    faults = []
+    errors = []
     if is_under_torchrun():
-        faults.append("--measure starts its own ranks: run it without torchrun")
+        errors.append("--measure starts its own ranks: run it without torchrun")
     if not 2 <= ranks <= _MOST_RANKS:
-        faults.append(f"--measure with {ranks} ranks: it needs 2 to {_MOST_RANKS}, all on this machine")
+        errors.append(f"--measure with {ranks} ranks: it needs 2 to {_MOST_RANKS}, all on this machine")
     if forwards > _MOST_FORWARDS:
-        faults.append(f"--measure with {forwards} forwards: at most {_MOST_FORWARDS}; use fewer microbatches")
+        errors.append(f"--measure with {forwards} forwards: at most {_MOST_FORWARDS}; use fewer microbatches")
     if shown.file is not None and any(its.op is Op.STASH or its.version is not None for its in work):
-        faults.append("--measure: it keeps weight versions, which only the schedules by name do")
-    return faults
+        errors.append("--measure: it keeps weight versions, which only the schedules by name do")
+    return errors
 
 
 def measure(screen: Console, shown: Shown) -> "Rehearsal":

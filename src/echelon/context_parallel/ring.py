@@ -25,7 +25,7 @@ from echelon.collectives import Group
 from echelon.context_parallel.parts import block_of, check_length
 from echelon.context_parallel.passing import Moving, pass_on, rounds
 from echelon.context_parallel.tiles import Asked, Gradients, add_gradients, attend, merge
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.tracing import untraced
 
 
@@ -125,24 +125,24 @@ class _Homing:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, group: Group) -> None:
-    faults = []
+    errors = []
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
-        faults.append(
+        errors.append(
             f"{shapes}: must be [batch, heads, sequence, width], key and value of one shape; "
             "reshape what is not"
         )
     elif (query.shape[0], *query.shape[2:]) != (key.shape[0], *key.shape[2:]):
-        faults.append(
+        errors.append(
             f"{shapes}: only the number of heads may differ; give every rank's part of all three the same "
             "batch, sequence and width"
         )
     elif query.shape[1] % key.shape[1]:
-        faults.append(
+        errors.append(
             f"{shapes}: each key/value head serves an equal number of heads; make {query.shape[1]} heads a "
             f"multiple of {key.shape[1]}"
         )
     if len({query.dtype, key.dtype, value.dtype}) > 1:
-        faults.append(f"query {query.dtype}, key {key.dtype}, value {value.dtype}: must be of one type; cast")
-    raise_faults("ring attention", faults)
+        errors.append(f"query {query.dtype}, key {key.dtype}, value {value.dtype}: must be of one type; cast")
+    raise_errors("ring attention", errors)
     check_length(query.shape[2] * group.size, group.size)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.data.sources import Tokens, map_text, map_token_file, read_folder, read_stdlib, unreadable
-from echelon.errors import did_you_mean, raise_faults
+from echelon.errors import did_you_mean, raise_errors
 
 STDLIB = "stdlib"
 TOKEN_FILE_SUFFIX = ".bin"
@@ -43,11 +43,11 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.name not in DTYPES:
-            fault = (
+            error = (
                 f"tokens are {self.tokens.dtype.name} of shape {self.tokens.shape}: must be one row of "
                 f"{', '.join(DTYPES)}; mend: tokens.ravel().astype(numpy.uint32)"
             )
-            raise_faults(f"corpus '{self.name}'", [fault])
+            raise_errors(f"corpus '{self.name}'", [error])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,17 +56,17 @@ class Corpus:
         """The `length` tokens from each of `starts`, [len(starts), length]; ids are checked."""
         places = starts[:, None] + np.arange(length)
         found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
-        raise_faults(f"corpus '{self.name}'", self._id_faults(found))
+        raise_errors(f"corpus '{self.name}'", self._id_errors(found))
         return found
 
     def probe(self) -> list[str]:
-        """Faults of the ids in a few blocks from the first to the last token: cheap at any size."""
+        """Errors of the ids in a few blocks from the first to the last token: cheap at any size."""
         last = max(0, len(self) - _PROBE_TOKENS)
         starts = np.linspace(0, last, _PROBE_BLOCKS).astype(np.int64)
         blocks = [self.tokens[start : start + _PROBE_TOKENS] for start in np.unique(starts)]
-        return self._id_faults(np.concatenate(blocks))
+        return self._id_errors(np.concatenate(blocks))
 
-    def _id_faults(self, ids: npt.NDArray[Any]) -> list[str]:
+    def _id_errors(self, ids: npt.NDArray[Any]) -> list[str]:
         largest = int(ids.max(initial=0))
         if largest < self.vocab:
             return []
@@ -85,24 +85,24 @@ def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
     vocab:  token ids are below it; bytes need at least 256.
     dtype:  of a token file: uint8, uint16 or uint32. If left out, uint16 where vocab fits it, else uint32.
     """
-    raise_faults(f"corpus '{source}'", corpus_faults(source, vocab=vocab, dtype=dtype))
+    raise_errors(f"corpus '{source}'", corpus_errors(source, vocab=vocab, dtype=dtype))
     path = _path(source)
     if _is_token_file(path):
         corpus = Corpus(map_token_file(path, dtype or _narrowest(vocab)), vocab, path.name)
     else:
         corpus = Corpus(_read_bytes(source, path), vocab, _name(source, path), decode_bytes)
-    raise_faults(f"corpus '{source}'", corpus.probe())
+    raise_errors(f"corpus '{source}'", corpus.probe())
     return corpus
 
 
-def corpus_faults(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
-    """Every fault of what `open_corpus` is told that shows without reading; `vocab` None is not judged."""
+def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
+    """Every error of what `open_corpus` is told that shows without reading; `vocab` None is not judged."""
     path = _path(source)
     is_tokens = _is_token_file(path)
     return [
-        *_source_faults(source, path),
-        *([] if vocab is None else _vocab_faults(vocab, is_tokens)),
-        *_dtype_faults(dtype, is_tokens),
+        *_source_errors(source, path),
+        *([] if vocab is None else _vocab_errors(vocab, is_tokens)),
+        *_dtype_errors(dtype, is_tokens),
     ]
 
 
@@ -134,7 +134,7 @@ def _narrowest(vocab: int) -> str:
     return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
-def _source_faults(source: str, path: Path) -> list[str]:
+def _source_errors(source: str, path: Path) -> list[str]:
     if source == STDLIB:
         return []
     if not source:
@@ -163,7 +163,7 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def _vocab_faults(vocab: int, is_tokens: bool) -> list[str]:
+def _vocab_errors(vocab: int, is_tokens: bool) -> list[str]:
     if is_tokens and vocab < 1:
         return [f"vocab={vocab}: must be at least 1, the number of ids that the tokenizer has"]
     if not is_tokens and vocab < BYTE_VOCAB:
@@ -171,7 +171,7 @@ def _vocab_faults(vocab: int, is_tokens: bool) -> list[str]:
     return []
 
 
-def _dtype_faults(dtype: str | None, is_tokens: bool) -> list[str]:
+def _dtype_errors(dtype: str | None, is_tokens: bool) -> list[str]:
     if dtype is None:
         return []
     if dtype not in DTYPES:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from echelon.data.corpus import Corpus
-from echelon.errors import did_you_mean, raise_faults
+from echelon.errors import did_you_mean, raise_errors
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -85,8 +85,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         what = f"the {self.split} batches of corpus '{self.corpus.name}'"
-        raise_faults(what, _argument_faults(self))
-        raise_faults(what, _length_faults(self))
+        raise_errors(what, _argument_errors(self))
+        raise_errors(what, _length_errors(self))
 
     @property
     def tokens(self) -> int:
@@ -104,7 +104,7 @@ class Batches:
         Rows are dealt as numpy.array_split does: where n does not divide the batch, the first replicas
         have one row more.
         """
-        raise_faults(f"step {step}, part {part}", _place_faults(step, part))
+        raise_errors(f"step {step}, part {part}", _place_errors(step, part))
         samples = step * self.batch + _rows(self.batch, *part)
         windows = self._ordered(samples)
         starts = self._first_token() + windows * self.sequence
@@ -140,8 +140,8 @@ def _num_tokens(corpus_tokens: int, split: Split, validation_fraction: float) ->
     return held_back if split == "validation" else corpus_tokens - held_back
 
 
-def _argument_faults(batches: Batches) -> list[str]:
-    faults = [
+def _argument_errors(batches: Batches) -> list[str]:
+    errors = [
         f"{name}={value}: must be a whole number, at least {least}"
         for name, value, least in (
             ("batch", batches.batch, 1),
@@ -151,13 +151,13 @@ def _argument_faults(batches: Batches) -> list[str]:
         if not _is_whole(value, least)
     ]
     if batches.split not in SPLITS:
-        faults.append(f"split '{batches.split}' is not known{did_you_mean(batches.split, SPLITS)}")
+        errors.append(f"split '{batches.split}' is not known{did_you_mean(batches.split, SPLITS)}")
     if not 0 <= batches.validation_fraction < 1:
-        faults.append(f"validation_fraction={batches.validation_fraction}: must be at least 0 and below 1")
-    return faults
+        errors.append(f"validation_fraction={batches.validation_fraction}: must be at least 0 and below 1")
+    return errors
 
 
-def _length_faults(batches: Batches) -> list[str]:
+def _length_errors(batches: Batches) -> list[str]:
     if batches.windows >= batches.batch:
         return []
     needed = batches.batch * batches.sequence + 1
@@ -182,14 +182,14 @@ def _length_mend(batches: Batches, needed: int) -> str:
     return "; or ".join(mends)
 
 
-def _place_faults(step: int, part: tuple[int, int]) -> list[str]:
-    faults = []
+def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
+    errors = []
     if not _is_whole(step, 0):
-        faults.append(f"step={step}: must be a whole number, at least 0")
+        errors.append(f"step={step}: must be a whole number, at least 0")
     index, parts = part
     if not (_is_whole(parts, 1) and _is_whole(index, 0) and index < parts):
-        faults.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
-    return faults
+        errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
+    return errors
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -1,7 +1,7 @@
 """Where tokens come from: the standard library, text files, token files.
 
 Each reader here returns the plain token array of one kind of source, the same on every rank, or
-raises one UserError with every fault. What the tokens mean (`vocab`, `name`) is `corpus.py`.
+raises one UserError with every error. What the tokens mean (`vocab`, `name`) is `corpus.py`.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -33,10 +33,10 @@ _HEAD_BYTES = 1 << 16
 
 def read_stdlib() -> Tokens:
     """The bytes of the Python sources of the standard library, in order of their paths."""
-    paths, faults = _files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
+    paths, errors = _files_below(Path(sysconfig.get_paths()["stdlib"]), _STDLIB_SKIPS)
     sources = [path for path in paths if path.suffix == ".py" and not path.name.startswith(_STDLIB_GENERATED)]
-    texts, more_faults = _read_texts(sources)
-    raise_faults("the standard library", faults + more_faults)
+    texts, more_errors = _read_texts(sources)
+    raise_errors("the standard library", errors + more_errors)
     return _join(texts)
 
 
@@ -45,12 +45,12 @@ def read_folder(folder: Path) -> Tokens:
 
     Any extension counts. Left out are hidden names (`.git`) and binary files (they hold a NUL byte).
     """
-    paths, faults = _files_below(folder)
-    texts, more_faults = _read_texts(paths)
-    faults += more_faults
-    if not texts and not faults:
-        faults = [f"{len(paths)} files and no text in them: name a folder that holds text files"]
-    raise_faults(f"corpus '{folder}'", faults)
+    paths, errors = _files_below(folder)
+    texts, more_errors = _read_texts(paths)
+    errors += more_errors
+    if not texts and not errors:
+        errors = [f"{len(paths)} files and no text in them: name a folder that holds text files"]
+    raise_errors(f"corpus '{folder}'", errors)
     return _join(texts)
 
 
@@ -58,8 +58,8 @@ def map_text(path: Path) -> Tokens:
     """The bytes of one text file, memory-mapped: a file of any size opens at once."""
     tokens = _map(path, np.dtype(np.uint8))
     if _is_binary(tokens[:_HEAD_BYTES].tobytes()):
-        fault = "it holds a NUL byte, so it is no text: name a text file, or a token file that ends in .bin"
-        raise_faults(f"corpus '{path}'", [fault])
+        error = "it holds a NUL byte, so it is no text: name a text file, or a token file that ends in .bin"
+        raise_errors(f"corpus '{path}'", [error])
     return tokens
 
 
@@ -71,13 +71,13 @@ def map_token_file(path: Path, dtype: str) -> Tokens:
 def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
     try:
         # Before the mapping: an empty file cannot be mapped.
-        raise_faults(f"corpus '{path}'", _size_faults(path.stat().st_size, dtype))
+        raise_errors(f"corpus '{path}'", _size_errors(path.stat().st_size, dtype))
         return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise UserError(f"1 fault in corpus '{path}':", [unreadable(path, error)]) from error
+        raise UserError(f"1 error in corpus '{path}':", [unreadable(path, error)]) from error
 
 
-def _size_faults(size: int, dtype: np.dtype[Any]) -> list[str]:
+def _size_errors(size: int, dtype: np.dtype[Any]) -> list[str]:
     if size == 0:
         return ["the file is empty: name a file with text or tokens in it"]
     if size % dtype.itemsize:
@@ -89,26 +89,26 @@ def _size_faults(size: int, dtype: np.dtype[Any]) -> list[str]:
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
-    """Every plain file below `folder`, in one order on all machines, and the faults met on the way."""
+    """Every plain file below `folder`, in one order on all machines, and the errors met on the way."""
     found: list[Path] = []
-    errors: list[OSError] = []
-    for parent, folders, names in os.walk(folder, onerror=errors.append):
+    refused: list[OSError] = []
+    for parent, folders, names in os.walk(folder, onerror=refused.append):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
-    faults = [unreadable(Path(error.filename), error) for error in errors]
-    return sorted(path for path in found if path.is_file()), faults
+    errors = [unreadable(Path(error.filename), error) for error in refused]
+    return sorted(path for path in found if path.is_file()), errors
 
 
 def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:
-    """The contents of the text files among `paths`, and a fault for each file that cannot be read."""
+    """The contents of the text files among `paths`, and a error for each file that cannot be read."""
     texts: list[bytes] = []
-    faults: list[str] = []
+    errors: list[str] = []
     for path in paths:
         try:
             texts.append(path.read_bytes())
         except OSError as error:
-            faults.append(unreadable(path, error))
-    return [text for text in texts if text and not _is_binary(text)], faults
+            errors.append(unreadable(path, error))
+    return [text for text in texts if text and not _is_binary(text)], errors
 
 
 def _join(texts: list[bytes]) -> Tokens:
@@ -120,5 +120,5 @@ def _is_binary(data: bytes) -> bool:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """The fault of a path that the system does not let us read."""
+    """The error of a path that the system does not let us read."""
     return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

@@ -1,4 +1,4 @@
-"""What users hand to the engine, judged where it comes in: all faults at once, each with its mend.
+"""What users hand to the engine, judged where it comes in: all errors at once, each with its mend.
 
 The types say the same, but who trains rarely runs a type checker; without this, a mistake shows as an error
 deep in autograd, or as a training that learns nothing.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
 from echelon.plan import AUTO, Plan
 
@@ -32,20 +32,20 @@ def check_arguments(
     table: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
-    faults = [
-        *_model_faults(model),
-        *_plan_faults(plan),
-        *_optimizer_faults(optimizer),
-        *_loss_faults(loss),
-        *_number_faults(clip, prefetch, seed),
-        *_boundary_faults(boundaries, plan),
-        *_example_faults(example),
-        *_table_faults(table),
+    errors = [
+        *_model_errors(model),
+        *_plan_errors(plan),
+        *_optimizer_errors(optimizer),
+        *_loss_errors(loss),
+        *_number_errors(clip, prefetch, seed),
+        *_boundary_errors(boundaries, plan),
+        *_example_errors(example),
+        *_table_errors(table),
     ]
-    raise_faults("the arguments of parallelize", faults)
+    raise_errors("the arguments of parallelize", errors)
 
 
-def _model_faults(model: object) -> list[str]:
+def _model_errors(model: object) -> list[str]:
     if isinstance(model, nn.Module):
         return []
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -53,19 +53,19 @@ def _model_faults(model: object) -> list[str]:
     return [f"model is a {type(model).__name__}: must be a torch.nn.Module"]
 
 
-def _plan_faults(plan: object) -> list[str]:
+def _plan_errors(plan: object) -> list[str]:
     if isinstance(plan, Plan):
         return []
     if not isinstance(plan, str):
         return [f"plan is a {type(plan).__name__}: must be an echelon.Plan or its text, like 'data=2'"]
     try:
         Plan.parse(plan)
-    except UserError as error:
-        return [f"plan: {fault}" for fault in error.faults]
+    except UserError as refusal:
+        return [f"plan: {error}" for error in refusal.errors]
     return []
 
 
-def _optimizer_faults(optimizer: object) -> list[str]:
+def _optimizer_errors(optimizer: object) -> list[str]:
     if isinstance(optimizer, torch.optim.Optimizer):
         name = type(optimizer).__name__
         return [
@@ -80,7 +80,7 @@ def _optimizer_faults(optimizer: object) -> list[str]:
     return []
 
 
-def _loss_faults(loss: object) -> list[str]:
+def _loss_errors(loss: object) -> list[str]:
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         return [f"loss={loss.__name__}: is a class; give a loss, like {loss.__name__}()"]
     if not callable(loss):
@@ -88,24 +88,24 @@ def _loss_faults(loss: object) -> list[str]:
     return []
 
 
-def _number_faults(clip: object, prefetch: object, seed: object) -> list[str]:
-    faults = []
+def _number_errors(clip: object, prefetch: object, seed: object) -> list[str]:
+    errors = []
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
-        faults.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
+        errors.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
     if not isinstance(prefetch, int) or not _is_whole(prefetch) or prefetch < 0:
-        faults.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
+        errors.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
     if seed is not None and not _is_whole(seed):
-        faults.append(f"seed={seed!r}: must be a whole number, or None to leave dropout to torch")
-    return faults
+        errors.append(f"seed={seed!r}: must be a whole number, or None to leave dropout to torch")
+    return errors
 
 
-def _boundary_faults(boundaries: Any, plan: Any) -> list[str]:
+def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
     if boundaries is None:
         return []
     listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
     if not listed or not all(map(_is_whole, boundaries)):
         return [f"boundaries={boundaries!r}: must be a list of whole numbers, like [3, 6], or None"]
-    if not boundaries or _plan_faults(plan):
+    if not boundaries or _plan_errors(plan):
         return []
     pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
     if pipeline not in (1, AUTO):
@@ -116,16 +116,16 @@ def _boundary_faults(boundaries: Any, plan: Any) -> list[str]:
     ]
 
 
-def _example_faults(example: object) -> list[str]:
+def _example_errors(example: object) -> list[str]:
     try:
         if example is not None:
             check_batch(example)
-    except UserError as error:
-        return [f"example: {fault}" for fault in error.faults or (error.title,)]
+    except UserError as refusal:
+        return [f"example: {error}" for error in refusal.errors or (refusal.title,)]
     return []
 
 
-def _table_faults(table: object) -> list[str]:
+def _table_errors(table: object) -> list[str]:
     if table is None:
         return []
     mend = "must map names of modules to words, like {'blocks.*.up': 'column'}"
@@ -159,30 +159,30 @@ def check_optimizer(
             f"the optimizer function returned a {type(optimizer).__name__}: it must return a "
             "torch.optim.Optimizer, like lambda params: AdamW(params)"
         )
-    faults = _membership_faults(optimizer, {id(parameter) for parameter in parameters}, whole)
+    errors = _membership_errors(optimizer, {id(parameter) for parameter in parameters}, whole)
     if isinstance(optimizer, torch.optim.LBFGS):
-        faults.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
+        errors.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
     elif tensor > 1 and not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
-        faults.append(
+        errors.append(
             f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
             "right only for optimizers that treat every element alike; use one of torch's that do, like "
             "AdamW or SGD, set `elementwise = True` on yours if it is one, or tensor=1 zero=0"
         )
-    raise_faults(f"the optimizer {type(optimizer).__name__}", faults)
+    raise_errors(f"the optimizer {type(optimizer).__name__}", errors)
 
 
-def _membership_faults(optimizer: torch.optim.Optimizer, given: set[int], whole: bool) -> list[str]:
+def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole: bool) -> list[str]:
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(each not in given for each in held)
-    faults = []
+    errors = []
     if foreign:
-        faults.append(
+        errors.append(
             f"{foreign} of its {len(held)} parameters are not those that the function was given: it would "
             "not train this model; write lambda params: AdamW(params), and use params"
         )
     elif not held and whole:
-        faults.append("it leaves out every parameter that it was given: nothing would be trained; add some")
-    return faults
+        errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
+    return errors
 
 
 def check_batch(batch: object) -> None:
@@ -195,18 +195,18 @@ def check_batch(batch: object) -> None:
         )
     if all(map(_is_leaf, tree_leaves(batch))):
         return
-    faults = []
+    errors = []
     for name, part in zip(("inputs", "targets"), batch, strict=True):
         leaves, _ = tree_flatten_with_path(part)
-        faults += [_leaf_fault(name + keystr(path), leaf) for path, leaf in leaves if not _is_leaf(leaf)]
-    raise_faults("the batch", faults)
+        errors += [_leaf_error(name + keystr(path), leaf) for path, leaf in leaves if not _is_leaf(leaf)]
+    raise_errors("the batch", errors)
 
 
 def _is_leaf(leaf: object) -> bool:
     return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN_LEAVES)
 
 
-def _leaf_fault(place: str, leaf: object) -> str:
+def _leaf_error(place: str, leaf: object) -> str:
     kind = type(leaf).__name__
     if isinstance(leaf, Tensor):
         return f"{place} is a tensor without dims: its first dim must count the samples; give it one for each"
@@ -221,23 +221,23 @@ def _leaf_fault(place: str, leaf: object) -> str:
 def check_loss(result: Any) -> None:
     """Refuse what the loss returned, if it is neither a mean nor (total, count)."""
     if isinstance(result, tuple):
-        raise_faults("what the loss returned", _pair_faults(result))
+        raise_errors("what the loss returned", _pair_errors(result))
     else:
-        raise_faults("what the loss returned", _scalar_faults("the loss", result))
+        raise_errors("what the loss returned", _scalar_errors("the loss", result))
 
 
-def _pair_faults(result: tuple[Any, ...]) -> list[str]:
+def _pair_errors(result: tuple[Any, ...]) -> list[str]:
     if len(result) != 2:
         return [f"it is a tuple of {len(result)}: must be a mean, or the pair (total, count)"]
     total, count = result
-    faults = _scalar_faults("the total", total)
+    errors = _scalar_errors("the total", total)
     is_number = isinstance(count, Real) and not isinstance(count, bool)
     if not is_number and not (isinstance(count, Tensor) and count.dim() == 0):
-        faults.append(f"the count {_described(count)}: must be one number; sum what is counted")
-    return faults
+        errors.append(f"the count {_described(count)}: must be one number; sum what is counted")
+    return errors
 
 
-def _scalar_faults(name: str, value: Any) -> list[str]:
+def _scalar_errors(name: str, value: Any) -> list[str]:
     if not isinstance(value, Tensor) or value.dim() > 0:
         mend = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
         return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {mend}"]

@@ -9,7 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import is_keyed
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.layering import listed_layers, outside_layers
 from echelon.mesh import Mesh
 from echelon.pipeline_parallel import (
@@ -96,28 +96,28 @@ def _program(plan: Plan) -> Program:
     if not plan.schedule_is_file:
         return build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks, gather=plan.zero == 3)
     program = load_schedule(plan.schedule)
-    faults = []
+    errors = []
     replicas = _replicas(program)
     if replicas != plan.replicas:
-        faults.append(
+        errors.append(
             f"its ranks hold the stages with replicas {'-'.join(map(str, replicas))}, and the plan has "
             f"pipeline={'-'.join(map(str, plan.replicas))}; set pipeline={'-'.join(map(str, replicas))}"
         )
     if program.microbatches != plan.microbatches:
-        faults.append(
+        errors.append(
             f"it is for {program.microbatches} microbatches, and the plan has {plan.microbatches}; set "
             f"microbatches={program.microbatches}"
         )
     work = [its for rank in program.ranks for its in rank]
     if any(its.op is Op.STASH or its.version is not None for its in work):
-        faults.append("it keeps weight versions, which only the schedules by name do; leave them out")
+        errors.append("it keeps weight versions, which only the schedules by name do; leave them out")
     if plan.zero == 3 and program.halves:
-        faults.append("it cuts backwards in two, and zero=3 frees the weights between; use zero=2")
+        errors.append("it cuts backwards in two, and zero=3 frees the weights between; use zero=2")
     if plan.compile and program.halves:
-        faults.append("it cuts backwards in two, and those of compiled layers are one piece; drop compile")
+        errors.append("it cuts backwards in two, and those of compiled layers are one piece; drop compile")
     if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
-        faults.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
-    raise_faults(f"schedule={plan.schedule}", faults)
+        errors.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
+    raise_errors(f"schedule={plan.schedule}", errors)
     return add_gathers(program) if plan.zero == 3 else program
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout import is_keyed, unkeyed_dropout
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.plan import Plan
 from echelon.sequence import View
 from echelon.tensor_parallel import Sharded
@@ -50,12 +50,12 @@ def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
     """Refuse layers that would mix the positions of a part along `context`, as if it were the whole."""
     if plan.context == 1:
         return
-    faults = [
+    errors = [
         f"{name} ({type(module).__name__}) mixes positions, and with context={plan.context} a rank has a "
         f"part of them; {_MEND}, or use context=1"
         for name, module in _mixers(layers)
     ]
-    raise_faults(f"plan '{plan}'", faults or _silent_faults(layers, plan))
+    raise_errors(f"plan '{plan}'", errors or _silent_errors(layers, plan))
 
 
 def _mixers(layers: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -78,8 +78,8 @@ def _mixes(module: nn.Module) -> bool:
     return isinstance(module, _MIXERS)
 
 
-def _silent_faults(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
-    """A fault, if nothing in the layers asks a view and something may mix positions all the same."""
+def _silent_errors(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
+    """A error, if nothing in the layers asks a view and something may mix positions all the same."""
     modules = [module for layer in layers for module in layer.modules()]
     if any(isinstance(getattr(module, "view", None), View) for module in modules):
         return []
@@ -104,9 +104,9 @@ def _works_by_position(module: nn.Module) -> bool:
 def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharded, plan: Plan) -> None:
     """Refuse, with `sequence`, what is not split and would be given a part of the sequence: a last layer
     whose output the loss wants whole, and modules that may mix positions. `before` are those that see all."""
-    faults = []
+    errors = []
     if not sharded.splits_logits:
-        faults.append(
+        errors.append(
             "the last layer would return a part of the sequence, because its projection is whole on every "
             "rank, and the loss has all targets; make that projection 'vocabulary' in the table that "
             "parallelize(table=…) takes, or use sequence=false"
@@ -117,12 +117,12 @@ def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharde
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if not inside and module not in before and _may_mix(module) and split.isdisjoint(module.parameters()):
             found.append(name)
-            faults.append(
+            errors.append(
                 f"{name} ({type(module).__name__}) has matrices, of which none is split, so it would be "
                 "given a part of the sequence, and be wrong if it attends; make them 'column' and 'row' in "
                 "the table, or use sequence=false"
             )
-    raise_faults(f"plan '{plan}'", faults)
+    raise_errors(f"plan '{plan}'", errors)
 
 
 def _may_mix(module: nn.Module) -> bool:
@@ -142,19 +142,19 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
         if isinstance(module, _DropoutNd) and module.p > 0 and not is_keyed(module)
     ]
     inside = [name for name in unkeyed_dropout(model) if name not in drops and not _by_heads(model, name)]
-    faults = []
+    errors = []
     if drops:
-        faults.append(
+        errors.append(
             f"dropout of {', '.join(drops)} is drawn by torch (seed=None, or a class with a forward of its "
             "own), and ranks along tensor would drop different elements of states that must be equal; give "
             "parallelize a seed and use nn.Dropout, or set p to 0"
         )
     if inside:
-        faults.append(
+        errors.append(
             f"{', '.join(inside)} draw at random inside (dropout, router_jitter_noise), and ranks along "
             "tensor would draw different numbers for states that must be equal; set their rates to 0"
         )
-    raise_faults(f"tensor={plan.tensor}", faults)
+    raise_errors(f"tensor={plan.tensor}", errors)
 
 
 def _by_heads(model: nn.Module, name: str) -> bool:

@@ -1,6 +1,6 @@
 """What of a plan the engine can run today. A plan may be valid and still wait for its part of the engine."""
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.plan import Plan
 
 # Field → the values that run. Every strategy that is added widens its line here.
@@ -17,7 +17,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
 
 def refuse_unsupported(plan: Plan) -> None:
     """Raise one UserError that names every choice of `plan` which this version cannot run yet."""
-    raise_faults(
+    raise_errors(
         f"plan '{plan}', which this version cannot run yet",
         [
             f"{name}={getattr(plan, name)}: this version runs {name} = "

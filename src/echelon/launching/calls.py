@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.launching.transport import pack
 
 _MEND = "define it at the top level of a module (a .py file) and pass what it needs as arguments"
@@ -18,7 +18,7 @@ def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
     try:
         return pack((fn, tuple(args)))
     except Exception:  # PicklingError, AttributeError, TypeError, and what the class of an argument raises
-        raise_faults("what is sent to the ranks", [*_function_faults(fn), *_argument_faults(args)])
+        raise_errors("what is sent to the ranks", [*_function_errors(fn), *_argument_errors(args)])
         raise
 
 
@@ -38,17 +38,17 @@ def _refuse_interactive(fn: Callable[..., object]) -> None:
     inner = fn.func if isinstance(fn, functools.partial) else fn
     in_main = getattr(inner, "__module__", None) == "__main__"
     if in_main and not hasattr(sys.modules["__main__"], "__file__"):
-        fault = f"{_name(inner)} lives in an interactive session, where no rank can import it: {_MEND}"
-        raise_faults("what is sent to the ranks", [fault])
+        error = f"{_name(inner)} lives in an interactive session, where no rank can import it: {_MEND}"
+        raise_errors("what is sent to the ranks", [error])
 
 
-def _function_faults(fn: Callable[..., object]) -> list[str]:
+def _function_errors(fn: Callable[..., object]) -> list[str]:
     error = _sending_error(fn)
     rule = "cannot be sent, because a rank finds a function by its name in a module"
     return [f"{_name(fn)} {rule} ({error}): {_MEND}"] if error else []
 
 
-def _argument_faults(args: Sequence[object]) -> list[str]:
+def _argument_errors(args: Sequence[object]) -> list[str]:
     errors = [_sending_error(arg) for arg in args]
     return [
         f"argument {index} of type {type(arg).__name__} cannot be sent ({error}): "

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.launching.channel import is_launched_rank
 from echelon.launching.errors import RankFailed
 from echelon.launching.transport import pack, unpack
@@ -34,7 +34,7 @@ def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
     if dist.is_initialized():
         return
     missing = [name for name in _NEEDED if name not in os.environ]
-    raise_faults("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
+    raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
     from echelon.launching import group
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

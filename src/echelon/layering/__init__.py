@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from echelon.layering.hf_layers import Layer
-from echelon.layering.huggingface import FAMILIES, fault_of, frequencies, known_family, layers_of
+from echelon.layering.huggingface import FAMILIES, error_of, frequencies, known_family, layers_of
 
 __all__ = ["frequencies", "how_to_list", "listed_layers", "outside_layers"]
 
@@ -26,13 +26,13 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, nn.Sequential):
         return [] if _own_forward(model) else list(model)
     family = known_family(model)
-    return layers_of(model, family) if family is not None and not fault_of(model) else []
+    return layers_of(model, family) if family is not None and not error_of(model) else []
 
 
 def how_to_list(model: nn.Module) -> str:
     """What to do about a model that lists no layers."""
     if known_family(model) is not None:
-        return fault_of(model)
+        return error_of(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
         return _own_forward(model)
     return (

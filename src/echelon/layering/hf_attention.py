@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.sequence import View
 
 NAME = "echelon"
@@ -47,22 +47,22 @@ def attending(config: Any) -> Iterator[None]:
 
 def check_spread(block: Any, config: Any, window: int | None, length: int, view: View) -> None:
     """Refuse what attention over several ranks cannot do."""
-    faults = []
+    errors = []
     whole = length * view.stretch * view.parts
     if window is not None and window < whole:
-        faults.append(
+        errors.append(
             f"sliding_window={window} with sequences of {whole} tokens: ranks pass all keys on, and see the "
             f"whole sequence; use sequences of at most {window} tokens, or context=1"
         )
     rate = getattr(config, "attention_dropout", getattr(config, "attn_pdrop", 0.0))
     if block.training and rate > 0:
-        faults.append(f"dropout of {rate} on attention's weights, which no rank holds whole; set it to 0")
+        errors.append(f"dropout of {rate} on attention's weights, which no rank holds whole; set it to 0")
     if block.training and getattr(block, "gradient_checkpointing", False):
-        faults.append(
+        errors.append(
             "gradient_checkpointing of transformers runs a layer again without its view; call "
             "model.gradient_checkpointing_disable()"
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        faults.append(f"rope_type={kind} depends on the longest position, and ranks see different ones")
-    raise_faults(f"{type(block).__name__} with its sequence over {view.parts} ranks", faults)
+        errors.append(f"rope_type={kind} depends on the longest position, and ranks see different ones")
+    raise_errors(f"{type(block).__name__} with its sequence over {view.parts} ranks", errors)

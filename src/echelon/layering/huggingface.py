@@ -73,7 +73,7 @@ def frequencies(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def fault_of(model: Any) -> str:
+def error_of(model: Any) -> str:
     """Why a model of a known family cannot be run layer by layer, and what to do; empty, if it can."""
     from transformers import __version__
     from transformers.masking_utils import create_causal_mask

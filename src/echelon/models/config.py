@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from echelon.errors import did_you_mean, raise_faults
+from echelon.errors import did_you_mean, raise_errors
 
 Family = Literal["gpt", "llama"]
 
@@ -27,16 +27,16 @@ class RopeScaling:
     original_sequence: int
 
     def __post_init__(self) -> None:
-        faults = [
-            *_number_faults(self, "factor", "low_freq_factor", "high_freq_factor"),
-            *_count_faults(self, "original_sequence"),
+        errors = [
+            *_number_errors(self, "factor", "low_freq_factor", "high_freq_factor"),
+            *_count_errors(self, "original_sequence"),
         ]
-        if not faults and self.low_freq_factor >= self.high_freq_factor:
-            faults.append(
+        if not errors and self.low_freq_factor >= self.high_freq_factor:
+            errors.append(
                 f"low_freq_factor={self.low_freq_factor} high_freq_factor={self.high_freq_factor}: "
                 "the low factor must be below the high one"
             )
-        raise_faults("rope scaling", faults)
+        raise_errors("rope scaling", errors)
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        faults = [
-            *_family_faults(self.family),
-            *_count_faults(self, "layers", "width", "heads", "vocab", "sequence"),
-            *_count_faults(self, *(name for name in ("kv_heads", "ffn") if getattr(self, name) is not None)),
-            *_number_faults(self, "norm_epsilon", "rope_theta"),
+        errors = [
+            *_family_errors(self.family),
+            *_count_errors(self, "layers", "width", "heads", "vocab", "sequence"),
+            *_count_errors(self, *(name for name in ("kv_heads", "ffn") if getattr(self, name) is not None)),
+            *_number_errors(self, "norm_epsilon", "rope_theta"),
         ]
         if not isinstance(self.tied, bool):
-            faults.append(f"tied={self.tied!r}: must be true or false")
+            errors.append(f"tied={self.tied!r}: must be true or false")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            faults.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
+            errors.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
         # How values fit together is asked only of values that make sense alone.
-        raise_faults("model config", faults or _fit_faults(self))
+        raise_errors("model config", errors or _fit_errors(self))
 
     @property
     def head_width(self) -> int:
@@ -122,14 +122,14 @@ def _num_block_parameters(config: ModelConfig) -> int:
     return attention + mlp + biases + 2 * _num_norm_parameters(config)
 
 
-def _family_faults(family: str) -> list[str]:
+def _family_errors(family: str) -> list[str]:
     known = get_args(Family)
     if family in known:
         return []
     return [f"family={family!r}: is not a model family{did_you_mean(str(family), known)}"]
 
 
-def _count_faults(config: object, *names: str) -> list[str]:
+def _count_errors(config: object, *names: str) -> list[str]:
     return [
         f"{name}={value!r}: must be a whole number, at least 1"
         for name in names
@@ -137,7 +137,7 @@ def _count_faults(config: object, *names: str) -> list[str]:
     ]
 
 
-def _number_faults(config: object, *names: str) -> list[str]:
+def _number_errors(config: object, *names: str) -> list[str]:
     return [
         f"{name}={value!r}: must be a number above 0"
         for name in names
@@ -149,28 +149,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fit_faults(config: ModelConfig) -> list[str]:
-    faults = []
+def _fit_errors(config: ModelConfig) -> list[str]:
+    errors = []
     if config.width % config.heads:
-        faults.append(
+        errors.append(
             f"width={config.width} heads={config.heads}: each head takes an equal part of the width; "
             f"make width a multiple of {config.heads}"
         )
     elif config.family == "llama" and config.head_width % 2:
-        faults.append(
+        errors.append(
             f"width={config.width} heads={config.heads}: rotary positions turn pairs, and a head is "
             f"{config.head_width} wide; make width / heads even"
         )
     if config.family == "llama" and config.heads % config.num_kv_heads:
-        faults.append(
+        errors.append(
             f"heads={config.heads} kv_heads={config.kv_heads}: each key/value head serves an equal number of "
             f"heads; make heads a multiple of {config.kv_heads}"
         )
     if config.family == "gpt" and config.num_kv_heads != config.heads:
-        faults.append(
+        errors.append(
             f"heads={config.heads} kv_heads={config.kv_heads}: GPT does not group key/value heads; "
             "leave kv_heads out, or take family='llama'"
         )
     if config.family == "gpt" and config.rope_scaling is not None:
-        faults.append("rope_scaling: GPT has learned positions; leave it out, or take family='llama'")
-    return faults
+        errors.append("rope_scaling: GPT has learned positions; leave it out, or take family='llama'")
+    return errors

@@ -7,7 +7,7 @@ training run has learned, not for serving.
 import torch
 from torch import Tensor
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.models.transformer import Transformer
 
 
@@ -52,24 +52,24 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, dice: torch.Gen
 
 
 def _check(model: Transformer, prompt: Tensor, length: int, temperature: float, top_k: int | None) -> None:
-    faults = []
+    errors = []
     vocab = model.config.vocab
     if prompt.dtype not in (torch.int32, torch.int64):
-        faults.append(f"prompt_tokens are {prompt.dtype}: must be token ids, torch.int64")
+        errors.append(f"prompt_tokens are {prompt.dtype}: must be token ids, torch.int64")
     if prompt.ndim not in (1, 2) or prompt.numel() == 0:
-        faults.append(
+        errors.append(
             f"prompt_tokens have shape {list(prompt.shape)}: must be [sequence] or [batch, sequence], "
             "with at least one token"
         )
     elif prompt.min() < 0 or prompt.max() >= vocab:
-        faults.append(
+        errors.append(
             f"prompt_tokens hold ids from {int(prompt.min())} to {int(prompt.max())}: the vocabulary of this "
             f"model is 0 to {vocab - 1}"
         )
     if length < 0:
-        faults.append(f"length={length}: must be 0 or more")
+        errors.append(f"length={length}: must be 0 or more")
     if not temperature >= 0:
-        faults.append(f"temperature={temperature}: must be 0 (always the likeliest token) or more")
+        errors.append(f"temperature={temperature}: must be 0 (always the likeliest token) or more")
     if top_k is not None and top_k < 1:
-        faults.append(f"top_k={top_k}: must be at least 1, or None to draw from all tokens")
-    raise_faults("generate", faults)
+        errors.append(f"top_k={top_k}: must be at least 1, or None to draw from all tokens")
+    raise_errors("generate", errors)

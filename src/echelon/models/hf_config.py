@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models.config import Family, ModelConfig, RopeScaling
 
 T = TypeVar("T")
@@ -92,16 +92,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         near = did_you_mean(model_type, _DIALECTS)
         raise UserError(f"config.json: model_type={model_type} is not supported{near}")
     dialect = _DIALECTS[model_type]
-    faults = _demand_faults(dialect, raw)
-    values = _read_sizes(dialect, raw, faults)
-    values |= _read_rope(raw, faults) if model_type == "llama" else _read_dropout(raw, faults)
-    config = _checked(ModelConfig, {"family": dialect.family, **values}, faults)
+    errors = _demand_errors(dialect, raw)
+    values = _read_sizes(dialect, raw, errors)
+    values |= _read_rope(raw, errors) if model_type == "llama" else _read_dropout(raw, errors)
+    config = _checked(ModelConfig, {"family": dialect.family, **values}, errors)
     if model_type == "llama" and config is not None and raw.get("head_dim") not in (None, config.head_width):
-        faults.append(
+        errors.append(
             f"head_dim={raw['head_dim']!r}: must be hidden_size / num_attention_heads, {config.head_width}; "
             "heads of another width are not supported"
         )
-    raise_faults("config.json", faults)
+    raise_errors("config.json", errors)
     assert config is not None
     return config
 
@@ -126,7 +126,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return raw | (_write_rope(config) if config.family == "llama" else _write_dropout(config))
 
 
-def _demand_faults(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
+def _demand_errors(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}={raw[key]!r}: is not supported; must be {' or '.join(map(repr, values))}"
         for key, values in dialect.demanded.items()
@@ -134,17 +134,17 @@ def _demand_faults(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _read_sizes(dialect: _Dialect, raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    faults += [f"{key}: is missing" for key in dialect.required.values() if key not in raw]
+def _read_sizes(dialect: _Dialect, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
+    errors += [f"{key}: is missing" for key in dialect.required.values() if key not in raw]
     required = {ours: raw.get(theirs) for ours, theirs in dialect.required.items()}
     optional = {ours: raw.get(theirs, default) for ours, (theirs, default) in dialect.optional.items()}
     return required | optional
 
 
-def _read_dropout(raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+def _read_dropout(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     embedding, residual = (raw.get(key, 0.1) for key in _DROPOUTS)
     if embedding != residual:
-        faults.append(
+        errors.append(
             f"embd_pdrop={embedding!r} resid_pdrop={residual!r}: one dropout serves both; make them equal"
         )
     return {"dropout": residual}
@@ -154,22 +154,22 @@ def _write_dropout(config: ModelConfig) -> dict[str, Any]:
     return dict.fromkeys(_DROPOUTS, config.dropout) | {"attn_pdrop": 0.0}
 
 
-def _read_rope(raw: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+def _read_rope(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     """`rope_parameters` is transformers 5; `rope_theta` beside `rope_scaling` is what came before."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        faults.append(f"rope_parameters={rope!r}: must be an object")
+        errors.append(f"rope_parameters={rope!r}: must be an object")
         return {}
     values = {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
-        faults += [f"rope_parameters: {key} is missing" for key in missing]
+        errors += [f"rope_parameters: {key} is missing" for key in missing]
         if not missing:
             fields = {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
-            values["rope_scaling"] = _checked(RopeScaling, fields, faults)
+            values["rope_scaling"] = _checked(RopeScaling, fields, errors)
     elif kind != "default":
-        faults.append(f"rope_type={kind!r}: is not supported; must be 'default' or 'llama3'")
+        errors.append(f"rope_type={kind!r}: is not supported; must be 'default' or 'llama3'")
     return values
 
 
@@ -182,10 +182,10 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _checked(kind: Callable[..., T], values: Mapping[str, Any], faults: list[str]) -> T | None:
-    """kind(**values), or None with its faults added to the list."""
+def _checked(kind: Callable[..., T], values: Mapping[str, Any], errors: list[str]) -> T | None:
+    """kind(**values), or None with its errors added to the list."""
     try:
         return kind(**values)
     except UserError as error:
-        faults.extend(error.faults)
+        errors.extend(error.errors)
         return None

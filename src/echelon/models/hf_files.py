@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -81,28 +81,28 @@ def _read_index(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: must hold a 'weight_map' from tensor names to file names")
     # A file name from a stranger's folder must not lead out of that folder.
     bad = [f for f in weight_map.values() if not isinstance(f, str) or Path(f).name != f]
-    raise_faults(str(path), [f"weight_map: {name!r} is not the name of a file beside it" for name in bad])
+    raise_errors(str(path), [f"weight_map: {name!r} is not the name of a file beside it" for name in bad])
     return weight_map
 
 
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    faults: list[str] = []
+    errors: list[str] = []
     for file in sorted(set(weight_map.values())):
         try:
             shard = _read_shard(folder / file)
         except UserError as error:
-            faults.append(error.title)
+            errors.append(error.title)
             continue
         listed = {name for name, place in weight_map.items() if place == file}
-        faults += [
+        errors += [
             f"{file}: does not hold {name}, which {INDEX} says" for name in sorted(listed - set(shard))
         ]
-        faults += [
+        errors += [
             f"{file}: holds {name}, which {INDEX} does not say" for name in sorted(set(shard) - listed)
         ]
         tensors.update(shard)
-    raise_faults(f"the shards of {folder}", faults)
+    raise_errors(f"the shards of {folder}", errors)
     return tensors
 
 

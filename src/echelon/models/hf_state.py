@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.models.config import ModelConfig
 from echelon.models.families import build
 
@@ -80,23 +80,23 @@ _CONSTANT = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
 def to_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
     """Our state dict under Hugging Face names and layouts. A tied head is left out, as they do."""
-    faults: list[str] = []
+    errors: list[str] = []
     if config.tied:
-        state = _without_tied(state, _HEAD, _EMBEDDING, faults)
-    faults += _state_faults(state, _shapes(config))
-    raise_faults("model state", faults)
+        state = _without_tied(state, _HEAD, _EMBEDDING, errors)
+    errors += _state_errors(state, _shapes(config))
+    raise_errors("model state", errors)
     return _join(config, state)
 
 
 def from_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
     """A Hugging Face state dict under our names and layouts, ready for `load_state_dict(strict=True)`."""
-    faults: list[str] = []
+    errors: list[str] = []
     state = _canonical(_NAMES[config.family].base, state)
     if config.tied:
-        state = _without_tied(state, _HF_HEAD, _NAMES[config.family].embedding, faults)
+        state = _without_tied(state, _HF_HEAD, _NAMES[config.family].embedding, errors)
     meta = {name: torch.empty(shape, device="meta") for name, shape in _shapes(config).items()}
-    faults += _state_faults(state, {name: tensor.shape for name, tensor in _join(config, meta).items()})
-    raise_faults("Hugging Face weights", faults)
+    errors += _state_errors(state, {name: tensor.shape for name, tensor in _join(config, meta).items()})
+    raise_errors("Hugging Face weights", errors)
     return _split(config, state)
 
 
@@ -155,10 +155,10 @@ def _canonical(base: str, state: State) -> dict[str, Tensor]:
     return {name if name == _HF_HEAD else base + name: tensor for name, tensor in state.items()}
 
 
-def _without_tied(state: State, head: str, embedding: str, faults: list[str]) -> dict[str, Tensor]:
+def _without_tied(state: State, head: str, embedding: str, errors: list[str]) -> dict[str, Tensor]:
     """Drop the head of a tied model, which must equal the embedding where both are there."""
     if head in state and embedding in state and not _same(state[head], state[embedding]):
-        faults.append(f"{head}: differs from {embedding}, but the config says that they are tied")
+        errors.append(f"{head}: differs from {embedding}, but the config says that they are tied")
     return {name: tensor for name, tensor in state.items() if name != head}
 
 
@@ -167,17 +167,17 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and (left.is_meta or torch.equal(left, right))
 
 
-def _state_faults(state: State, expected: Mapping[str, torch.Size]) -> list[str]:
-    faults = [f"{name}: is missing" for name in expected if name not in state]
-    faults += [f"{name}: is not a tensor of this model" for name in state if name not in expected]
+def _state_errors(state: State, expected: Mapping[str, torch.Size]) -> list[str]:
+    errors = [f"{name}: is missing" for name in expected if name not in state]
+    errors += [f"{name}: is not a tensor of this model" for name in state if name not in expected]
     for name in expected:
         if name not in state:
             continue
         tensor, shape = state[name], expected[name]
         if tensor.shape != shape:
-            faults.append(f"{name}: has shape {list(tensor.shape)}, must be {list(shape)}")
+            errors.append(f"{name}: has shape {list(tensor.shape)}, must be {list(shape)}")
         if not tensor.is_floating_point():
-            faults.append(
+            errors.append(
                 f"{name}: is {tensor.dtype}, must be floating point (quantised weights are not read)"
             )
-    return faults
+    return errors

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.models.config import ModelConfig
 from echelon.models.families import build
 from echelon.models.hf_config import config_from_hf, config_to_hf
@@ -34,14 +34,14 @@ def load_hf(folder: str | Path) -> Transformer:
     what = f"Hugging Face folder '{folder}'"
     if not folder.is_dir():
         raise UserError(f"{what}: there is no such folder")
-    faults: list[str] = []
-    config = _attempt(faults, lambda: read_hf_config(folder))
-    tensors = _attempt(faults, lambda: read_tensors(folder))
-    raise_faults(what, faults)
+    errors: list[str] = []
+    config = _attempt(errors, lambda: read_hf_config(folder))
+    tensors = _attempt(errors, lambda: read_tensors(folder))
+    raise_errors(what, errors)
     assert config is not None
     assert tensors is not None
-    state = _attempt(faults, lambda: from_hf_state(config, tensors))
-    raise_faults(what, faults)
+    state = _attempt(errors, lambda: from_hf_state(config, tensors))
+    raise_errors(what, errors)
     assert state is not None
     return _assemble(config, state)
 
@@ -84,10 +84,10 @@ def _assemble(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
     return model
 
 
-def _attempt(faults: list[str], read: Callable[[], T]) -> T | None:
-    """What `read` returns, or None with its faults added to the list."""
+def _attempt(errors: list[str], read: Callable[[], T]) -> T | None:
+    """What `read` returns, or None with its errors added to the list."""
     try:
         return read()
     except UserError as error:
-        faults.extend(error.faults or [error.title])
+        errors.extend(error.errors or [error.title])
         return None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 
 IGNORED = -100
 
@@ -32,12 +32,12 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(logits: Tensor, targets: Tensor) -> None:
-    faults = []
+    errors = []
     if logits.shape[:-1] != targets.shape or targets.ndim == 0:
-        faults.append(
+        errors.append(
             f"logits are {list(logits.shape)}, targets {list(targets.shape)}: targets must have the shape of "
             "logits without the last dim"
         )
     if targets.dtype != torch.int64:
-        faults.append(f"targets are {targets.dtype}: token ids must be torch.int64; call targets.long()")
-    raise_faults("cross_entropy", faults)
+        errors.append(f"targets are {targets.dtype}: token ids must be torch.int64; call targets.long()")
+    raise_errors("cross_entropy", errors)

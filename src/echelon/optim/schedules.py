@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from echelon.errors import did_you_mean, raise_faults
+from echelon.errors import did_you_mean, raise_errors
 
 # How far the factor has fallen (0 … 1) after each part (0 … 1) of the decay. For wsd the square root: it
 # falls fast at first, and trained to a lower loss than a straight line in "Scaling Laws and Compute-Optimal
@@ -58,13 +58,13 @@ class Schedule:
 
 def constant(warmup: int = 0) -> Schedule:
     """Linear warm-up, then 1 for as long as the run goes on."""
-    raise_faults("schedule 'constant'", _faults(None, warmup, None, None))
+    raise_errors("schedule 'constant'", _errors(None, warmup, None, None))
     return Schedule("constant", None, warmup, 0, 1.0)
 
 
 def cosine(total: int, warmup: int = 0, floor: float = 0.1) -> Schedule:
     """Linear warm-up, then half a cosine from 1 to `floor` over the rest of the `total` steps."""
-    raise_faults("schedule 'cosine'", _faults(total, warmup, None, floor))
+    raise_errors("schedule 'cosine'", _errors(total, warmup, None, floor))
     return Schedule("cosine", total, warmup, total - warmup, floor)
 
 
@@ -73,7 +73,7 @@ def wsd(total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.
 
     If `decay` is left out, it is a fifth of `total`, or what the warm-up leaves of it.
     """
-    raise_faults("schedule 'wsd'", _faults(total, warmup, decay, floor))
+    raise_errors("schedule 'wsd'", _errors(total, warmup, decay, floor))
     if decay is None:
         decay = min(total // 5, total - warmup)
     return Schedule("wsd", total, warmup, decay, floor)
@@ -83,7 +83,7 @@ def by_name(
     name: str, total: int, warmup: int = 0, decay: int | None = None, floor: float | None = None
 ) -> Schedule:
     """The schedule that a job file names; `decay` and `floor` are the schedule's own where left out."""
-    raise_faults(f"schedule '{name}'", schedule_faults(name, total, warmup, decay, floor))
+    raise_errors(f"schedule '{name}'", schedule_errors(name, total, warmup, decay, floor))
     if name == "constant":
         return constant(warmup)
     if name == "cosine":
@@ -91,37 +91,37 @@ def by_name(
     return wsd(total, warmup, decay) if floor is None else wsd(total, warmup, decay, floor)
 
 
-def schedule_faults(
+def schedule_errors(
     name: str | None, total: int | None, warmup: int, decay: int | None, floor: float | None
 ) -> list[str]:
-    """Every fault of what `by_name` is told; a name or total of None is not judged."""
-    faults = [] if name is None else _name_faults(name, decay, floor)
-    return faults + _faults(total, warmup, decay, floor)
+    """Every error of what `by_name` is told; a name or total of None is not judged."""
+    errors = [] if name is None else _name_errors(name, decay, floor)
+    return errors + _errors(total, warmup, decay, floor)
 
 
-def _name_faults(name: str, decay: int | None, floor: float | None) -> list[str]:
-    faults = []
+def _name_errors(name: str, decay: int | None, floor: float | None) -> list[str]:
+    errors = []
     if name not in NAMES:
-        faults.append(f"'{name}' is not known{did_you_mean(name, NAMES)}")
+        errors.append(f"'{name}' is not known{did_you_mean(name, NAMES)}")
     if decay is not None and name in ("constant", "cosine"):
-        faults.append(f"decay={decay}: only wsd takes it; leave it out, or name wsd")
+        errors.append(f"decay={decay}: only wsd takes it; leave it out, or name wsd")
     if floor is not None and name == "constant":
-        faults.append(f"floor={floor}: constant does not fall; leave it out, or name cosine or wsd")
-    return faults
+        errors.append(f"floor={floor}: constant does not fall; leave it out, or name cosine or wsd")
+    return errors
 
 
-def _faults(total: int | None, warmup: int, decay: int | None, floor: float | None) -> list[str]:
-    """Every fault of these numbers; None stands for one that the schedule does not have."""
+def _errors(total: int | None, warmup: int, decay: int | None, floor: float | None) -> list[str]:
+    """Every error of these numbers; None stands for one that the schedule does not have."""
     leasts = (("total", total, 1), ("warmup", warmup, 0), ("decay", decay, 0))
-    faults = [
+    errors = [
         f"{name}={value}: must be a whole number, at least {least}"
         for name, value, least in leasts
         if value is not None and not (isinstance(value, int) and value >= least)
     ]
     # How they add up is asked only of numbers that make sense alone.
-    if not faults and total is not None and warmup + (decay or 0) > total:
+    if not errors and total is not None and warmup + (decay or 0) > total:
         parts = f"warmup={warmup}" if decay is None else f"warmup={warmup} and decay={decay}"
-        faults.append(f"{parts}: more steps than total={total}; lower them, or raise total")
+        errors.append(f"{parts}: more steps than total={total}; lower them, or raise total")
     if floor is not None and not 0 <= floor <= 1:
-        faults.append(f"floor={floor}: must lie between 0 and 1, a part of the full rate")
-    return faults
+        errors.append(f"floor={floor}: must lie between 0 and 1, a part of the full rate")
+    return errors

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
 from echelon.plan.rules import broken_rules
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One training plan. Every field may be given as its value or as its text; all faults raise at once."""
+    """One training plan. Every field may be given as its value or as its text; all errors raise at once."""
 
     data: int = 1
     tensor: int = 1
@@ -43,18 +43,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values, faults = _read_fields(given)
+        values, errors = _read_fields(given)
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        raise_faults("the plan", [*faults.values(), *broken_rules(self, faults)])
+        raise_errors("the plan", [*errors.values(), *broken_rules(self, errors)])
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Read `field=value` words. The error lists every fault of the text at once."""
+        """Read `field=value` words. The error lists every error of the text at once."""
         given, misspelt = _split(text)
-        values, faults = _read_fields(given)
-        broken = broken_rules(_draft(values), [*faults, *(word.partition("=")[0] for word in misspelt)])
-        raise_faults(f"plan '{text}'", [*misspelt.values(), *faults.values(), *broken])
+        values, errors = _read_fields(given)
+        broken = broken_rules(_draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
+        raise_errors(f"plan '{text}'", [*misspelt.values(), *errors.values(), *broken])
         return cls(**values)
 
     def __str__(self) -> str:
@@ -99,9 +99,9 @@ def _draft(values: Mapping[str, Any]) -> Plan:
 
 
 def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The `field=value` words of `text`, and by word the faults of those that are no such thing."""
+    """The `field=value` words of `text`, and by word the errors of those that are no such thing."""
     given: dict[str, str] = {}
-    faults: dict[str, str] = {}
+    errors: dict[str, str] = {}
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -109,23 +109,23 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not value:
-            faults[word] = f"{word}: must be written field=value, like data=2"
+            errors[word] = f"{word}: must be written field=value, like data=2"
         elif name not in FIELDS:
-            faults[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"
+            errors[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"
         elif name in given:
-            faults[word] = f"{word}: '{name}' stands twice ({name}={given[name]} before); keep one"
+            errors[word] = f"{word}: '{name}' stands twice ({name}={given[name]} before); keep one"
         else:
             given[name] = value
-    return given, faults
+    return given, errors
 
 
 def _read_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Each field's value, and by field the fault of each that its reader refuses."""
+    """Each field's value, and by field the error of each that its reader refuses."""
     values: dict[str, Any] = {}
-    faults: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for name, value in given.items():
         try:
             values[name] = FIELDS[name].read(value)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError):
-            faults[name] = f"{name}={value}: {FIELDS[name].allowed}"
-    return values, faults
+            errors[name] = f"{name}={value}: {FIELDS[name].allowed}"
+    return values, errors

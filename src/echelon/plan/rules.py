@@ -1,6 +1,6 @@
 """Rules between the fields of a plan: which combinations have no meaning, and why.
 
-Each rule reads the fields that stand beside it in the table below, valid one by one, and returns the fault
+Each rule reads the fields that stand beside it in the table below, valid one by one, and returns the error
 as a sentence, or None. What has a meaning but is not built yet is not refused here: the engine says so.
 """
 
@@ -230,12 +230,12 @@ _RULES_OF_AUTO: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ..
 )
 
 
-def broken_rules(plan: "Plan", faulty: Collection[str] = ()) -> Iterator[str]:
-    """The fault of every rule that `plan` breaks; a rule that reads a `faulty` field is left out."""
+def broken_rules(plan: "Plan", invalid: Collection[str] = ()) -> Iterator[str]:
+    """The error of every rule that `plan` breaks; a rule that reads a `invalid` field is left out."""
     rules = _RULES
     if plan.pipeline == AUTO:
         rules = (*(rule for rule in _RULES if "pipeline" not in rule[0]), *_RULES_OF_AUTO)
     for fields, rule in rules:
-        fault = rule(plan) if not set(fields) & set(faulty) else None
-        if fault is not None:
-            yield fault
+        error = rule(plan) if not set(fields) & set(invalid) else None
+        if error is not None:
+            yield error

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 
 
 @dataclass(frozen=True)
@@ -78,47 +78,47 @@ def make_profile(
     tied: Sequence[tuple[str, str]] = (),
     what: str = "the profile",
 ) -> Profile:
-    """A profile from nodes in any order and edges by name; every fault of them at once."""
-    faults = [*_faults_of_nodes(nodes), *_faults_of_edges(nodes, edges, tied)]
-    raise_faults(what, faults)
+    """A profile from nodes in any order and edges by name; every error of them at once."""
+    errors = [*_errors_of_nodes(nodes), *_errors_of_edges(nodes, edges, tied)]
+    raise_errors(what, errors)
     order = _runnable_order([node.name for node in nodes], edges)
     stuck = [node.name for node in nodes if node.name not in order]
     if stuck:
-        raise_faults(what, [f"layers {', '.join(stuck)} wait for each other: remove an edge of the circle"])
+        raise_errors(what, [f"layers {', '.join(stuck)} wait for each other: remove an edge of the circle"])
     by_name = {node.name: node for node in nodes}
     places = sorted({(order[giver], order[taker]) for giver, taker in edges})
     return Profile(tuple(by_name[name] for name in order), tuple(places), tuple(tied))
 
 
-def _faults_of_nodes(nodes: Sequence[Node]) -> list[str]:
-    faults = []
+def _errors_of_nodes(nodes: Sequence[Node]) -> list[str]:
+    errors = []
     for node in nodes:
         for amount in AMOUNTS:
             value = getattr(node, amount)
             if not (math.isfinite(value) and value >= 0):
-                faults.append(f"layer {node.name}: {amount}={value} must be a finite number, at least 0")
+                errors.append(f"layer {node.name}: {amount}={value} must be a finite number, at least 0")
     names = [node.name for node in nodes]
     twice = sorted({name for name in names if names.count(name) > 1})
-    faults += [f"layer {name} is there {names.count(name)} times: give each its own name" for name in twice]
+    errors += [f"layer {name} is there {names.count(name)} times: give each its own name" for name in twice]
     if not nodes:
-        faults.append("there is no layer: list at least one")
+        errors.append("there is no layer: list at least one")
     elif not any(node.seconds for node in nodes):
-        faults.append("no layer takes any time: measure forward_seconds and backward_seconds")
-    return faults
+        errors.append("no layer takes any time: measure forward_seconds and backward_seconds")
+    return errors
 
 
-def _faults_of_edges(
+def _errors_of_edges(
     nodes: Sequence[Node], edges: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]]
 ) -> list[str]:
     known = {node.name for node in nodes}
-    faults = [
+    errors = [
         f"{kind} {giver} -> {taker}: there is no layer {name}; list it, or drop the {kind}"
         for kind, pairs in (("edge", edges), ("tie", tied))
         for giver, taker in pairs
         for name in (giver, taker)
         if name not in known
     ]
-    return faults + [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
+    return errors + [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
 
 
 def _runnable_order(names: list[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:

@@ -12,7 +12,7 @@ takers are left out. The files do not say what a layer stashes: taken to be its 
 import re
 from collections.abc import Iterable
 
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.planner.graph import Node, Profile, make_profile
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -20,11 +20,11 @@ _NODE = "NAME -- description -- " + ", ".join(f"{key}=NUMBER" for key in _KEYS)
 
 
 def parse_graph_text(text: str, what: str = "the profile") -> Profile:
-    """The profile that a graph.txt tells; every fault with its line, all at once."""
+    """The profile that a graph.txt tells; every error with its line, all at once."""
     nodes: dict[str, Node] = {}
-    named: set[str] = set()  # also by lines that are wrong: their edges are no faults of their own
+    named: set[str] = set()  # also by lines that are wrong: their edges are no errors of their own
     edges: list[tuple[int, str, str]] = []
-    faults: list[str] = []
+    errors: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             if line.startswith("\t"):
@@ -36,14 +36,14 @@ def parse_graph_text(text: str, what: str = "the profile") -> Profile:
                     raise ValueError(f"{node.name} is there already; give each node its own name")
                 nodes[node.name] = node
         except ValueError as error:
-            faults.append(f"line {number}: {error}")
+            errors.append(f"line {number}: {error}")
     for number, *ends in edges:
-        faults += [
+        errors += [
             f"line {number}: there is no node {name}; add its line, or remove the edge"
             for name in ends
             if name not in named
         ]
-    raise_faults(what, faults)
+    raise_errors(what, errors)
     return _without_ends(list(nodes.values()), [(giver, taker) for _, giver, taker in edges], what)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.planner.assess import assess
 from echelon.planner.cost import CostModel, Echelon, Level, make_levels
 from echelon.planner.graph import Profile
@@ -34,7 +34,7 @@ def partition(
     counts = (workers,) if isinstance(workers, int) else tuple(workers)
     rates = (bandwidth,) if isinstance(bandwidth, int | float) else tuple(bandwidth)
     model = cost_model or Echelon()
-    raise_faults("the cluster", cluster_faults(counts, rates, model, memory))
+    raise_errors("the cluster", cluster_errors(counts, rates, model, memory))
     levels = make_levels(counts, rates)
     states = find_states(profile, MOST_STATES if len(levels) == 1 else MOST_STATES_OF_PAIRS)
     problem = Problem(states, levels, model, memory, straight)
@@ -53,35 +53,35 @@ def partition(
     )
 
 
-def cluster_faults(
+def cluster_errors(
     workers: tuple[int, ...], bandwidths: tuple[float, ...], model: CostModel, memory: float | None
 ) -> list[str]:
-    """Every fault of what a cluster is said to be."""
-    faults = [
+    """Every error of what a cluster is said to be."""
+    errors = [
         f"workers {count}: must be a whole number, at least 1"
         for count in workers
         if not isinstance(count, int) or count < 1
     ]
-    faults += [
+    errors += [
         f"bandwidth {rate}: must be bytes a second, more than 0"
         for rate in bandwidths
         if not 0 < rate < math.inf
     ]
     if len(workers) != len(bandwidths) or not workers:
-        faults.append(
+        errors.append(
             f"{len(workers)} levels of workers and {len(bandwidths)} bandwidths: give one bandwidth for each "
             "level, innermost first"
         )
     if memory is not None and not memory > 0:
-        faults.append(f"memory {memory}: must be bytes, more than 0")
-    ranks = math.prod(workers) if not faults else 1
+        errors.append(f"memory {memory}: must be bytes, more than 0")
+    ranks = math.prod(workers) if not errors else 1
     shared = model.microbatches if isinstance(model, Echelon) else None
     if shared is not None and shared < ranks:
-        faults.append(
+        errors.append(
             f"microbatches {shared}, workers {ranks}: a replica without a microbatch would stand idle; give "
             f"at least {ranks} microbatches, or fewer workers"
         )
-    return faults
+    return errors
 
 
 def _refuse(problem: Problem) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
 from echelon.planner.graph_text import parse_graph_text
 
@@ -56,60 +56,60 @@ def to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def profile_of(value: Mapping[str, Any], what: str = "the profile") -> Profile:
-    """The profile that plain values tell; every fault at once."""
-    faults = [
+    """The profile that plain values tell; every error at once."""
+    errors = [
         f"'{key}' is no key of a profile{did_you_mean(key, _KEYS)}" for key in value if key not in _KEYS
     ]
     if (value.get("format"), value.get("version")) != (FORMAT, VERSION):
-        faults.append(f'it must say "format": "{FORMAT}" and "version": {VERSION}')
+        errors.append(f'it must say "format": "{FORMAT}" and "version": {VERSION}')
     nodes = [
-        _node(index, its, faults) for index, its in enumerate(_list(value.get("nodes", []), "nodes", faults))
+        _node(index, its, errors) for index, its in enumerate(_list(value.get("nodes", []), "nodes", errors))
     ]
-    edges = _pairs(value.get("edges"), "edges", faults)
-    tied = _pairs(value.get("tied"), "tied", faults)
-    raise_faults(what, faults)
+    edges = _pairs(value.get("edges"), "edges", errors)
+    tied = _pairs(value.get("tied"), "tied", errors)
+    raise_errors(what, errors)
     if "edges" not in value:
         return chain(nodes, tied, what)
     return make_profile(nodes, edges, tied, what)
 
 
-def _list(value: Any, key: str, faults: list[str]) -> list[Any]:
+def _list(value: Any, key: str, errors: list[str]) -> list[Any]:
     if isinstance(value, list):
         return value
-    faults.append(f"{key} must be a list")
+    errors.append(f"{key} must be a list")
     return []
 
 
-def _pairs(value: Any, key: str, faults: list[str]) -> list[tuple[str, str]]:
-    pairs = [] if value is None else _list(value, key, faults)
+def _pairs(value: Any, key: str, errors: list[str]) -> list[tuple[str, str]]:
+    pairs = [] if value is None else _list(value, key, errors)
     good = []
     for pair in pairs:
         if isinstance(pair, list) and len(pair) == 2 and all(isinstance(name, str) for name in pair):
             good.append((pair[0], pair[1]))
         else:
-            faults.append(f'{key}: {json.dumps(pair)} must be two names of layers, like ["0", "1"]')
+            errors.append(f'{key}: {json.dumps(pair)} must be two names of layers, like ["0", "1"]')
     return good
 
 
-def _node(index: int, value: Any, faults: list[str]) -> Node:
+def _node(index: int, value: Any, errors: list[str]) -> Node:
     known = ("name", *AMOUNTS, "about")
     if not isinstance(value, dict):
-        faults.append(f"node {index} must be an object with {', '.join(known)}")
+        errors.append(f"node {index} must be an object with {', '.join(known)}")
         value = {}
     else:
         wrong = [
             f"node {index}: '{key}' is no key{did_you_mean(key, known)}" for key in value if key not in known
         ]
         missing = [key for key in known if key not in value and key not in _OPTIONAL]
-        faults += wrong + [f"node {index}: {key} is missing" for key in missing]
-    amounts = {key: _amount(index, key, value[key], faults) for key in AMOUNTS if key in value}
+        errors += wrong + [f"node {index}: {key} is missing" for key in missing]
+    amounts = {key: _amount(index, key, value[key], errors) for key in AMOUNTS if key in value}
     stash = amounts.pop("stash_bytes", amounts.get("output_bytes", 0.0))
     filled = dict.fromkeys(AMOUNTS, 0.0) | amounts | {"stash_bytes": stash}
     return Node(name=str(value.get("name", index)), about=str(value.get("about", "")), **filled)
 
 
-def _amount(index: int, key: str, value: Any, faults: list[str]) -> float:
+def _amount(index: int, key: str, value: Any, errors: list[str]) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) if abs(value) < 1e300 else float("inf")
-    faults.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
+    errors.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
     return 0.0

@@ -1,4 +1,4 @@
-"""Sizes, rates and clusters as people write them: '16GB', '10Gb/s', '4x4'. A fault is a ValueError."""
+"""Sizes, rates and clusters as people write them: '16GB', '10Gb/s', '4x4'. A error is a ValueError."""
 
 import re
 

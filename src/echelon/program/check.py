@@ -1,4 +1,4 @@
-"""The check of a program, before anything runs: all its faults at once, shown in a grid of ranks and time."""
+"""The check of a program, before anything runs: all its errors at once, shown in a grid of ranks and time."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -6,8 +6,8 @@ from echelon.errors import UserError
 from echelon.program.grid import Grid, Line, draw, plain
 from echelon.program.instruction import COMPUTE, Instruction, Program
 from echelon.program.readiness import Place, walk
-from echelon.program.rules import Fault, find
-from echelon.program.rules.fault import name
+from echelon.program.rules import Error, find
+from echelon.program.rules.error import name
 from echelon.program.rules.work import placed
 from echelon.program.simulate import Span
 
@@ -16,36 +16,36 @@ _MOST_TOLD = 1000
 
 
 def check(program: Program, *, training: bool = True, lines: Mapping[int, int] | None = None) -> None:
-    """Raise one UserError with every fault of a program, if there is any.
+    """Raise one UserError with every error of a program, if there is any.
 
     `training=False`: forwards alone. `lines` says on which line of a file each rank stands.
     """
-    faults = find(program, training=training)
-    if not faults:
+    errors = find(program, training=training)
+    if not errors:
         return
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
     title = f"{count} in schedule '{program.name}', marked [ ] in the grid:"
-    told = [_sentence(program, fault, lines or {}) for fault in faults[:_MOST_TOLD]]
-    if len(faults) > _MOST_TOLD:
-        told.append(f"and {len(faults) - _MOST_TOLD} more")
-    raise UserError(f"{title}\n\n{picture(program, faults)}\n", told)
+    told = [_sentence(program, error, lines or {}) for error in errors[:_MOST_TOLD]]
+    if len(errors) > _MOST_TOLD:
+        told.append(f"and {len(errors) - _MOST_TOLD} more")
+    raise UserError(f"{title}\n\n{picture(program, errors)}\n", told)
 
 
-def _sentence(program: Program, fault: Fault, lines: Mapping[int, int]) -> str:
-    line = f"line {lines[fault.rank]}, " if fault.rank in lines else ""
-    where = f"{line}rank {fault.rank}"
-    if fault.place is None:
-        return f"{where}: {fault.reason}"
-    return f"{where}, {name(program, fault.rank, program.ranks[fault.rank][fault.place])}: {fault.reason}"
+def _sentence(program: Program, error: Error, lines: Mapping[int, int]) -> str:
+    line = f"line {lines[error.rank]}, " if error.rank in lines else ""
+    where = f"{line}rank {error.rank}"
+    if error.place is None:
+        return f"{where}: {error.reason}"
+    return f"{where}, {name(program, error.rank, program.ranks[error.rank][error.place])}: {error.reason}"
 
 
-def picture(program: Program, faults: Sequence[Fault]) -> str:
-    """The grid with the places of the faults marked; of a large one, the parts with a mark."""
-    marked = {(fault.rank, fault.place) for fault in faults if fault.place is not None}
+def picture(program: Program, errors: Sequence[Error]) -> str:
+    """The grid with the places of the errors marked; of a large one, the parts with a mark."""
+    marked = {(error.rank, error.place) for error in errors if error.place is not None}
     spans = _sketch(program, marked)
     marks = {span for place, span in spans.items() if place in marked}
     grid = draw(list(spans.values()), len(program.ranks), marks)
-    return excerpt(grid, {fault.rank for fault in faults})
+    return excerpt(grid, {error.rank for error in errors})
 
 
 def excerpt(grid: Grid, ranks: Collection[int]) -> str:
@@ -67,7 +67,7 @@ def _is_marked(block: tuple[Line, ...]) -> bool:
 
 
 def _sketch(program: Program, marked: set[Place]) -> dict[Place, Span]:
-    """A timeline of a faulty program: as far as it runs, one tick a computation; then the rest in order."""
+    """A timeline of a invalid program: as far as it runs, one tick a computation; then the rest in order."""
     clock = [0] * len(program.ranks)
     ends: dict[Place, int] = {}
     spans: dict[Place, Span] = {}

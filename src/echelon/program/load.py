@@ -11,13 +11,13 @@ from echelon.program.text import Parsed, parse
 
 
 def load_schedule(path: str | Path) -> Program:
-    """The whole program of a schedule file. Every fault is told with its line.
+    """The whole program of a schedule file. Every error is told with its line.
 
     A file may give just the order of computation; or sends and receives too, and then all of them.
     """
     parsed = parse(_read(Path(path)), name=str(path))
     if parsed.program is None:
-        raise UserError(_title(parsed, path), list(parsed.faults))
+        raise UserError(_title(parsed, path), list(parsed.errors))
     program = complete(parsed.program)
     check(program, lines=parsed.lines)
     return program
@@ -25,8 +25,8 @@ def load_schedule(path: str | Path) -> Program:
 
 def _title(parsed: Parsed, path: str | Path) -> str:
     """What is wrong with a text that is no program: with a grid of its words, where some cannot be read."""
-    count = "1 fault" if len(parsed.faults) == 1 else f"{len(parsed.faults)} faults"
-    marked = [rank for rank, words in parsed.words.items() if any(faulty for _, faulty in words)]
+    count = "1 error" if len(parsed.errors) == 1 else f"{len(parsed.errors)} errors"
+    marked = [rank for rank, words in parsed.words.items() if any(invalid for _, invalid in words)]
     if not marked:
         return f"{count} in schedule '{path}':"
     grid = excerpt(draw_words(sorted(parsed.words.items())), marked)

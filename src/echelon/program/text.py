@@ -27,14 +27,14 @@ _KEYS = ("rank", "stage", "schedule", "microbatches")
 
 @dataclass(frozen=True)
 class Parsed:
-    """A program and the line of each rank; or the faults of its text, and then no program.
+    """A program and the line of each rank; or the errors of its text, and then no program.
 
-    `words` are those of each rank's line, and whether they are faulty.
+    `words` are those of each rank's line, and whether they are invalid.
     """
 
     program: Program | None
     lines: Mapping[int, int]
-    faults: Sequence[str]
+    errors: Sequence[str]
     words: Mapping[int, Sequence[tuple[str, bool]]]
 
 
@@ -87,72 +87,72 @@ def _told_microbatches(ranks: Sequence[Sequence[Instruction]]) -> int:
 
 
 def parse(text: str, name: str = "schedule") -> Parsed:
-    """Read a program; `name` is its name where the text gives none. All faults at once, with their lines."""
+    """Read a program; `name` is its name where the text gives none. All errors at once, with their lines."""
     page = _Page(text)
     placement = page.placement()
     ranks = tuple(tuple(page.instructions(rank, placement)) for rank in sorted(page.ranks))
     title = page.single.get("schedule", name)
     microbatches = page.microbatches(_told_microbatches(ranks))
     program = Program(title, placement, microbatches, ranks)
-    faults = [
-        f"line {line}: {fault}" if line else fault for line, fault in sorted(page.faults, key=itemgetter(0))
+    errors = [
+        f"line {line}: {error}" if line else error for line, error in sorted(page.errors, key=itemgetter(0))
     ]
     lines = {rank: line for rank, (line, _) in page.ranks.items()}
-    return Parsed(None if faults else program, lines, faults, page.words)
+    return Parsed(None if errors else program, lines, errors, page.words)
 
 
 class _Page:
-    """The lines of a text, sorted by what they tell; faults are kept as (line, sentence)."""
+    """The lines of a text, sorted by what they tell; errors are kept as (line, sentence)."""
 
     def __init__(self, text: str) -> None:
-        self.faults: list[tuple[int, str]] = []
+        self.errors: list[tuple[int, str]] = []
         self.ranks: dict[int, tuple[int, str]] = {}  # the line, and what it says
         self.stages: dict[int, tuple[int, str]] = {}
         self.single: dict[str, str] = {}
-        self.words: dict[int, list[tuple[str, bool]]] = {}  # of each rank, and whether they are faulty
+        self.words: dict[int, list[tuple[str, bool]]] = {}  # of each rank, and whether they are invalid
         self._line_of: dict[str, int] = {}
         for line, written in enumerate(text.splitlines(), 1):
             content = written.partition("#")[0].strip()
             if content:
                 self._sort(line, content)
-        if not self.ranks and not self.faults:
-            self.faults.append((0, "no rank: write a line for each, like 'rank 0: F0 B0'"))
+        if not self.ranks and not self.errors:
+            self.errors.append((0, "no rank: write a line for each, like 'rank 0: F0 B0'"))
 
     def _sort(self, line: int, content: str) -> None:
         found = _LINE.fullmatch(content)
         if found is None:
-            self._fault(line, f"'{content[:40]}': must begin with 'rank N:' or 'stage N:'")
+            self._error(line, f"'{content[:40]}': must begin with 'rank N:' or 'stage N:'")
             return
         key, number, rest = found["key"], found["number"], found["rest"].strip()
         if key not in _KEYS:
-            self._fault(line, f"'{key}': no line begins so{did_you_mean(key.lower(), _KEYS)}")
+            self._error(line, f"'{key}': no line begins so{did_you_mean(key.lower(), _KEYS)}")
         elif key in ("rank", "stage") and not number:
-            self._fault(line, f"'{key}:' has no number: write '{key} 0: …'")
+            self._error(line, f"'{key}:' has no number: write '{key} 0: …'")
         elif key in ("rank", "stage"):
             self._keep(line, key, int(number), rest)
         elif number or not rest:
-            self._fault(line, f"'{content[:40]}': must be written '{key}: …'")
+            self._error(line, f"'{content[:40]}': must be written '{key}: …'")
         elif key in self.single:
-            self._fault(line, f"'{key}' stands twice, on line {self._line_of[key]} before; keep one")
+            self._error(line, f"'{key}' stands twice, on line {self._line_of[key]} before; keep one")
         else:
             self.single[key], self._line_of[key] = rest, line
 
     def _keep(self, line: int, key: str, number: int, rest: str) -> None:
         kept = self.ranks if key == "rank" else self.stages
         if number in kept:
-            self._fault(line, f"{key} {number} stands twice, on line {kept[number][0]} before; keep one")
+            self._error(line, f"{key} {number} stands twice, on line {kept[number][0]} before; keep one")
         else:
             kept[number] = (line, rest)
 
-    def _fault(self, line: int, fault: str) -> None:
-        self.faults.append((line, fault))
+    def _error(self, line: int, error: str) -> None:
+        self.errors.append((line, error))
 
     def microbatches(self, told: int) -> int:
         given = self.single.get("microbatches")
         if given is None:
             return told
         if not re.fullmatch(r"\d{1,9}", given):
-            self._fault(self._line_of["microbatches"], f"'{given}': must be a whole number of microbatches")
+            self._error(self._line_of["microbatches"], f"'{given}': must be a whole number of microbatches")
             return told
         return int(given)
 
@@ -169,19 +169,19 @@ class _Page:
         missing = [number for number in range(len(kept)) if number not in kept]
         if missing:
             names = ", ".join(map(str, missing))
-            self._fault(0, f"{what} {names} missing, though there is a {what} {max(kept)}: write {mend}")
+            self._error(0, f"{what} {names} missing, though there is a {what} {max(kept)}: write {mend}")
 
     def _holders(self, stage: int) -> tuple[int, ...]:
         line, rest = self.stages[stage]
         words = rest.split()
         if not words:
-            self._fault(line, f"stage {stage}: name the ranks that hold it, like 'stage {stage}: 0'")
+            self._error(line, f"stage {stage}: name the ranks that hold it, like 'stage {stage}: 0'")
         if len(set(words)) < len(words):
-            self._fault(line, f"stage {stage}: '{rest}' names a rank twice; keep one")
+            self._error(line, f"stage {stage}: '{rest}' names a rank twice; keep one")
         numbers = {word: int(word) if re.fullmatch(r"\d{1,9}", word) else -1 for word in words}
         for word, number in numbers.items():
             if number not in self.ranks:
-                self._fault(line, f"'{word}': stage {stage} must be on ranks that have a line here")
+                self._error(line, f"'{word}': stage {stage} must be on ranks that have a line here")
         return tuple(numbers.values())
 
     def instructions(self, rank: int, placement: Sequence[Sequence[int]]) -> list[Instruction]:
@@ -192,10 +192,10 @@ class _Page:
         self.words[rank] = []
         for word in rest.split():
             its = _read(word, held)
-            fault = its if isinstance(its, str) else self._out_of_bounds(its)
-            self.words[rank].append((word, fault is not None))
-            if fault is not None:
-                self._fault(line, f"'{word}': {fault}")
+            error = its if isinstance(its, str) else self._out_of_bounds(its)
+            self.words[rank].append((word, error is not None))
+            if error is not None:
+                self._error(line, f"'{word}': {error}")
             elif isinstance(its, Instruction):
                 read.append(its)
         return read
@@ -210,7 +210,7 @@ class _Page:
 
 
 def _read(word: str, held: Sequence[int]) -> Instruction | str:
-    """The instruction that a word of a rank's line stands for, or its fault."""
+    """The instruction that a word of a rank's line stands for, or its error."""
     found = _WORD.fullmatch(word)
     known = [op.value for op in Op]
     if found is None or found["op"] not in known:
@@ -220,9 +220,9 @@ def _read(word: str, held: Sequence[int]) -> Instruction | str:
     op, number = Op(found["op"]), int(found["number"]) if found["number"] else None
     marks = re.findall(r"([@v<>])(\d+)", found["rest"])
     given = {mark: int(value) for mark, value in marks}
-    fault = _misformed(op, number, [mark for mark, _ in marks])
-    if fault is not None:
-        return fault
+    error = _misformed(op, number, [mark for mark, _ in marks])
+    if error is not None:
+        return error
     stage = given.get("@", _default_stage(op, held))
     if stage is None:
         return (

@@ -10,8 +10,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.dropout import split_features
-from echelon.errors import raise_faults
-from echelon.tensor_parallel.faults import find_faults
+from echelon.errors import raise_errors
+from echelon.tensor_parallel.errors import find_errors
 from echelon.tensor_parallel.modules import (
     Column,
     EnterFirst,
@@ -61,10 +61,10 @@ def split_over(
     found = _found(model, styles)
     whole = set(whole_sequence) if sequence else set(model.modules())
     partial = {m for m in model.modules() if m not in whole or (m in found and found[m].word in _INSIDE)}
-    faults = find_faults(
+    errors = find_errors(
         model, styles, found, group.size, partial=partial, whole_sequence=whole if sequence else None
     )
-    raise_faults(f"tensor={group.size}", faults)
+    raise_errors(f"tensor={group.size}", errors)
     _start_equal(model, group)
     _divide_numbers(styles, group.size)
     region = Region(group, sequence=sequence)

@@ -1,19 +1,19 @@
 """A job: everything a training run is told, as plain data with a default for each.
 
 `Job()` is the embedded default: a small GPT on two ranks that learns the Python standard library's sources.
-How a TOML file becomes a Job is job_file.py's, what makes one faulty job_rules.py's, what it does loop.py's.
+How a TOML file becomes a Job is job_file.py's, what makes one invalid job_rules.py's, what it does loop.py's.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from echelon.errors import UserError, raise_faults
+from echelon.errors import UserError, raise_errors
 from echelon.models import ModelConfig, preset, read_hf_config
 from echelon.optim.schedules import Schedule, by_name
-from echelon.train.job_rules import job_faults
+from echelon.train.job_rules import job_errors
 
-# Read by pydantic alone: an unknown key is a fault, not silence.
+# Read by pydantic alone: an unknown key is a error, not silence.
 _FORBID_EXTRA = {"extra": "forbid"}
 
 
@@ -118,8 +118,8 @@ class Job:
 
 
 def check(job: Job) -> None:
-    """Raise one UserError with every fault that can be seen without starting a rank."""
-    raise_faults("the job", job_faults(job))
+    """Raise one UserError with every error that can be seen without starting a rank."""
+    raise_errors("the job", job_errors(job))
 
 
 def as_plain(job: Job) -> dict[str, Any]:

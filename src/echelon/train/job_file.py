@@ -1,4 +1,4 @@
-"""Job files: TOML, and `--set key=value`, into a Job; every fault of the whole at once.
+"""Job files: TOML, and `--set key=value`, into a Job; every error of the whole at once.
 
 pydantic does the reading. It is imported here alone, so that the embedded default runs without it.
 """
@@ -9,26 +9,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UserError, did_you_mean, raise_faults
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
 from echelon.train.job import Job
-from echelon.train.job_rules import job_faults
+from echelon.train.job_rules import job_errors
 
 
 def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str | None = None) -> Job:
     """The job of a TOML file (or the embedded default), changed by `key=value` settings and the plan.
 
-    Where something cannot be read, the error lists the faults of all the rest too. A job that can be read
-    may still be faulty: `check` tells.
+    Where something cannot be read, the error lists the errors of all the rest too. A job that can be read
+    may still be invalid: `check` tells.
     """
     values = {} if path is None else _load(path)
-    faults = _apply(values, settings)
+    errors = _apply(values, settings)
     if plan is not None:
         values["plan"] = plan
-    job, unread = _validate(values) if values or faults else (Job(), {})
-    if faults or unread:
+    job, unread = _validate(values) if values or errors else (Job(), {})
+    if errors or unread:
         what = "the settings" if path is None else f"job file {path}"
-        raise_faults(what, [*faults, *unread.values(), *job_faults(job, unread)])
+        raise_errors(what, [*errors, *unread.values(), *job_errors(job, unread)])
     return job
 
 
@@ -47,13 +47,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
-    """Put each `a.b=value` into `values`; returns the faults of those that cannot be."""
-    faults = []
+    """Put each `a.b=value` into `values`; returns the errors of those that cannot be."""
+    errors = []
     for setting in settings:
         key, equals, text = setting.partition("=")
         *tables, last = key.split(".")
         if not equals or not last:
-            faults.append(f"--set {setting}: must be written key=value, like model.layers=12")
+            errors.append(f"--set {setting}: must be written key=value, like model.layers=12")
             continue
         table = values
         for name in tables:
@@ -61,8 +61,8 @@ def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
         if isinstance(table, dict):
             table[last] = _value(text)
         else:
-            faults.append(f"--set {setting}: '{'.'.join(tables)}' is a value, not a table")
-    return faults
+            errors.append(f"--set {setting}: '{'.'.join(tables)}' is a value, not a table")
+    return errors
 
 
 def _value(text: str) -> Any:
@@ -75,7 +75,7 @@ def _value(text: str) -> Any:
 
 
 def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
-    """The Job of what can be read of `values`, and by key the fault of each that cannot."""
+    """The Job of what can be read of `values`, and by key the error of each that cannot."""
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
@@ -85,11 +85,11 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
     reader = TypeAdapter(Job)
     try:
         return reader.validate_python(values), {}
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-    for fault in faults:
-        _remove(values, fault["loc"])
-    return reader.validate_python(values), {_key(fault): _explain(fault) for fault in faults}
+    except ValidationError as refusal:
+        errors = refusal.errors(include_url=False)
+    for error in errors:
+        _remove(values, error["loc"])
+    return reader.validate_python(values), {_key(error): _explain(error) for error in errors}
 
 
 def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
@@ -103,19 +103,19 @@ def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
     table.pop(place[-1], None)
 
 
-def _key(fault: Any) -> str:
-    return ".".join(str(part) for part in fault["loc"])
+def _key(error: Any) -> str:
+    return ".".join(str(part) for part in error["loc"])
 
 
-def _explain(fault: Any) -> str:
-    path, key = [str(part) for part in fault["loc"]], _key(fault)
-    if fault["type"] == "dataclass_type":
-        return f"{key}={fault['input']}: {_table_mend(key)}{_plan_mend(key, fault['input'])}"
-    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        mend = _plan_mend(key, fault["input"]) or did_you_mean(path[-1], _keys_at(path[:-1]))
+def _explain(error: Any) -> str:
+    path, key = [str(part) for part in error["loc"]], _key(error)
+    if error["type"] == "dataclass_type":
+        return f"{key}={error['input']}: {_table_mend(key)}{_plan_mend(key, error['input'])}"
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        mend = _plan_mend(key, error["input"]) or did_you_mean(path[-1], _keys_at(path[:-1]))
         return f"{key}: there is no such key{mend}"
-    rule = fault["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{key}={fault['input']!r}: must be {rule}"
+    rule = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"{key}={error['input']!r}: must be {rule}"
 
 
 def _table_mend(key: str) -> str:

@@ -1,7 +1,7 @@
-"""What can be wrong with a job: every fault at once, and each value judged once.
+"""What can be wrong with a job: every error at once, and each value judged once.
 
 A rule between values is asked only where each of them makes sense alone: with `steps=0` nobody wants to
-hear that the warm-up is longer than that. The keys at fault are kept for this beside the faults.
+hear that the warm-up is longer than that. The keys at error are kept for this beside the errors.
 """
 
 import math
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.data import Corpus, corpus_faults, open_corpus
+from echelon.data import Corpus, corpus_errors, open_corpus
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError, did_you_mean
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.models import ModelConfig
-from echelon.optim.schedules import schedule_faults
+from echelon.optim.schedules import schedule_errors
 from echelon.plan import AUTO, Plan
 from echelon.train.batches import make_batches
 
@@ -33,8 +33,8 @@ _LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_
 _TOO_MANY = 2**63  # what torch and numpy cannot count to
 
 
-def job_faults(job: "Job", unread: Iterable[str] = ()) -> list[str]:
-    """Every fault that can be seen without starting a rank.
+def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
+    """Every error that can be seen without starting a rank.
 
     `unread` names keys ("steps", "model.layers") that stand at their default only because what the user
     wrote could not be read: what depends on them is not judged.
@@ -47,35 +47,35 @@ def job_faults(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     config = _judge_model(job, found)
     _judge_schedule(job, found)
     _judge_data(job, config, found)
-    return found.faults
+    return found.errors
 
 
 @dataclass
 class _Findings:
-    """The faults so far, and the keys that are at fault."""
+    """The errors so far, and the keys that are at error."""
 
-    faulty: set[str]
-    faults: list[str] = field(default_factory=list)
+    invalid: set[str]
+    errors: list[str] = field(default_factory=list)
 
-    def add(self, fault: str, *keys: str) -> None:
-        self.faults.append(fault)
-        self.faulty.update(keys)
+    def add(self, error: str, *keys: str) -> None:
+        self.errors.append(error)
+        self.invalid.update(keys)
 
     def sound(self, *keys: str) -> bool:
         """Whether nothing is wrong with `keys`: not with the key, its table, or what it holds."""
         return not any(
             f"{key}.".startswith(f"{bad}.") or bad.startswith(f"{key}.")
             for key in keys
-            for bad in self.faulty
+            for bad in self.invalid
         )
 
     def attempt(self, make: Callable[[], T], where: str, *keys: str) -> T | None:
-        """What `make` makes; where it refuses, its faults are added under `where`."""
+        """What `make` makes; where it refuses, its errors are added under `where`."""
         try:
             return make()
-        except UserError as error:
-            for fault in error.faults or (error.title,):
-                self.add(f"{where}: {fault}", *keys)
+        except UserError as refusal:
+            for error in refusal.errors or (refusal.title,):
+                self.add(f"{where}: {error}", *keys)
             return None
 
 
@@ -150,15 +150,15 @@ def _judge_model(job: "Job", found: _Findings) -> ModelConfig | None:
 
 def _judge_schedule(job: "Job", found: _Findings) -> None:
     its = job.optimizer
-    faults = schedule_faults(
+    errors = schedule_errors(
         its.schedule if found.sound("optimizer.schedule") else None,
         job.steps if found.sound("steps") else None,
         job.warmup if found.sound("steps") or its.warmup is not None else 0,
         its.decay,
         its.floor,
     )
-    for fault in faults:
-        found.add(f"optimizer.schedule: {fault}")
+    for error in errors:
+        found.add(f"optimizer.schedule: {error}")
 
 
 def _judge_data(job: "Job", config: ModelConfig | None, found: _Findings) -> None:
@@ -175,13 +175,13 @@ def _judge_data(job: "Job", config: ModelConfig | None, found: _Findings) -> Non
 
 
 def _judge_corpus(job: "Job", config: ModelConfig | None, found: _Findings) -> Corpus | None:
-    """The corpus, opened here first: its faults should not have to come out of a rank."""
+    """The corpus, opened here first: its errors should not have to come out of a rank."""
     its, where = job.data, f"data.source={job.data.source}"
     if not found.sound("data.source", "data.dtype"):
         return None
     if config is not None:
         vocab = config.vocab
         return found.attempt(lambda: open_corpus(its.source, vocab=vocab, dtype=its.dtype), where)
-    for fault in corpus_faults(its.source, vocab=None, dtype=its.dtype):
-        found.add(f"{where}: {fault}")
+    for error in corpus_errors(its.source, vocab=None, dtype=its.dtype):
+        found.add(f"{where}: {error}")
     return None

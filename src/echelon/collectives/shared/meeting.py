@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from echelon.collectives.shared.foreign import let_siblings_read, read_memory
 from echelon.collectives.shared.slots import region_bytes
-from echelon.errors import raise_faults
+from echelon.errors import raise_errors
 from echelon.launching.group import all_gather_bytes
 
 SWITCH = "ECHELON_TRANSPORT"  # "gloo" in any rank's environment switches this transport off
@@ -131,12 +131,12 @@ def _prepare(size: int, keep: contextlib.ExitStack) -> tuple[int, socket.socket 
 
 def _check_switches(cards: list[bytes]) -> None:
     """Raise on all ranks if one has a value that nobody knows."""
-    faults = [
+    errors = [
         f"rank {rank}: {SWITCH}={card.removeprefix(_UNKNOWN).decode()} must be one of {', '.join(_SWITCHES)}"
         for rank, card in enumerate(cards)
         if card.startswith(_UNKNOWN)
     ]
-    raise_faults("the environment", faults)
+    raise_errors("the environment", errors)
 
 
 def _one_host(cards: list[bytes]) -> bool:

@@ -1,23 +1,23 @@
-"""What can be wrong with a program: pure rules, each finds all the faults of its kind."""
+"""What can be wrong with a program: pure rules, each finds all the errors of its kind."""
 
 from collections.abc import Callable, Iterator
 
 from echelon.program.instruction import Program
-from echelon.program.rules.fault import Fault
+from echelon.program.rules.error import Error
 from echelon.program.rules.transfers import matched, never_stuck
 from echelon.program.rules.weights import applied, gathered, versions
 from echelon.program.rules.work import backwards, forwards, in_order, once, placed
 
-__all__ = ["Fault", "find"]
+__all__ = ["Error", "find"]
 
-Rule = Callable[[Program], Iterator[Fault]]
+Rule = Callable[[Program], Iterator[Error]]
 
 _ALWAYS: tuple[Rule, ...] = (once, forwards, in_order, matched, versions, gathered)
 _TRAINING: tuple[Rule, ...] = (backwards, applied)
 
 
-def find(program: Program, *, training: bool = True) -> list[Fault]:
-    """Every fault of a program. Without `training` it is forwards alone, as for an evaluation.
+def find(program: Program, *, training: bool = True) -> list[Error]:
+    """Every error of a program. Without `training` it is forwards alone, as for an evaluation.
 
     An instruction that its rank cannot have is told alone: the other rules build on that. A deadlock is
     looked for when nothing else is wrong: a send that is missing would only be told twice.
@@ -26,4 +26,4 @@ def find(program: Program, *, training: bool = True) -> list[Fault]:
     if misplaced:
         return misplaced
     rules = [*_ALWAYS, *(_TRAINING if training else ())]
-    return [fault for rule in rules for fault in rule(program)] or list(never_stuck(program))
+    return [error for rule in rules for error in rule(program)] or list(never_stuck(program))

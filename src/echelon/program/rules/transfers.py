@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 from echelon.program.instruction import SENDS, Instruction, Program
 from echelon.program.readiness import Way, counterpart, walk
-from echelon.program.rules.fault import Fault, name
+from echelon.program.rules.error import Error, name
 
 Listed = list[tuple[int, Instruction]]  # receives of one way, each with the place where it stands or is sent
 
 
-def matched(program: Program) -> Iterator[Fault]:
+def matched(program: Program) -> Iterator[Error]:
     """On each way from rank to rank the receives are those of the sends, in their order."""
     sends: dict[Way, list[int]] = {}  # where they stand
     receives: dict[Way, list[int]] = {}
@@ -27,7 +27,7 @@ def matched(program: Program) -> Iterator[Fault]:
             yield from _matched_on(program, way, sent, received)
 
 
-def _matched_on(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Fault]:
+def _matched_on(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Error]:
     sender, receiver = way
     spare = Counter(its for _, its in sent)
     spare.subtract(its for _, its in received)
@@ -35,28 +35,28 @@ def _matched_on(program: Program, way: Way, sent: Listed, received: Listed) -> I
         if spare[its] > 0:
             spare[its] -= 1
             called = name(program, receiver, its)
-            yield Fault(sender, place, f"rank {receiver} never receives it: there is no {called} there")
+            yield Error(sender, place, f"rank {receiver} never receives it: there is no {called} there")
     for place, its in received:
         if spare[its] < 0:
             spare[its] += 1
             called = name(program, sender, counterpart(receiver, its))
-            yield Fault(receiver, place, f"rank {sender} never sends it: there is no {called} there")
+            yield Error(receiver, place, f"rank {sender} never sends it: there is no {called} there")
     if Counter(its for _, its in sent) == Counter(its for _, its in received):
         yield from _same_order(program, way, sent, received)
 
 
-def _same_order(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Fault]:
+def _same_order(program: Program, way: Way, sent: Listed, received: Listed) -> Iterator[Error]:
     """Only the first that differs: those behind it follow from it."""
     sender, receiver = way
     for number, ((_, wanted), (place, its)) in enumerate(zip(sent, received, strict=True), 1):
         if wanted != its:
             called = name(program, sender, counterpart(receiver, wanted))
             reason = f"takes the wrong thing: number {number} on the way from rank {sender} is {called}"
-            yield Fault(receiver, place, f"{reason}; things arrive in the order of their sends")
+            yield Error(receiver, place, f"{reason}; things arrive in the order of their sends")
             return
 
 
-def never_stuck(program: Program) -> Iterator[Fault]:
+def never_stuck(program: Program) -> Iterator[Error]:
     """All ranks come to the end, whatever anything costs."""
     reached = Counter(rank for rank, _, _ in walk(program))
     stuck = {rank: reached[rank] for rank, its in enumerate(program.ranks) if reached[rank] < len(its)}
@@ -67,7 +67,7 @@ def never_stuck(program: Program) -> Iterator[Fault]:
         else:
             others = [other for other in program.placement[its.stage] if other != rank]
             called = f"REDUCE of stage {its.stage}"
-        yield Fault(rank, place, f"deadlock: waits for {called}; " + _whereabouts(program, others, stuck))
+        yield Error(rank, place, f"deadlock: waits for {called}; " + _whereabouts(program, others, stuck))
 
 
 def _whereabouts(program: Program, ranks: Sequence[int], stuck: dict[int, int]) -> str:

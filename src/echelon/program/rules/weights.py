@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
-from echelon.program.rules.fault import Fault
+from echelon.program.rules.error import Error
 
 _AROUND = frozenset({Op.GATHER, Op.FREE})
 _FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight has its gradient
 
 
-def versions(program: Program) -> Iterator[Fault]:
+def versions(program: Program) -> Iterator[Error]:
     """A version is there when it is used, and a backward uses that of its forward."""
     for rank, instructions in enumerate(program.ranks):
         if _has_one_version(instructions):
@@ -24,7 +24,7 @@ def versions(program: Program) -> Iterator[Fault]:
                     yield from _usable(rank, place, version, newest, key in stashed)
                 first = used.setdefault((its.stage, its.microbatch), version)
                 if first != version:
-                    yield Fault(rank, place, f"uses version {version}, but its forward used version {first}")
+                    yield Error(rank, place, f"uses version {version}, but its forward used version {first}")
             elif its.op is Op.UPDATE:
                 newest += 1
             elif its.op is Op.STASH:
@@ -34,14 +34,14 @@ def versions(program: Program) -> Iterator[Fault]:
                         if key in stashed
                         else f"the weights of now are version {newest}"
                     )
-                    yield Fault(rank, place, f"cannot stash version {its.version}: {what}")
+                    yield Error(rank, place, f"cannot stash version {its.version}: {what}")
                 stashed.add(key)
             elif its.op is Op.POP:
                 if key not in stashed:
-                    yield Fault(rank, place, f"version {its.version} is not stashed")
+                    yield Error(rank, place, f"version {its.version} is not stashed")
                 stashed.discard(key)
         for stage, left in sorted(stashed, key=str):
-            yield Fault(rank, None, f"version {left} of stage {stage} is stashed and never popped")
+            yield Error(rank, None, f"version {left} of stage {stage} is stashed and never popped")
 
 
 def _has_one_version(instructions: Sequence[Instruction]) -> bool:
@@ -51,14 +51,14 @@ def _has_one_version(instructions: Sequence[Instruction]) -> bool:
     return COMPUTE.isdisjoint(behind) and all(its.version is None for its in instructions)
 
 
-def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Fault]:
+def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Error]:
     if version > newest:
-        yield Fault(rank, place, f"version {version} does not exist yet: the newest is version {newest}")
+        yield Error(rank, place, f"version {version} does not exist yet: the newest is version {newest}")
     elif not stashed:
-        yield Fault(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
+        yield Error(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
 
 
-def gathered(program: Program) -> Iterator[Fault]:
+def gathered(program: Program) -> Iterator[Error]:
     """GATHER and FREE come in pairs around each use, in a program that has any."""
     if not any(its.op in _AROUND for instructions in program.ranks for its in instructions):
         return
@@ -67,20 +67,20 @@ def gathered(program: Program) -> Iterator[Fault]:
         for place, its in enumerate(instructions):
             if its.op is Op.GATHER:
                 if its.stage in whole:
-                    yield Fault(rank, place, f"the weights of stage {its.stage} are gathered already")
+                    yield Error(rank, place, f"the weights of stage {its.stage} are gathered already")
                 whole[its.stage] = place
             elif its.op is Op.FREE:
                 if whole.pop(its.stage, None) is None:
-                    yield Fault(
+                    yield Error(
                         rank, place, f"the weights of stage {its.stage} are not gathered: nothing to free"
                     )
             elif its.op in COMPUTE and its.stage not in whole:
-                yield Fault(rank, place, f"uses the weights of stage {its.stage}, which are not gathered")
+                yield Error(rank, place, f"uses the weights of stage {its.stage}, which are not gathered")
         for stage, place in whole.items():
-            yield Fault(rank, place, f"the weights of stage {stage} are gathered and never freed")
+            yield Error(rank, place, f"the weights of stage {stage} are gathered and never freed")
 
 
-def applied(program: Program) -> Iterator[Fault]:
+def applied(program: Program) -> Iterator[Error]:
     """Every gradient is reduced, then an update takes it."""
     for rank, instructions in enumerate(program.ranks):
         fresh: dict[int, int] = {}  # by stage: the last backward that no REDUCE has seen
@@ -93,7 +93,7 @@ def applied(program: Program) -> Iterator[Fault]:
                 reduced[its.stage] = place
             elif its.op is Op.UPDATE:
                 for stage, last in fresh.items():
-                    yield Fault(rank, last, f"no REDUCE of stage {stage} between this and the UPDATE")
+                    yield Error(rank, last, f"no REDUCE of stage {stage} between this and the UPDATE")
                 fresh, reduced = {}, {}
         for last in {**reduced, **fresh}.values():
-            yield Fault(rank, last, "no UPDATE behind it: its gradient would be lost")
+            yield Error(rank, last, "no UPDATE behind it: its gradient would be lost")

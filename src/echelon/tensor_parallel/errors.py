@@ -27,7 +27,7 @@ _WHOLE = Style("replicated")
 _REPLICATED = "'replicated' (or 'inner', if it stands between a column and a row, on a part of the features)"
 
 
-def find_faults(
+def find_errors(
     model: nn.Module,
     styles: Styles,
     found: Found,
@@ -41,7 +41,7 @@ def find_faults(
     `partial`: modules of whose unsplit parameters a rank has a part of the gradient. `whole_sequence`: those
     that see all of it, if others see a part.
     """
-    faults = [
+    errors = [
         *_idle(model, styles),
         *_unknown(model, found),
         *_misfits(model, found, ranks),
@@ -50,14 +50,14 @@ def find_faults(
         *(() if whole_sequence is None else _of_sequences(model, found, whole_sequence)),
         *_indivisible_numbers(styles, ranks),
     ]
-    return list(dict.fromkeys(faults))
+    return list(dict.fromkeys(errors))
 
 
 # Names.
 
 
 def _idle(model: nn.Module, styles: Styles) -> Iterator[str]:
-    """A fault for every line of the user's table that fits nothing."""
+    """A error for every line of the user's table that fits nothing."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern, style in styles.idle():
         number = style.word in OF_NUMBERS
@@ -80,7 +80,7 @@ def _numbers(model: nn.Module) -> list[str]:
 
 
 def _unknown(model: nn.Module, found: Found) -> Iterator[str]:
-    """A fault for every kind of module that keeps something and that no table knows."""
+    """A error for every kind of module that keeps something and that no table knows."""
     told: set[tuple[object, ...]] = set()
     for name, module in model.named_modules():
         if module in found or not _keeps_something(module):
@@ -118,7 +118,7 @@ def _pattern(name: str) -> str:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """Modules that are alike in this have the same faults."""
+    """Modules that are alike in this have the same errors."""
     return type(module), "forward" in vars(module), *(p.shape for p in module.parameters(recurse=False))
 
 
@@ -126,7 +126,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def _misfits(model: nn.Module, found: Found, ranks: int) -> Iterator[str]:
-    """A fault for every kind of module that is not what its style is for, or does not divide."""
+    """A error for every kind of module that is not what its style is for, or does not divide."""
     told: set[tuple[object, ...]] = set()
     read = {its for m in model.modules() if isinstance(m, nn.MultiheadAttention) for its in m.children()}
     for name, module in model.named_modules():
@@ -192,7 +192,7 @@ def _indivisible(name: str, module: nn.Module, style: Style, ranks: int) -> Iter
 
 
 def _between(model: nn.Module, found: Found) -> Iterator[str]:
-    """A fault for every dropout of torch's transformers that would give all ranks' features one mask."""
+    """A error for every dropout of torch's transformers that would give all ranks' features one mask."""
     for name, module in model.named_modules():
         if not isinstance(module, _HAVE_BETWEEN) or not _drops(module.dropout):
             continue
@@ -206,7 +206,7 @@ def _between(model: nn.Module, found: Found) -> Iterator[str]:
 
 
 def _ties(model: nn.Module, styles: Styles, found: Found, partial: Collection[nn.Module]) -> Iterator[str]:
-    """A fault for every module or parameter of two names that would be split, or summed, in two ways."""
+    """A error for every module or parameter of two names that would be split, or summed, in two ways."""
     first: dict[nn.Parameter, tuple[str, object, bool]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         style, other = styles.of(name), found.get(module)
@@ -226,7 +226,7 @@ def _ties(model: nn.Module, styles: Styles, found: Found, partial: Collection[nn
 
 
 def _of_sequences(model: nn.Module, found: Found, whole: Collection[nn.Module]) -> Iterator[str]:
-    """A fault for every module that sees a part of the sequence, and in the first layer or by nature all."""
+    """A error for every module that sees a part of the sequence, and in the first layer or by nature all."""
     later = {its for layer in listed_layers(model)[1:] for its in layer.modules()}
     for name, module in model.named_modules():
         what = f"{name} ({type(module).__name__})"

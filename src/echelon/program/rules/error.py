@@ -1,4 +1,4 @@
-"""A fault, and what every rule needs to tell one."""
+"""A error, and what every rule needs to tell one."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from echelon.program.instruction import Instruction, Program
 from echelon.program.text import show_instruction
 
 
-class Fault(NamedTuple):
+class Error(NamedTuple):
     """Something wrong: on which rank, at which place of its list (None: something is not there), and why."""
 
     rank: int

@@ -20,7 +20,7 @@ def split(model: nn.Module, table: Table, *, sequence: bool = False) -> Sharded:
 def refused(model: nn.Module, table: Table, *, sequence: bool = False) -> list[str]:
     with pytest.raises(UserError) as caught:
         split(model, table, sequence=sequence)
-    return list(caught.value.faults)
+    return list(caught.value.errors)
 
 
 # Members of a list, whose names differ by a number alone, were taken for alike: the first was judged.
@@ -28,25 +28,25 @@ def refused(model: nn.Module, table: Table, *, sequence: bool = False) -> list[s
 
 def test_every_member_of_a_list_must_be_known() -> None:
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 32))
-    (fault,) = refused(model, {"0": "vocabulary", "3": "vocabulary"})
-    assert fault.startswith("1 (Linear): no table knows it; add '1': 'column'")  # and not '*'
+    (error,) = refused(model, {"0": "vocabulary", "3": "vocabulary"})
+    assert error.startswith("1 (Linear): no table knows it; add '1': 'column'")  # and not '*'
 
 
 def test_every_member_of_a_list_must_divide() -> None:
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 33))
-    faults = refused(model, {"0": "vocabulary", "1": "vocabulary"})
-    assert [fault.split(":")[0] for fault in faults] == ["1.weight", "1.bias"]
-    assert "its vocabulary is 33, which 2 does not divide; pad the vocabulary to 34" in faults[0]
+    errors = refused(model, {"0": "vocabulary", "1": "vocabulary"})
+    assert [error.split(":")[0] for error in errors] == ["1.weight", "1.bias"]
+    assert "its vocabulary is 33, which 2 does not divide; pad the vocabulary to 34" in errors[0]
 
 
 def test_members_that_are_alike_are_told_once() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)) for _ in range(3)))
-    faults = refused(model, {})
-    assert [fault.split(" ")[0] for fault in faults] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
+    errors = refused(model, {})
+    assert [error.split(" ")[0] for error in errors] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
     named = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 7)])})
-    faults = refused(named, {})
-    assert [fault.split(" ")[0] for fault in faults] == ["layers.0", "layers.2"]
-    assert all("add 'layers.*': 'column'" in fault for fault in faults)
+    errors = refused(named, {})
+    assert [error.split(" ")[0] for error in errors] == ["layers.0", "layers.2"]
+    assert all("add 'layers.*': 'column'" in error for error in errors)
 
 
 # The advice is right wherever the module stands.
@@ -55,15 +55,15 @@ def test_members_that_are_alike_are_told_once() -> None:
 @pytest.mark.parametrize("between", [nn.Dropout(0.1), nn.PReLU()])
 def test_the_advice_tells_what_is_between_a_column_and_a_row_apart(between: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))
-    (fault,) = refused(model, {"0": "column", "2": "row"})
-    assert "add '1': 'replicated' (or 'inner', if it stands between a column and a row" in fault
+    (error,) = refused(model, {"0": "column", "2": "row"})
+    assert "add '1': 'replicated' (or 'inner', if it stands between a column and a row" in error
     split(model, {"0": "column", "1": "inner", "2": "row"})
 
 
 def test_inner_is_for_what_works_on_each_feature() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout1d(0.1), nn.Linear(8, 4))
-    faults = refused(model, {"0": "column", "1": "inner", "2": "inner", "3": "row"})
-    assert faults == [
+    errors = refused(model, {"0": "column", "1": "inner", "2": "inner", "3": "row"})
+    assert errors == [
         "1 (LayerNorm): cannot be 'inner', since it needs all features together; make it 'replicated', and "
         "the matrices around it too",
         "2 (Dropout1d): cannot be 'inner', since it drops whole channels; use nn.Dropout there",
@@ -80,16 +80,16 @@ def test_the_dropout_inside_of_torchs_layers_is_inner(kind: type[nn.Module]) -> 
 
 
 def test_weights_that_torchs_attention_reads_stay_whole() -> None:
-    (fault,) = refused(nn.MultiheadAttention(4, 2), {"": "replicated", "out_proj": "row"})
-    assert fault == (
+    (error,) = refused(nn.MultiheadAttention(4, 2), {"": "replicated", "out_proj": "row"})
+    assert error == (
         "out_proj (NonDynamicallyQuantizableLinear): torch's attention reads its weights and does not call "
         "it; make it 'replicated'"
     )
 
 
 def test_a_region_has_no_weights() -> None:
-    (fault,) = refused(nn.LayerNorm(4), {"": "region"})
-    assert "the model (LayerNorm): cannot be 'region', which is for modules without weights" in fault
+    (error,) = refused(nn.LayerNorm(4), {"": "region"})
+    assert "the model (LayerNorm): cannot be 'region', which is for modules without weights" in error
 
 
 # A forward of its own would be replaced.
@@ -119,17 +119,17 @@ def test_a_forward_of_its_own_is_not_taken_away(style: str) -> None:
 
 
 def test_nor_that_of_an_embedding_or_an_instance() -> None:
-    (fault,) = refused(nn.Sequential(Shifted(4, 4)), {"0": "vocabulary"})
-    assert fault.endswith("make it 'replicated', or a plain nn.Embedding")
+    (error,) = refused(nn.Sequential(Shifted(4, 4)), {"0": "vocabulary"})
+    assert error.endswith("make it 'replicated', or a plain nn.Embedding")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].forward = torch.tanh  # type: ignore[assignment]
-    (fault,) = refused(model, {"0": "column", "1": "column"})
-    assert fault.startswith("1 (Linear): cannot be 'column': it would lose the forward of its own")
+    (error,) = refused(model, {"0": "column", "1": "column"})
+    assert error.startswith("1 (Linear): cannot be 'column': it would lose the forward of its own")
 
 
 def test_a_weight_that_is_computed_cannot_be_cut() -> None:
-    (fault,) = refused(nn.Sequential(weight_norm(nn.Linear(4, 4))), {"0": "column", "0.*": "replicated"})
-    assert "its weight is made of other parameters" in fault
+    (error,) = refused(nn.Sequential(weight_norm(nn.Linear(4, 4))), {"0": "column", "0.*": "replicated"})
+    assert "its weight is made of other parameters" in error
 
 
 # What is shared.
@@ -142,16 +142,16 @@ def tied(first: nn.Module, second: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("styles", [("column/3", "column"), ("column", "row"), ("column", "replicated")])
 def test_tied_weights_are_cut_alike(styles: tuple[str, str]) -> None:
-    (fault,) = refused(tied(nn.Linear(6, 6), nn.Linear(6, 6)), dict(zip("01", styles, strict=True)))
-    assert fault == "0 and 1 share a parameter, and their styles split it differently"
+    (error,) = refused(tied(nn.Linear(6, 6), nn.Linear(6, 6)), dict(zip("01", styles, strict=True)))
+    assert error == "0 and 1 share a parameter, and their styles split it differently"
 
 
 @pytest.mark.parametrize(("style", "sequence"), [("heads", False), ("inner", False), ("replicated", True)])
 def test_tied_weights_have_gradients_of_one_kind(style: str, sequence: bool) -> None:
     """The sum over ranks would count one of them once for each rank, or leave parts of the other out."""
     table = {"0": "replicated", "1": style, "2": "replicated"}
-    (fault,) = refused(tied(nn.PReLU(), nn.PReLU()), {n: table[n] for n in "01"}, sequence=sequence)
-    assert fault == (
+    (error,) = refused(tied(nn.PReLU(), nn.PReLU()), {n: table[n] for n in "01"}, sequence=sequence)
+    assert error == (
         "0 and 1 share a parameter, and a rank has all of its gradient in one of them, but a part of it in "
         "the other; give each its own"
     )
@@ -169,8 +169,8 @@ def test_one_module_has_one_style() -> None:
 @pytest.mark.parametrize("shared", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.1)])
 def test_with_split_sequences_the_first_layer_shares_no_module(shared: nn.Module) -> None:
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.Tanh()))
-    (fault,) = refused(model, {"*.0": "replicated"}, sequence=True)
-    assert fault == (
+    (error,) = refused(model, {"*.0": "replicated"}, sequence=True)
+    assert error == (
         f"0.0 ({type(shared).__name__}): is in the first layer, which sees whole sequences, and in a later "
         "one, which with sequence=true sees a part of them; give each its own, or use sequence=false"
     )
@@ -180,8 +180,8 @@ def test_with_split_sequences_the_first_layer_shares_no_module(shared: nn.Module
 @pytest.mark.parametrize("mixing", [nn.MultiheadAttention(4, 2), nn.GRU(4, 4), nn.Conv1d(4, 4, 1)])
 def test_what_mixes_positions_needs_them_all(mixing: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(4, 4), mixing)
-    (fault,) = refused(model, {"*": "replicated"}, sequence=True)
-    assert fault == (
+    (error,) = refused(model, {"*": "replicated"}, sequence=True)
+    assert error == (
         f"1 ({type(mixing).__name__}): needs all positions, and with sequence=true has a part; use "
         "sequence=false"
     )
@@ -224,8 +224,8 @@ def test_a_number_is_divided_once() -> None:
 
 @pytest.mark.parametrize("value", ["four", 2.0, 0, -3, True])
 def test_only_numbers_that_count_are_divided(value: object) -> None:
-    (fault,) = refused(nn.Sequential(Heads(value)), {"0": "column", "0.num_heads": "divided"})
-    assert fault == f"0.num_heads={value!r}: only a number that counts something can be 'divided'; drop it"
+    (error,) = refused(nn.Sequential(Heads(value)), {"0": "column", "0.num_heads": "divided"})
+    assert error == f"0.num_heads={value!r}: only a number that counts something can be 'divided'; drop it"
 
 
 def test_a_number_that_is_none_stays() -> None:
