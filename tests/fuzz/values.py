@@ -9,9 +9,9 @@ from typing import Any
 
 from echelon.engine.support import _RUNS
 from echelon.plan import AUTO, Plan
-from echelon.plan.fields import SCHEDULES
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
-from echelon.plan.rules import ASYNCHRONOUS_SCHEDULES, broken_rules
+from echelon.plan.rules import broken_rules
 from tests.fuzz.drawn import ORDER_FILE
 
 Values = Mapping[str, Any]

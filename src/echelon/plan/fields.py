@@ -10,16 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SCHEDULES = (
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "pipedream",
-    "pipedream-vertical",
-    "pipedream-2bw",
-    "zero-bubble",
-)
+# Flushed schedules empty the pipeline at the end of each step. Asynchronous ones never drain: a microbatch
+# meets weights that are some updates old.
+FLUSHED_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
+SCHEDULES = (*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 AUTO = "auto"  # stages that are found by measuring the model
 SYNCS = ("all-reduce", "parameter-server", "async")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")

@@ -7,12 +7,10 @@ as a sentence, or None. What has a meaning but is not built yet is not refused h
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
-from echelon.plan.fields import AUTO
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, AUTO
 
 if TYPE_CHECKING:
     from echelon.plan.plan import Plan
-
-ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
 
 def _expert_divides_data(plan: "Plan") -> str | None:
