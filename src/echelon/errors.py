@@ -1,4 +1,4 @@
-"""Errors that speak to the user: the rule, the values, the mend; all errors of an input at once.
+"""Errors that speak to the user: the rule, the values, the fix; all errors of an input at once.
 
 `UserError` is the only error that commands print without a traceback (exit code 2). What cannot
 happen is an `assert`; what a peer or the machine does to us has its own class beside the code that
@@ -24,7 +24,7 @@ class UserError(ValueError):
 def raise_errors(what: str, errors: list[str]) -> None:
     """Raise one UserError that lists every error of `what`, if there is any.
 
-    raise_errors("plan 'data=0'", ["data=0: must be a whole number, at least 1"])
+    raise_errors("plan 'data=0'", ["data=0: must be an integer, at least 1"])
     """
     if errors:
         count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"

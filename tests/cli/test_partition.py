@@ -96,8 +96,11 @@ def test_every_error_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--bandwidth", "1e9,1e9"], "1 levels of workers and 2 bandwidths"),
         (["--bandwidth", "1e9", "--microbatches", "2"], "at least 4 microbatches"),
         (["--bandwidth", "1e9", "--microbatches", "8", "--cost-model", "pipedream"], "updates after each"),
-        (["--bandwidth", "1e9", "--memory", "1GB"], "smallest need of any split is 16000000000 bytes"),
-        (["--bandwidth", "1e9", "--straight"], "there are 2 layers"),
+        (
+            ["--bandwidth", "1e9", "--memory", "1GB"],
+            "over 4 workers needs 16000000000 bytes",
+        ),
+        (["--bandwidth", "1e9", "--straight"], "there are only 2 layers"),
         ([], "--bandwidth"),
     ],
 )

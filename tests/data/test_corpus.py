@@ -118,14 +118,14 @@ def test_missing_path_names_the_near_sibling(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["no/such/folder/x.txt", "~nobody-here/x", "a\0b", "n" * 5000])
 def test_missing_path_without_a_near_name_says_what_can_be_named(source: str) -> None:
     (error,) = errors_of(source, vocab=256)
-    assert "no such file or folder" in error
+    assert "there is no file or folder" in error
     assert "a folder of text files" in error
 
 
 def test_errors_of_all_arguments_come_at_once(tmp_path: Path) -> None:
     errors = errors_of(str(tmp_path / "none"), vocab=100, dtype="uint61")
     assert len(errors) == 3
-    assert "no such file" in errors[0]
+    assert "there is no file" in errors[0]
     assert "vocab=100: text is read as bytes, so it must be at least 256" in errors[1]
     assert "did you mean 'uint16'?" in errors[2]
 
@@ -137,7 +137,7 @@ def test_empty_file_and_folder(tmp_path: Path) -> None:
     assert "empty" in errors_of(str(tmp_path / "empty.txt"), vocab=256)[0]
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.png").write_bytes(b"\0")
-    assert "1 files and no text in them" in errors_of(str(tmp_path / "folder"), vocab=256)[0]
+    assert "contains no text files" in errors_of(str(tmp_path / "folder"), vocab=256)[0]
 
 
 def test_size_that_is_no_multiple(tmp_path: Path) -> None:

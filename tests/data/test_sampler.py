@@ -168,8 +168,8 @@ def test_too_short_for_training() -> None:
     with pytest.raises(UserError) as caught:
         Batches(counting(80), 8, 10, 0, validation_fraction=0)
     (error,) = caught.value.errors
-    assert "80 tokens are there" in error
-    assert "one batch of 8 × 10 needs 81" in error
+    assert "the train split has 80 tokens" in error
+    assert "one batch (8 × 10 + 1) needs 81" in error
     assert "lower the batch to 7; or shorten" in error
 
 
@@ -182,7 +182,7 @@ def test_too_short_for_validation_names_a_fraction_that_is_enough() -> None:
     with pytest.raises(UserError) as caught:
         Batches(counting(1000), 8, 10, 0, "validation")
     (error,) = caught.value.errors
-    assert "50 tokens are there (validation_fraction=0.05 of 1000)" in error
+    assert "the validation split has 50 tokens" in error
     assert "lower the batch to 4; or raise validation_fraction to 0.081;" in error
     assert Batches(counting(1000), 8, 10, 0, "validation", 0.081).windows == 8
     assert Batches(counting(1000), 4, 10, 0, "validation").windows == 4

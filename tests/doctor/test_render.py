@@ -22,7 +22,7 @@ def test_every_finding_is_a_line_with_its_remark() -> None:
 
 
 def test_the_last_line_counts_warnings() -> None:
-    assert text_of(Finding("cores", "2")).rstrip().endswith("Nothing stands in the way.")
+    assert text_of(Finding("cores", "2")).rstrip().endswith("No problems found.")
     assert "1 warning:" in text_of(WARNING)
     assert "2 warnings:" in text_of(WARNING, WARNING)
 

@@ -98,15 +98,15 @@ def errors_of(make: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
 
 def test_every_error_of_the_numbers_at_once() -> None:
     assert errors_of(wsd, 0, -1, 2.5, 1.5) == (
-        "total=0: must be a whole number, at least 1",
-        "warmup=-1: must be a whole number, at least 0",
-        "decay=2.5: must be a whole number, at least 0",
+        "total=0: must be an integer, at least 1",
+        "warmup=-1: must be an integer, at least 0",
+        "decay=2.5: must be an integer, at least 0",
         "floor=1.5: must lie between 0 and 1, a part of the full rate",
     )
 
 
 def test_warm_up_as_a_fraction_is_refused() -> None:
-    assert errors_of(constant, 0.1) == ("warmup=0.1: must be a whole number, at least 0",)
+    assert errors_of(constant, 0.1) == ("warmup=0.1: must be an integer, at least 0",)
 
 
 def test_parts_longer_than_the_run() -> None:
@@ -132,5 +132,5 @@ def test_what_is_not_known_is_not_judged() -> None:
     assert schedule_errors(None, None, 5, 7, 0.5) == []
     assert schedule_errors("cosin", None, -1, None, None) == [
         "'cosin' is not known (did you mean 'cosine'?)",
-        "warmup=-1: must be a whole number, at least 0",
+        "warmup=-1: must be an integer, at least 0",
     ]

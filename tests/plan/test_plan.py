@@ -39,8 +39,8 @@ def test_the_empty_plan_is_one_device() -> None:
 def test_all_four_errors_are_listed_each_with_its_allowed_values() -> None:
     errors = errors_of("data=0 tensor=x zero=7 schedule=zigzag")
     assert errors == (
-        "data=0: must be a whole number, at least 1",
-        "tensor=x: must be a whole number, at least 1",
+        "data=0: must be an integer, at least 1",
+        "tensor=x: must be an integer, at least 1",
         "zero=7: must be one of 0, 1, 2, 3",
         f"schedule=zigzag: must be one of {', '.join(SCHEDULES)}, or a file ending in .txt",
     )
@@ -51,7 +51,7 @@ def test_errors_of_words_and_of_values_come_together() -> None:
     assert len(errors) == 4
     assert "did you mean 'data'?" in errors[0]
     assert errors[1] == "fast: must be written field=value, like data=2"
-    assert "stands twice" in errors[2]
+    assert "is given twice" in errors[2]
     assert errors[3].startswith("zero=9")
 
 
@@ -182,7 +182,7 @@ def test_a_faulty_field_does_not_hide_the_rules_between_the_others() -> None:
 
 def test_what_stands_twice_is_not_judged_by_its_first_value() -> None:
     (error,) = errors_of("data=3 data=4 expert=2")
-    assert "stands twice" in error
+    assert "is given twice" in error
 
 
 class Watched:

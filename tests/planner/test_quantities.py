@@ -33,11 +33,11 @@ def test_no_size(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "1e9,", "0", "1Gb", "x"])
 def test_no_rate(text: str) -> None:
-    with pytest.raises(ValueError, match="must be bytes a second"):
+    with pytest.raises(ValueError, match="must be bytes per second"):
         read_rates(text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "4x", "-4", "4.0", "four"])
 def test_no_workers(text: str) -> None:
-    with pytest.raises(ValueError, match="whole numbers"):
+    with pytest.raises(ValueError, match="integers"):
         read_workers(text)

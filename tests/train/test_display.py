@@ -33,7 +33,7 @@ def test_plain_lines_elsewhere() -> None:
     lines = [line for line in text.splitlines() if line.startswith("step ")]
     assert lines[0].split()[:4] == ["step", "1/3", "loss", "2.5000"]
     assert "16,384 tokens/s" in lines[0]
-    assert "80.0 MiB a rank" in lines[0]
+    assert "80.0 MiB per rank" in lines[0]
     assert lines[-1].endswith("validation loss 2.2500")
     assert "\x1b" not in text
 
@@ -62,7 +62,14 @@ def test_nothing_of_the_users_is_taken_for_markup() -> None:
 
 def test_a_live_panel_on_a_terminal() -> None:
     text = shown(terminal=True)
-    for word in ("loss", "gradient norm", "tokens a second", "memory a rank", "hidden behind compute"):
+    for word in (
+        "loss",
+        "gradient norm",
+        "tokens/s",
+        "memory per rank",
+        "sent per step",
+        "hidden behind compute",
+    ):
         assert word in text
 
 

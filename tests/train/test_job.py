@@ -105,6 +105,8 @@ def test_a_faulty_model_does_not_hide_the_data() -> None:
     ("job", "says"),
     [
         (Job(name="a\0b"), "name='a"),
+        (Job(name=""), "name='': must not be empty"),
+        (Job(name="a/b"), "name='a/b': must not contain '/'; use out= for the parent folder"),
         (Job(out="a\0b"), "no NUL character"),
         (Job(out="a\udcff"), "nor bytes that are not text"),
         (Job(seed=2**63), "must be below 2**63"),
@@ -116,7 +118,7 @@ def test_a_faulty_model_does_not_hide_the_data() -> None:
         (Job(optimizer=OptimizerJob(learning_rate=math.nan)), "optimizer.learning_rate=nan"),
         (Job(data=DataJob(validation_fraction=math.nan)), "data.validation_fraction=nan"),
         (Job(model=ModelJob(weights="a\0b")), "model: a"),
-        (Job(data=DataJob(source="a\0b")), "no such file or folder"),
+        (Job(data=DataJob(source="a\0b")), "there is no file or folder"),
     ],
 )
 def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
@@ -127,7 +129,7 @@ def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
 def test_a_plan_that_cannot_run_yet_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = errors_of(Job(plan="data=99999 recompute=full", batch=99999, sequence=1))
     assert [error.split(":")[0] for error in errors] == [
-        "plan cannot run yet",
+        "plan",
         "plan 'data=99999 recompute=full'",
     ]
     assert "with torchrun" in errors[1]

@@ -70,19 +70,19 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "mend"),
+    ("number", "fix"),
     [
         (errno.ENOSPC, "free space there"),
         (errno.ENAMETOOLONG, "choose a shorter name"),
         (errno.EACCES, "the right to write there"),
-        (errno.ENOTDIR, "a file stands where a folder should"),
+        (errno.ENOTDIR, "a part of the path is a file, not a folder"),
         (errno.EIO, "; choose another folder with --set out=FOLDER"),
     ],
 )
-def test_the_mend_fits_the_reason(number: int, mend: str) -> None:
+def test_the_fix_fits_the_reason(number: int, fix: str) -> None:
     with pytest.raises(UserError) as caught, explained(Path("x")):
         raise OSError(number, os.strerror(number))
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)
     assert ("free space" in str(caught.value)) == (number == errno.ENOSPC)
 
 
@@ -98,7 +98,7 @@ def test_a_folder_is_never_used_twice(tmp_path: Path, monkeypatch: pytest.Monkey
             return cls(2026, 1, 1, tzinfo=tz)
 
     monkeypatch.setattr(run_folder, "datetime", Stopped)
-    monkeypatch.setattr(run_folder, "MAX_RUNS_A_SECOND", 3)
+    monkeypatch.setattr(run_folder, "MAX_RUNS_PER_SECOND", 3)
     for _ in range(3):
         RunFolder.create(tmp_path, "a", {})
     with pytest.raises(UserError, match="3 runs of this name began in this second"):

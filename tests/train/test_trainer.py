@@ -104,7 +104,7 @@ def test_validation_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_run_yet_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot run yet: recompute=full"):
+    with pytest.raises(UserError, match="plan: recompute=full is not implemented yet"):
         train(small_job(tmp_path / "runs", plan="recompute=full"), lambda _: None)
     assert not (tmp_path / "runs").exists()
 

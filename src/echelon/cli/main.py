@@ -70,9 +70,9 @@ def run(arguments: list[str]) -> int:
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
     except signals.Terminated as error:
-        return _fail(arguments, signals.EXIT_CODE, f"{error}; all ranks were ended")
+        return _fail(arguments, signals.EXIT_CODE, str(error))
     if code == 130:  # how typer passes on Ctrl-C
-        return _fail(arguments, code, "interrupted; all ranks were ended")
+        return _fail(arguments, code, "interrupted")
     return code
 
 

@@ -27,16 +27,16 @@ Workers = Annotated[
 ]
 Bandwidth = Annotated[
     str,
-    typer.Option("--bandwidth", help="Bytes a second at each level, like 1e9, 10Gb/s or 1e10,1.25e9."),
+    typer.Option("--bandwidth", help="Bytes per second at each level, like 1e9, 10Gb/s or 1e10,1.25e9."),
 ]
-Memory = Annotated[str | None, typer.Option("--memory", help="Bytes a worker has, like 16GB.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Bytes of memory per worker, like 16GB.")]
 Model = Annotated[str, typer.Option("--cost-model", help="echelon, or pipedream: that of its optimizer.")]
-Straight = Annotated[bool, typer.Option("--straight", help="One worker a stage, no replicas.")]
+Straight = Annotated[bool, typer.Option("--straight", help="One worker per stage, no replicas.")]
 Free = Annotated[bool, typer.Option("--free-activations", help="Passing activations takes no time.")]
 Microbatches = Annotated[
     int | None,
     typer.Option(
-        "--microbatches", help="How many share an update (echelon's model; one a worker if not told)."
+        "--microbatches", help="How many share an update (echelon's model; default: one per worker)."
     ),
 ]
 
@@ -93,7 +93,7 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
     if name not in MODELS:
         errors.append(f"--cost-model '{name}' is not known{did_you_mean(name, MODELS)}")
     if microbatches is not None and microbatches < 1:
-        errors.append(f"--microbatches {microbatches} must be a whole number, at least 1")
+        errors.append(f"--microbatches {microbatches} must be an integer, at least 1")
     elif microbatches is not None and name == PipeDream.name:
         errors.append("--microbatches: pipedream's model updates after each; drop it, or use echelon's model")
     return PipeDream(free) if name == PipeDream.name else Echelon(free, microbatches)

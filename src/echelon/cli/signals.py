@@ -33,4 +33,4 @@ def sigterm_raises() -> Iterator[None]:
 def _raise(*_: object) -> None:
     # `timeout` and others send it twice; the second must not break into the clearing up after the first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated("ended by SIGTERM")
+    raise Terminated("terminated (SIGTERM)")

@@ -45,7 +45,7 @@ class Corpus:
         if self.tokens.ndim != 1 or self.tokens.dtype.name not in DTYPES:
             error = (
                 f"tokens are {self.tokens.dtype.name} of shape {self.tokens.shape}: must be one row of "
-                f"{', '.join(DTYPES)}; mend: tokens.ravel().astype(numpy.uint32)"
+                f"{', '.join(DTYPES)}; call tokens.ravel().astype(numpy.uint32)"
             )
             raise_errors(f"corpus '{self.name}'", [error])
 
@@ -152,8 +152,8 @@ def _source_errors(source: str, path: Path) -> list[str]:
 
 def _missing(path: Path) -> str:
     near = difflib.get_close_matches(path.name, [*_names_in(path.parent), STDLIB], n=1)
-    mend = f"did you mean '{near[0]}'?" if near else f"name {_SOURCES}"
-    return f"no such file or folder as '{path}': {mend}"
+    fix = f"did you mean '{near[0]}'?" if near else f"name {_SOURCES}"
+    return f"there is no file or folder '{path}': {fix}"
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -142,7 +142,7 @@ def _num_tokens(corpus_tokens: int, split: Split, validation_fraction: float) ->
 
 def _argument_errors(batches: Batches) -> list[str]:
     errors = [
-        f"{name}={value}: must be a whole number, at least {least}"
+        f"{name}={value}: must be an integer, at least {least}"
         for name, value, least in (
             ("batch", batches.batch, 1),
             ("sequence", batches.sequence, 1),
@@ -162,30 +162,29 @@ def _length_errors(batches: Batches) -> list[str]:
         return []
     needed = batches.batch * batches.sequence + 1
     return [
-        f"{batches.tokens} tokens are there (validation_fraction={batches.validation_fraction} of "
-        f"{len(batches.corpus)}), one batch of {batches.batch} × {batches.sequence} needs {needed}: "
-        + _length_mend(batches, needed)
+        f"the {batches.split} split has {batches.tokens:,} tokens; one batch ({batches.batch} × "
+        f"{batches.sequence} + 1) needs {needed:,}: {_length_fix(batches, needed)}"
     ]
 
 
-def _length_mend(batches: Batches, needed: int) -> str:
+def _length_fix(batches: Batches, needed: int) -> str:
     total = len(batches.corpus)
     enough = ceil(1000 * needed / total) / 1000 if total else 1.0
-    mends = []
+    fixes = []
     if batches.windows > 0:
-        mends.append(f"lower the batch to {batches.windows}")
+        fixes.append(f"lower the batch to {batches.windows}")
     if batches.split == "validation" and enough < 1:
-        mends.append(f"raise validation_fraction to {enough}")
+        fixes.append(f"raise validation_fraction to {enough}")
     if batches.split == "train" and total >= needed:
-        mends.append("lower validation_fraction")
-    mends.append("shorten the sequence, or take a corpus of more tokens")
-    return "; or ".join(mends)
+        fixes.append("lower validation_fraction")
+    fixes.append("shorten the sequence, or take a corpus of more tokens")
+    return "; or ".join(fixes)
 
 
 def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
     errors = []
     if not _is_whole(step, 0):
-        errors.append(f"step={step}: must be a whole number, at least 0")
+        errors.append(f"step={step}: must be an integer, at least 0")
     index, parts = part
     if not (_is_whole(parts, 1) and _is_whole(index, 0) and index < parts):
         errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")

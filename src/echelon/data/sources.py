@@ -49,7 +49,7 @@ def read_folder(folder: Path) -> Tokens:
     texts, more_errors = _read_texts(paths)
     errors += more_errors
     if not texts and not errors:
-        errors = [f"{len(paths)} files and no text in them: name a folder that holds text files"]
+        errors = [f"'{folder}' contains no text files: name a folder that has some"]
     raise_errors(f"corpus '{folder}'", errors)
     return _join(texts)
 

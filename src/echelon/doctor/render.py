@@ -29,6 +29,6 @@ def render(report: Report) -> "RenderableType":
 
 def _last_line(warnings: int) -> tuple[str, str]:
     if warnings == 0:
-        return "Nothing stands in the way.", "green"
+        return "No problems found.", "green"
     count = "1 warning" if warnings == 1 else f"{warnings} warnings"
     return f"{count}: see the lines with !", "yellow"

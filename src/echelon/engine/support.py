@@ -2,6 +2,7 @@
 
 from echelon.errors import raise_errors
 from echelon.plan import Plan
+from echelon.plan.fields import FIELDS
 
 # Field → the values that run. Every strategy that is added widens its line here.
 _RUNS: dict[str, tuple[object, ...]] = {
@@ -20,9 +21,13 @@ def refuse_unsupported(plan: Plan) -> None:
     raise_errors(
         f"plan '{plan}', which this version cannot run yet",
         [
-            f"{name}={getattr(plan, name)}: this version runs {name} = "
-            f"{', '.join(str(value or 'none') if name == 'offload' else str(value) for value in values)}"
+            f"{name}={_show(name, getattr(plan, name))} is not implemented yet (only "
+            f"{', '.join(f'{name}={_show(name, value)}' for value in values)})"
             for name, values in _RUNS.items()
             if getattr(plan, name) not in values
         ],
     )
+
+
+def _show(name: str, value: object) -> str:
+    return FIELDS[name].show(value) or "none"

@@ -131,7 +131,7 @@ def _family_errors(family: str) -> list[str]:
 
 def _count_errors(config: object, *names: str) -> list[str]:
     return [
-        f"{name}={value!r}: must be a whole number, at least 1"
+        f"{name}={value!r}: must be an integer, at least 1"
         for name in names
         if isinstance(value := getattr(config, name), bool) or not isinstance(value, int) or value < 1
     ]

@@ -114,7 +114,7 @@ def _errors(total: int | None, warmup: int, decay: int | None, floor: float | No
     """Every error of these numbers; None stands for one that the schedule does not have."""
     leasts = (("total", total, 1), ("warmup", warmup, 0), ("decay", decay, 0))
     errors = [
-        f"{name}={value}: must be a whole number, at least {least}"
+        f"{name}={value}: must be an integer, at least {least}"
         for name, value, least in leasts
         if value is not None and not (isinstance(value, int) and value >= least)
     ]

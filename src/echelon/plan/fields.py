@@ -104,7 +104,7 @@ def _words(options: tuple[str, ...]) -> Field:
 
 
 def _count() -> Field:
-    return Field("must be a whole number, at least 1", lambda value: _whole(value, 1))
+    return Field("must be an integer, at least 1", lambda value: _whole(value, 1))
 
 
 def _zero_level(value: Any) -> int:
@@ -119,14 +119,14 @@ FIELDS: dict[str, Field] = {
     "data": _count(),
     "tensor": _count(),
     "pipeline": Field(
-        "must be a whole number of stages, at least 1, or the replicas of each stage, like 3-1, or auto",
+        "must be a number of stages, at least 1; or the replicas of each stage, like 3-1; or auto",
         _stages,
         _show_stages,
     ),
     "expert": _count(),
     "context": _count(),
     "sync": _words(SYNCS),
-    "staleness": Field("must be a whole number, at least 0, or inf", _staleness),
+    "staleness": Field("must be an integer, at least 0, or inf", _staleness),
     "zero": Field("must be one of 0, 1, 2, 3", _zero_level),
     "schedule": Field(f"must be one of {', '.join(SCHEDULES)}, or a file ending in .txt", _schedule),
     "microbatches": _count(),

@@ -113,7 +113,7 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
         elif name not in FIELDS:
             errors[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"
         elif name in given:
-            errors[word] = f"{word}: '{name}' stands twice ({name}={given[name]} before); keep one"
+            errors[word] = f"{word}: '{name}' is given twice ({name}={given[name]} and {word})"
         else:
             given[name] = value
     return given, errors

@@ -84,7 +84,7 @@ def make_profile(
     order = _runnable_order([node.name for node in nodes], edges)
     stuck = [node.name for node in nodes if node.name not in order]
     if stuck:
-        raise_errors(what, [f"layers {', '.join(stuck)} wait for each other: remove an edge of the circle"])
+        raise_errors(what, [f"layers {', '.join(stuck)} form a cycle: remove one of its edges"])
     by_name = {node.name: node for node in nodes}
     places = sorted({(order[giver], order[taker]) for giver, taker in edges})
     return Profile(tuple(by_name[name] for name in order), tuple(places), tuple(tied))
@@ -99,9 +99,9 @@ def _errors_of_nodes(nodes: Sequence[Node]) -> list[str]:
                 errors.append(f"layer {node.name}: {amount}={value} must be a finite number, at least 0")
     names = [node.name for node in nodes]
     twice = sorted({name for name in names if names.count(name) > 1})
-    errors += [f"layer {name} is there {names.count(name)} times: give each its own name" for name in twice]
+    errors += [f"duplicate layer name '{name}'" for name in twice]
     if not nodes:
-        errors.append("there is no layer: list at least one")
+        errors.append("no layers: list at least one")
     elif not any(node.seconds for node in nodes):
         errors.append("no layer takes any time: measure forward_seconds and backward_seconds")
     return errors

@@ -33,7 +33,7 @@ def parse_graph_text(text: str, what: str = "the profile") -> Profile:
                 named.add(line.split(" -- ")[0])
                 node = _node(line)
                 if node.name in nodes:
-                    raise ValueError(f"{node.name} is there already; give each node its own name")
+                    raise ValueError(f"duplicate node name '{node.name}'")
                 nodes[node.name] = node
         except ValueError as error:
             errors.append(f"line {number}: {error}")

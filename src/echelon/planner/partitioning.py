@@ -26,7 +26,7 @@ def partition(
 ) -> Partition:
     """Split a profile over all workers so that a microbatch takes the least time in the steady pipeline.
 
-    `workers` and `bandwidth` (bytes a second) are innermost first: 4 GPUs in each of 2 machines are (4, 2).
+    `workers` and `bandwidth` (bytes per second) are innermost first: 4 GPUs in each of 2 machines are (4, 2).
     `memory` bounds the bytes on each worker; `straight` forbids replicas.
 
     partition(profile(model, batch), workers=4, bandwidth=1e9).plan  ->  'pipeline=3-1'
@@ -58,12 +58,12 @@ def cluster_errors(
 ) -> list[str]:
     """Every error of what a cluster is said to be."""
     errors = [
-        f"workers {count}: must be a whole number, at least 1"
+        f"workers {count}: must be an integer, at least 1"
         for count in workers
         if not isinstance(count, int) or count < 1
     ]
     errors += [
-        f"bandwidth {rate}: must be bytes a second, more than 0"
+        f"bandwidth {rate}: must be bytes per second, more than 0"
         for rate in bandwidths
         if not 0 < rate < math.inf
     ]
@@ -78,7 +78,7 @@ def cluster_errors(
     shared = model.microbatches if isinstance(model, Echelon) else None
     if shared is not None and shared < ranks:
         errors.append(
-            f"microbatches {shared}, workers {ranks}: a replica without a microbatch would stand idle; give "
+            f"microbatches {shared}, workers {ranks}: every replica needs a microbatch; give "
             f"at least {ranks} microbatches, or fewer workers"
         )
     return errors
@@ -88,15 +88,16 @@ def _refuse(problem: Problem) -> None:
     """Say why there is no split: too few layers for a straight pipeline, or too little memory."""
     ranks, layers = problem.levels[0].ranks, problem.states.masks[-1].bit_count()
     if problem.straight and layers < ranks:
+        count = "is only 1 layer" if layers == 1 else f"are only {layers} layers"
         raise UserError(
-            f"a straight pipeline has a stage for each of the {ranks} workers, and there are {layers} layers "
-            "to split; allow replicas, or use fewer workers"
+            f"a straight pipeline of {ranks} workers needs {ranks} layers, but there {count}; "
+            "allow replicas, or use fewer workers"
         )
     assert problem.memory is not None
     least = math.ceil(Leanest(problem).best())
     raise UserError(
-        f"no split fits into {problem.memory:.0f} bytes a worker: over {ranks} workers the smallest need of "
-        f"any split is {least} bytes; give at least that much memory, use more workers, or profile a smaller "
+        f"no split fits into {problem.memory:.0f} bytes per worker: the leanest split over {ranks} workers "
+        f"needs {least} bytes; give at least that much memory, use more workers, or profile a smaller "
         "microbatch"
     )
 

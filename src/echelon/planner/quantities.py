@@ -14,22 +14,22 @@ def read_size(text: str) -> float:
 
 
 def read_rate(text: str) -> float:
-    """Bytes a second: read_rate('10GB/s') == 1e10, read_rate('10Gb/s') == 1.25e9."""
+    """Bytes per second: read_rate('10GB/s') == 1e10, read_rate('10Gb/s') == 1.25e9."""
     found = re.fullmatch(rf"{_NUMBER}\s*([kmgtKMGT]?i?)([bB]/s)?", text.strip())
-    rate = _value(found, text, "bytes a second, more than 0, like 1.25e9, 1.25GB/s or 10Gb/s (bits)")
+    rate = _value(found, text, "bytes per second, more than 0, like 1.25e9, 1.25GB/s or 10Gb/s (bits)")
     return rate / 8 if found and found[3] == "b/s" else rate
 
 
 def read_rates(text: str) -> tuple[float, ...]:
-    """One a level, innermost first: '1e10,1.25e9'."""
+    """One per level, innermost first: '1e10,1.25e9'."""
     return tuple(read_rate(part) for part in text.split(","))
 
 
 def read_workers(text: str) -> tuple[int, ...]:
-    """One a level, innermost first: read_workers('4x2') == (4, 2)."""
+    """One per level, innermost first: read_workers('4x2') == (4, 2)."""
     parts = text.lower().split("x")
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ValueError(f"'{text}' must be whole numbers, at least 1, innermost first, like 8 or 4x2")
+        raise ValueError(f"'{text}' must be integers, at least 1, innermost first, like 8 or 4x2")
     return tuple(map(int, parts))
 
 

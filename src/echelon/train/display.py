@@ -90,9 +90,9 @@ class Display:
             ("loss", f"[bold]{step.loss:.4f}[/]  {sparkline(self._losses, 48)}"),
             ("gradient norm", f"{step.grad_norm:.3f}"),
             ("learning rate", f"{step.learning_rate:.2e}"),
-            ("tokens a second", f"{step.tokens / step.seconds:,.0f}"),
-            ("memory a rank", as_bytes(step.memory_bytes)),
-            ("moved a step", f"{as_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
+            ("tokens/s", f"{step.tokens / step.seconds:,.0f}"),
+            ("memory per rank", as_bytes(step.memory_bytes)),
+            ("sent per step", f"{as_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
         ]
         if self._evaluated is not None:
             at = f"[dim]at step {self._evaluated.step}[/]"
@@ -107,7 +107,7 @@ class Display:
         left = (now - self._began) / step.step * (self._job.steps - step.step)
         self._console.print(
             f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
-            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {as_bytes(step.memory_bytes)} a rank  "
+            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {as_bytes(step.memory_bytes)} per rank  "
             f"{left:.0f} s left",
             highlight=False,
         )
@@ -123,7 +123,7 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
     console.print(
         f"loss {summary['first_loss']:.4f} → [bold]{summary['loss']:.4f}[/]"
         + ("" if validation is None else f"   validation {validation:.4f}")
-        + f"   {summary['tokens']:,} tokens, {summary['tokens_per_second']:,.0f} a second"
+        + f"   {summary['tokens']:,} tokens, {summary['tokens_per_second']:,.0f} tokens/s"
     )
     console.print(
         f"the run is in [bold]{escape(summary['run'])}[/] (loss.svg, metrics.jsonl, sample.txt, model/)"

@@ -11,10 +11,10 @@ def refuse_divergence(job: Job, step: int, **numbers: float) -> None:
     for name, value in numbers.items():
         if not math.isfinite(value):
             became = "NaN" if math.isnan(value) else "infinite"
-            raise UserError(f"the {name.replace('_', ' ')} became {became} at step {step}; {_mends(job)}")
+            raise UserError(f"the {name.replace('_', ' ')} became {became} at step {step}; {_fixes(job)}")
 
 
-def _mends(job: Job) -> str:
+def _fixes(job: Job) -> str:
     its = job.optimizer
     clip = "set optimizer.clip=1.0" if its.clip is None else f"lower optimizer.clip (now {its.clip})"
     return (

@@ -6,6 +6,7 @@ pydantic does the reading. It is imported here alone, so that the embedded defau
 import dataclasses
 import tomllib
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
         return reader.validate_python(values), {}
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
+    unread = {_key(error): _explain(error, values) for error in errors}
     for error in errors:
         _remove(values, error["loc"])
-    return reader.validate_python(values), {_key(error): _explain(error) for error in errors}
+    return reader.validate_python(values), unread
 
 
 def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
@@ -103,26 +105,50 @@ def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
     table.pop(place[-1], None)
 
 
+# By pydantic's type of error: what the value must be. Its own sentences speak of parsers and tuples.
+_RULES = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_type": "an integer",
+    "string_type": "text",
+    "tuple_type": "two numbers",
+}
+
+
+def _path(error: Any) -> list[str]:
+    """The keys that lead to a wrong value. An error of one item of a list is an error of the list."""
+    return [part for part in error["loc"] if isinstance(part, str)]
+
+
 def _key(error: Any) -> str:
-    return ".".join(str(part) for part in error["loc"])
+    return ".".join(_path(error))
 
 
-def _explain(error: Any) -> str:
-    path, key = [str(part) for part in error["loc"]], _key(error)
+def _explain(error: Any, values: dict[str, Any]) -> str:
+    path, key, value = _path(error), _key(error), error["input"]
     if error["type"] == "dataclass_type":
-        return f"{key}={error['input']}: {_table_mend(key)}{_plan_mend(key, error['input'])}"
+        return f"{key}={value}: {_table_fix(key)}{_plan_fix(key, value)}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        mend = _plan_mend(key, error["input"]) or did_you_mean(path[-1], _keys_at(path[:-1]))
-        return f"{key}: there is no such key{mend}"
-    rule = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{key}={error['input']!r}: must be {rule}"
+        fix = _plan_fix(key, value) or did_you_mean(path[-1], _keys_at(path[:-1]))
+        return f"{key}: there is no such key{fix}"
+    if len(path) < len(error["loc"]):
+        value = reduce(lambda table, name: table[name], path, values)
+        return f"{key}={value!r}: must be two numbers"
+    if error["type"] == "too_long":
+        return f"{key}={value!r}: must be two numbers, got {len(value)}"
+    return f"{key}={value!r}: must be {_RULES.get(error['type'], error['msg'])}"
 
 
-def _table_mend(key: str) -> str:
+def _table_fix(key: str) -> str:
     return f"{key} is a table, like {key}.{_keys_at([key])[0]}=…"
 
 
-def _plan_mend(key: str, value: Any) -> str:
+def _plan_fix(key: str, value: Any) -> str:
     """Where `key` is a field of plans, it was perhaps meant for one."""
     return f"; did you mean --plan {key}={value}?" if key in FIELDS else ""
 
@@ -132,4 +158,4 @@ def _keys_at(path: list[str]) -> list[str]:
     kind: Any = Job()
     for name in path:
         kind = getattr(kind, name)
-    return [its.name for its in dataclasses.fields(kind)]
+    return [entry.name for entry in dataclasses.fields(kind)]

@@ -89,8 +89,10 @@ def _judge_counts(job: "Job", found: _Findings) -> None:
 
 
 def _judge_names(job: "Job", found: _Findings) -> None:
-    if "/" in job.name or not job.name:
-        found.add(f"name={job.name!r}: must be one word for a folder; put folders into out", "name")
+    if "/" in job.name:
+        found.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
+    if not job.name:
+        found.add("name='': must not be empty", "name")
     for key, text in (("name", job.name), ("out", job.out)):
         # A lone surrogate is how Python keeps a byte that the locale cannot read.
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
@@ -119,12 +121,12 @@ def _judge_plan(job: "Job", found: _Findings) -> None:
     plan = found.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
     if plan is None:
         return
-    found.attempt(lambda: refuse_unsupported(plan), "plan cannot run yet")
+    found.attempt(lambda: refuse_unsupported(plan), "plan")
     cores = os.cpu_count() or 1
     if plan.pipeline != AUTO and plan.ranks > RANKS_PER_CORE * cores and not is_under_torchrun():
         found.add(
-            f"plan '{plan}': takes {plan.ranks} ranks, and this machine with {cores} cores starts at most "
-            f"{RANKS_PER_CORE * cores}; lower it, or start the ranks on several machines with torchrun"
+            f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({cores} cores) starts at most "
+            f"{RANKS_PER_CORE * cores}; use fewer ranks, or start them on several machines with torchrun"
         )
     if found.sound("plan", "batch") and job.batch < plan.data:
         found.add(

@@ -69,7 +69,7 @@ class Logbook:
         if self._evaluations:
             marks = self._evaluations
             series.append(Series("validation", [e.step for e in marks], [e.loss for e in marks]))
-        return line_chart(series, "Loss", "step", "nats a token")
+        return line_chart(series, "Loss", "step", "nats per token")
 
 
 def _tensorboard(folder: RunFolder) -> Any:

@@ -2,7 +2,7 @@
 
     runs/train-20261115-020304/
         run.json         state (running, failed, finished), job, plan, versions, pid, summary
-        metrics.jsonl    one line a step, and one an evaluation
+        metrics.jsonl    one line per step, and one per evaluation
         loss.svg         the loss over the steps
         sample.txt       what the model writes
         model/           the weights, as a Hugging Face folder
@@ -22,18 +22,18 @@ from typing import Any
 from echelon.errors import UserError
 from echelon.train import strict_json
 
-MAX_RUNS_A_SECOND = 999
+MAX_RUNS_PER_SECOND = 999
 
 # What helps when the machine refuses, by its reason; {elsewhere} is what helps against every other.
-_MENDS = {
+_FIXES = {
     errno.ENOSPC: "free space there, or {elsewhere}",
     errno.EDQUOT: "free space there, or {elsewhere}",
     errno.ENAMETOOLONG: "choose a shorter name with --set name=NAME, or a shorter out",
     errno.EACCES: "give this user the right to write there, or {elsewhere}",
     errno.EPERM: "give this user the right to write there, or {elsewhere}",
     errno.EROFS: "it is on a disk that is only read; {elsewhere}",
-    errno.EEXIST: "a file stands where a folder should; {elsewhere}",
-    errno.ENOTDIR: "a file stands where a folder should; {elsewhere}",
+    errno.EEXIST: "it is a file, not a folder; {elsewhere}",
+    errno.ENOTDIR: "a part of the path is a file, not a folder; {elsewhere}",
 }
 
 
@@ -95,23 +95,23 @@ class RunFolder:
 
 def _make_new(out: Path, stem: str) -> Path:
     """A folder that was not there before: two runs of one second have two."""
-    for number in range(1, MAX_RUNS_A_SECOND + 1):
+    for number in range(1, MAX_RUNS_PER_SECOND + 1):
         path = out / (stem if number == 1 else f"{stem}-{number}")
         with explained(path), suppress(FileExistsError):
             path.mkdir()
             return path
     raise UserError(
-        f"cannot make {out / stem}: {MAX_RUNS_A_SECOND} runs of this name began in this second; "
+        f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
         "choose another name with --set name=NAME"
     )
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn the machine's refusal to write `path` into a UserError with the way to mend it."""
+    """Turn the machine's refusal to write `path` into a UserError that says how to fix it."""
     try:
         yield
     except OSError as error:
         elsewhere = "choose another folder with --set out=FOLDER"
-        mend = _MENDS.get(error.errno or 0, elsewhere).format(elsewhere=elsewhere)
-        raise UserError(f"cannot write {path}: {error.strerror or error}; {mend}") from error
+        fix = _FIXES.get(error.errno or 0, elsewhere).format(elsewhere=elsewhere)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
