@@ -76,7 +76,7 @@ class Wrapping:
     def remove(self) -> None:
         """Take all of it away: modules are called as they were before."""
         for wrapper in self._wrappers:
-            _unlink(wrapper)
+            unwrap(wrapper)
         for _, _, handle in self._hooks:
             handle.remove()
         self._wrappers, self._hooks = [], []
@@ -131,7 +131,8 @@ def _link(module: nn.Module, outer: Wrapper | None, forward: Callable[..., Any] 
         del module.forward
 
 
-def _unlink(wrapper: Wrapper) -> None:
+def unwrap(wrapper: Wrapper) -> None:
+    """Take one entry out of the stack of its module, if it is still in it."""
     outer: Wrapper | None = None
     for current in _chain(wrapper.module):
         if current is wrapper:

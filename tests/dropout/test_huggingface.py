@@ -5,6 +5,7 @@ import torch
 
 from echelon.dropout import key_dropout, scope, unkeyed_dropout
 from echelon.errors import UserError
+from echelon.wrapping import Wrapping
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +29,7 @@ def test_gpt2_reads_only_the_rate_of_its_module(attention: str) -> None:
 def test_but_calls_it_in_the_order_of_megatron() -> None:
     model = make("gpt2", "eager", attn_pdrop=0.5, reorder_and_upcast_attn=True).train()
     assert unkeyed_dropout(model) == []
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     inputs = tokens(0)[0]
     with scope(seed=0, step=0, first_sample=0):
         first = model(inputs).logits

@@ -27,7 +27,7 @@ def sigmas(kept: Tensor, p: float) -> float:
 
 
 def agreement(one: Tensor, other: Tensor) -> float:
-    """Of two fair masks: how many standard deviations from agreeing in half of all places."""
+    """Of two fair masks: how many standard deviations from agreeing in half of all elements."""
     return sigmas(one == other, 0.5)
 
 
@@ -127,10 +127,13 @@ def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
 @pytest.mark.parametrize("some", [False, True])
 def test_a_part_of_the_last_dim_keeps_what_the_whole_does(shape: tuple[int, ...], some: bool) -> None:
     """Also when it is of some positions alone, and when one hash decides for two parts."""
-    places = torch.tensor([1, 3]) if some and len(shape) > 2 else None
+    indices = torch.tensor([1, 3]) if some and len(shape) > 2 else None
     whole = keep_mask(1, 2, 3, 100, shape, 0.3)
-    seen = whole if places is None else whole[:, places]
+    seen = whole if indices is None else whole[:, indices]
     for parts in (1, 2, 3):
-        mine = (*seen.shape[:-1], shape[-1] // parts)
-        found = [keep_mask(1, 2, 3, 100, mine, 0.3, places=places, part=(n, parts)) for n in range(parts)]
+        shape_here = (*seen.shape[:-1], shape[-1] // parts)
+        found = [
+            keep_mask(1, 2, 3, 100, shape_here, 0.3, indices=indices, feature_part=(n, parts))
+            for n in range(parts)
+        ]
         assert torch.equal(torch.cat(found, -1), seen)

@@ -15,23 +15,33 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.dropout import (
+    KeyedDropout,
     current,
     keep_mask,
     key_dropout,
     keyed_modules,
     restore,
     scope,
+    set_global_indices,
+    split_features,
     unkeyed_dropout,
 )
 from echelon.errors import UserError
+from echelon.wrapping import Wrapping, find_wrapper
 
 DOUBLE = torch.float64
 
 
 def keyed(*layers: nn.Module) -> nn.Sequential:
     model = nn.Sequential(*layers)
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     return model
+
+
+def key_of(module: nn.Module) -> int:
+    wrapper = find_wrapper(module, KeyedDropout)
+    assert wrapper is not None
+    return wrapper.layer
 
 
 def run(model: nn.Module, x: Tensor, first: int = 0, step: int = 0, seed: int = 0) -> Tensor:
@@ -43,7 +53,7 @@ def run(model: nn.Module, x: Tensor, first: int = 0, step: int = 0, seed: int = 
 def test_the_result_is_the_mask_over_one_minus_p() -> None:
     model = keyed(nn.Dropout(0.3))
     x = torch.randn(6, 5, 4, dtype=DOUBLE)
-    layer = model[0].forward.layer
+    layer = key_of(model[0])
     keep = keep_mask(0, 7, layer, 11, x.shape, 0.3)
     assert torch.equal(run(model, x, first=11, step=7), x * keep / (1 - 0.3))
     assert not keep.all()
@@ -120,7 +130,7 @@ def test_channels_are_dropped_whole(
 ) -> None:
     model = keyed(kind(0.4))
     x = torch.randn(shape, dtype=DOUBLE)
-    keep = keep_mask(0, 0, model[0].forward.layer, 3, mask_shape, 0.4)
+    keep = keep_mask(0, 0, key_of(model[0]), 3, mask_shape, 0.4)
     keep = keep[0] if len(mask_shape) > len(shape) else keep
     output = run(model, x, first=3)
     assert output.shape == shape
@@ -168,7 +178,7 @@ class Reused(nn.Module):
 
 def test_a_module_used_twice_draws_twice() -> None:
     model = Reused()
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     x = torch.ones(8, 64)
     with scope(seed=0, step=0, first_sample=0):
         one, two = model(x)
@@ -214,10 +224,44 @@ def test_inside_a_scope_torchs_generator_is_left_alone() -> None:
 
 def test_keying_counts_and_twice_is_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout2d(0.1), nn.Identity()))
-    assert key_dropout(model) == 2
-    layers = [module.forward for module in keyed_modules(model)]
-    assert key_dropout(model) == 2
-    assert [module.forward for module in keyed_modules(model)] == layers
+    wrappings = [Wrapping(), Wrapping()]
+    assert key_dropout(model, wrappings[0]) == 2
+    keys = [key_of(module) for module in keyed_modules(model)]
+    assert key_dropout(model, wrappings[1]) == 2
+    assert [key_of(module) for module in keyed_modules(model)] == keys
+    wrappings[1].remove()
+    assert keyed_modules(model) == []  # one entry each, not two
+
+
+def test_a_wrapping_that_ends_leaves_the_keys_of_a_later_one() -> None:
+    model, first, second = nn.Sequential(nn.Dropout(0.5)), Wrapping(), Wrapping()
+    key_dropout(model, first)
+    key_dropout(model, second)
+    first.remove()
+    assert len(keyed_modules(model)) == 1
+    second.remove()
+    assert keyed_modules(model) == []
+    assert key_dropout(model, first) == 1
+
+
+def test_a_model_that_is_keyed_again_forgets_which_part_of_the_whole_it_saw() -> None:
+    model = keyed(nn.Dropout(0.5))
+    x = torch.ones(4, 6)
+    whole = run(model, x)
+    set_global_indices(model[0], lambda size: torch.arange(size) + size)
+    split_features(model[0], 1, 2)
+    assert not torch.equal(run(model, x), whole)
+    other = copy.deepcopy(model)
+    key_dropout(other, Wrapping())
+    assert torch.equal(run(other, x), whole)
+
+
+def test_a_forward_that_the_user_has_replaced_is_kept_and_named() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    model[0].forward = lambda x: x + 1  # type: ignore[assignment]
+    assert key_dropout(model, Wrapping()) == 0
+    assert torch.equal(run(model, torch.zeros(2, 2)), torch.ones(2, 2))
+    assert unkeyed_dropout(model) == ["0"]
 
 
 def test_a_part_of_a_model_keeps_the_keys_of_the_whole() -> None:
@@ -225,7 +269,7 @@ def test_a_part_of_a_model_keeps_the_keys_of_the_whole() -> None:
     x = torch.ones(8, 64)
     before = run(model[1], x)
     stage = nn.Sequential(model[1])
-    assert key_dropout(stage) == 1
+    assert key_dropout(stage, Wrapping()) == 1
     assert torch.equal(run(stage, x), before)
     assert not torch.equal(before, run(model[:1], x))
 
@@ -235,10 +279,10 @@ def test_classes_names_and_state_stay() -> None:
         """A subclass that drops as its parent does."""
 
     model = nn.Sequential(nn.Dropout(0.5), Named(0.5))
-    told = repr(model)
-    key_dropout(model)
+    text = repr(model)
+    key_dropout(model, Wrapping())
     assert [type(module) for module in model] == [nn.Dropout, Named]
-    assert repr(model) == told
+    assert repr(model) == text
     assert model.state_dict() == {}
     assert len(keyed_modules(model)) == 2
     model[0].p = 0.0
@@ -265,11 +309,13 @@ def test_a_saved_model_is_loaded_keyed() -> None:
 
 def test_keys_do_not_depend_on_the_process() -> None:
     code = (
-        "from torch import nn; from echelon.dropout import key_dropout; "
-        "m = nn.Sequential(nn.Dropout()); key_dropout(m); print(m[0].forward.layer)"
+        "from torch import nn; from echelon.dropout import KeyedDropout, key_dropout; "
+        "from echelon.wrapping import Wrapping, find_wrapper; "
+        "m = nn.Sequential(nn.Dropout()); key_dropout(m, Wrapping()); "
+        "print(find_wrapper(m[0], KeyedDropout).layer)"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(other) == keyed(nn.Dropout())[0].forward.layer
+    assert int(other) == key_of(keyed(nn.Dropout())[0])
 
 
 class Odd(nn.Dropout):
@@ -292,7 +338,7 @@ def test_what_cannot_be_keyed_is_named() -> None:
     )
     assert unkeyed_dropout(model) == ["lstm", "attention", "encoder.self_attn", "odd"]
     assert unkeyed_dropout(Odd(0.5)) == ["the model"]
-    assert key_dropout(model) == 4
+    assert key_dropout(model, Wrapping()) == 4
     assert type(model["odd"]).forward is Odd.forward
     encoder.self_attn.dropout = 0.0
     x = torch.randn(4, 6, 8)
@@ -301,7 +347,7 @@ def test_what_cannot_be_keyed_is_named() -> None:
 
 
 def test_a_mask_that_would_be_another_in_the_backward_pass_is_refused() -> None:
-    """torch.utils.checkpoint keeps torch's generator, and knows nothing of places."""
+    """torch.utils.checkpoint keeps torch's generator, and knows nothing of scopes."""
     model = keyed(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
     with scope(seed=0, step=0, first_sample=0):
         output = checkpoint(model, torch.randn(2, 4), use_reentrant=False)

@@ -26,6 +26,7 @@ from echelon.plan import Plan
 from echelon.sequence import WHOLE
 from echelon.tensor_parallel import Table
 from echelon.verify import Case, assert_equal
+from echelon.wrapping import Wrapping
 from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import token_loss
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
@@ -34,7 +35,7 @@ Warm = Callable[[int], Ranks]
 
 
 def within(model: nn.Module, plan: str, loss: Any = cross_entropy, table: Table | None = None) -> Within:
-    return Within(model, Mesh.pretend(Plan.parse(plan), 0), loss, table)
+    return Within(model, Mesh.pretend(Plan.parse(plan), 0), loss, table, Wrapping())
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -163,7 +164,7 @@ def test_ranks_that_split_layers_must_drop_the_same() -> None:
         within(gpt(dropout=0.1), "tensor=2")
     within(gpt(dropout=0.1), "context=2")
     model = gpt(dropout=0.1)
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     within(model, "tensor=2")
     model.blocks[0].mlp_dropout = OwnDropout(0.1)
     with pytest.raises(UserError, match=r"dropout of blocks\.0\.mlp_dropout is drawn by torch"):

@@ -11,6 +11,7 @@ from echelon.dropout import current, key_dropout
 from echelon.engine import Engine
 from echelon.engine.batch import microbatches
 from echelon.engine.samples import Scopes, first_sample
+from echelon.wrapping import Wrapping
 from tests.cases import adamw, vectors
 
 
@@ -35,7 +36,7 @@ def test_counts_are_asked_for_only_where_something_is_dropped() -> None:
         return [samples, 3]
 
     model = nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2))
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     scopes = Scopes(model, 5, counts, replica=1, microbatches=2)
     with scopes.of_step(7, 4)(1):
         assert current() is None

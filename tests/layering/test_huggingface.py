@@ -22,6 +22,7 @@ from echelon.plan import Plan
 from echelon.planner import profile
 from echelon.sequence import View, assign
 from echelon.verify import assert_equal
+from echelon.wrapping import Wrapping
 from tests.cases import adamw
 
 transformers = pytest.importorskip("transformers")
@@ -196,13 +197,13 @@ def test_a_model_that_returns_all_layers_is_told_how_not_to() -> None:
     """With context=2 it was told to be an nn.Sequential."""
     model = double("llama", output_hidden_states=True)
     with pytest.raises(UserError, match=r"set model\.config\.output_hidden_states = False"):
-        Within(model, Mesh.pretend(Plan(context=2), 0), cross_entropy, None)
+        Within(model, Mesh.pretend(Plan(context=2), 0), cross_entropy, None, Wrapping())
 
 
 def test_routers_that_draw_are_refused_where_ranks_split_their_experts() -> None:
     model = double("mixtral", router_jitter_noise=0.1)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.* draw at random inside"):
-        Within(model, Mesh.pretend(Plan(tensor=2), 0), cross_entropy, None)
+        Within(model, Mesh.pretend(Plan(tensor=2), 0), cross_entropy, None, Wrapping())
 
 
 def test_transformers_is_not_needed() -> None:

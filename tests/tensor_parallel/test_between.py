@@ -14,6 +14,7 @@ from echelon.models import cross_entropy
 from echelon.sequence import WHOLE
 from echelon.tensor_parallel import split_over
 from echelon.verify import Case, assert_equal
+from echelon.wrapping import Wrapping
 from tests.cases import adamw, stop
 from tests.tensor_parallel.models import gpt, language_case
 
@@ -98,7 +99,13 @@ def test_a_split_model_says_whether_its_logits_are_split(head: str, splits: bool
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))
     group = RecordingGroup("tensor", 0, 2)
     sharded = split_over(
-        model, group, {"0": "vocabulary", "1": head}, sequence=False, whole_sequence=[], join_logits=True
+        model,
+        group,
+        {"0": "vocabulary", "1": head},
+        Wrapping(),
+        sequence=False,
+        whole_sequence=[],
+        join_logits=True,
     )
     assert sharded.splits_logits is splits
 
@@ -114,6 +121,7 @@ def test_what_is_whole_on_every_rank_is_listed_once() -> None:
             nn.Sequential(norm, again),
             group,
             {"*": style},
+            Wrapping(),
             sequence=False,
             whole_sequence=[],
             join_logits=True,

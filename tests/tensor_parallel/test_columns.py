@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon.collectives import Handle, Ledger, RecordingGroup
 from echelon.tensor_parallel.modules import Column
 from echelon.tensor_parallel.regions import Region
+from echelon.wrapping import Wrapping
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
@@ -180,7 +181,7 @@ def test_nothing_is_kept_of_what_was_used_and_a_copy_starts_anew() -> None:
     outputs = [column(x) for column in sharing]
     kept = [weakref.ref(output) for output in outputs]
     copied = copy.deepcopy(sharing[0])
-    assert copied.region.companions is not here.companions
+    assert copied.region.shared_input is not here.shared_input
     del outputs
     assert [output() for output in kept] == [None] * 3
 
@@ -193,7 +194,7 @@ class Normed(nn.Module):
         self.norm = nn.LayerNorm(4, dtype=torch.float64)
         self.matrices = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
         for matrix in self.matrices:
-            matrix.forward = Column(matrix, region)
+            Wrapping().wrap(Column(matrix, region))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -232,7 +233,7 @@ def test_complex_matrices_vectors_and_what_outlives_a_pass_go_their_own_way() ->
         complex_one(turned).abs().sum().backward()
         vectors(torch.randn(4, dtype=torch.float64, requires_grad=True) * 2).sum().backward()
         vectors(kept).sum().backward()
-    assert here.companions._of == {}
+    assert here.shared_input._sharing == {}
 
 
 def test_outputs_may_be_changed_in_place() -> None:
@@ -248,5 +249,5 @@ def test_layers_are_not_computed_together() -> None:
     sharing = columns(here)
     sharing[2].layer = 1
     train(sharing)
-    assert list(here.companions._of.values()) == [sharing[:2]]
+    assert list(here.shared_input._sharing.values()) == [sharing[:2]]
     train(sharing)

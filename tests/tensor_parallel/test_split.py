@@ -16,6 +16,7 @@ from echelon.models import ModelConfig, build, cross_entropy
 from echelon.ownership import VALUE
 from echelon.tensor_parallel import Table, split_over
 from echelon.verify import Case, assert_equal
+from echelon.wrapping import Wrapping
 from tests.cases import adamw, mean_loss, vectors
 from tests.tensor_parallel.models import gpt, llama, tokens
 
@@ -45,7 +46,7 @@ TABLE: Table = {"inner.*.up": "column", "inner.*.down": "row", "norm": "replicat
 def refused(model: nn.Module, ranks: int, table: Table | None = None) -> list[str]:
     group = RecordingGroup("tensor", 0, ranks)
     with pytest.raises(UserError) as caught:
-        split_over(model, group, table, sequence=False, whole_sequence=[], join_logits=True)
+        split_over(model, group, table, Wrapping(), sequence=False, whole_sequence=[], join_logits=True)
     return list(caught.value.errors)
 
 
@@ -93,6 +94,7 @@ def test_a_word_that_is_none() -> None:
             Mine(),
             RecordingGroup("tensor", 0, 2),
             {"last": "colum"},
+            Wrapping(),
             sequence=False,
             whole_sequence=[],
             join_logits=True,

@@ -26,6 +26,7 @@ from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import TABLES, Sharded, split_over
+from echelon.wrapping import Wrapping
 
 Gradients = dict[str, Tensor]  # by the parameter's name, summed where ranks have parts of them
 
@@ -55,6 +56,7 @@ def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
         blocks,
         mesh.group("tensor"),
         _table(blocks),
+        Wrapping(),
         sequence=plan.sequence,
         whole_sequence=(),
         join_logits=False,

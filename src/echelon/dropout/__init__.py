@@ -1,35 +1,37 @@
-"""Dropout whose masks do not depend on the layout: a hash of where in the training an element stands.
+"""Dropout whose masks do not depend on the layout: a hash of each element's position in the training.
 
-key_dropout(model)                                 # once, on the whole model
+key_dropout(model, Wrapping())                     # once, on the whole model
 with scope(seed=0, step=7, first_sample=16):       # around the forward pass of samples 16, 17, …
     output = model(inputs)
 """
 
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.modules import (
-    Places,
+    GlobalIndices,
+    KeyedDropout,
     drops_each_element,
     is_keyed,
     key_dropout,
     keyed_modules,
-    place_dropout,
+    set_global_indices,
     split_features,
     unkeyed_dropout,
 )
-from echelon.dropout.place import Place, current, restore, scope
+from echelon.dropout.training_position import TrainingPosition, current, restore, scope
 
 __all__ = [
-    "Place",
-    "Places",
+    "GlobalIndices",
+    "KeyedDropout",
+    "TrainingPosition",
     "current",
     "drops_each_element",
     "is_keyed",
     "keep_mask",
     "key_dropout",
     "keyed_modules",
-    "place_dropout",
     "restore",
     "scope",
+    "set_global_indices",
     "split_features",
     "unkeyed_dropout",
 ]

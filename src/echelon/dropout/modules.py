@@ -1,11 +1,9 @@
-"""torch's dropout modules, made to draw from the open place instead of torch's generator.
-
-Only the `forward` of the instance is replaced. Its class, name and state stay what they are.
-"""
+"""torch's dropout modules, wrapped so that they draw from the open scope instead of torch's generator."""
 
 import hashlib
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +11,54 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout.huggingface import drops_by_function
 from echelon.dropout.mask import keep_mask
-from echelon.dropout.place import next_use
+from echelon.dropout.training_position import next_use
 from echelon.errors import UserError
 from echelon.tracing import untraced
+from echelon.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
 
-_ALPHA = 1.7580993408473766  # minus what SELU comes to far below 0: what a dropped element becomes
+_ALPHA = 1.7580993408473766  # minus SELU's limit for large negative inputs: the value of a dropped element
+
+GlobalIndices = Callable[[int], Tensor]  # from the size of dim 1 on this rank to its indices in the whole dim
 
 
-def key_dropout(model: nn.Module) -> int:
-    """Make every dropout module of `model` draw from the open scope; returns how many now do.
+def key_dropout(model: nn.Module, wrapping: Wrapping) -> int:
+    """Make every dropout module of `model` draw from the open scope; returns how many do.
 
-    The key of a layer is its name, so give the whole model, before it is cut into stages. A module that
-    is keyed already keeps its key. In eval mode, and outside every scope, all behave as torch's own.
+    The key of a layer is its name, so pass the whole model, before it is split into stages. A module that
+    was keyed before, by another wrapping or as a part of a copied model, keeps its name. In eval mode, and
+    outside every scope, all modules behave as torch's own.
     """
     for name, module in model.named_modules():
-        if _is_torchs(module) and not is_keyed(module):
-            module.forward = _Keyed(module, name)
+        if _can_be_keyed(module):
+            previous = find_wrapper(module, KeyedDropout)
+            if previous is not None:
+                unwrap(previous)
+            wrapping.wrap(KeyedDropout(module, name if previous is None else previous.name))
     return len(keyed_modules(model))
 
 
-Places = Callable[[int], Tensor]  # from a size along dim 1 to the places in the whole
-
-
-def place_dropout(module: nn.Module, places: Places) -> None:
-    """Let a keyed dropout know that what it is given is a part of the whole along dim 1."""
-    keyed = _keyed(module)
+def set_global_indices(module: nn.Module, indices: GlobalIndices) -> None:
+    """Tell a keyed dropout that its input is a part of the whole along dim 1."""
+    keyed = find_wrapper(module, KeyedDropout)
     if keyed is not None:
-        keyed.places = places
+        keyed.indices = indices
 
 
 def split_features(module: nn.Module, rank: int, ranks: int) -> None:
-    """Let a keyed dropout know that the last dim of what it is given is part `rank` of `ranks` equal ones."""
-    keyed = _keyed(module)
+    """Tell a keyed dropout that the last dim of its input is part `rank` of `ranks` equal parts."""
+    keyed = find_wrapper(module, KeyedDropout)
     if keyed is not None:
-        keyed.part = rank, ranks
+        keyed.feature_part = rank, ranks
 
 
 def drops_each_element(module: _DropoutNd) -> bool:
-    """And no whole channels."""
+    """Whether it drops single elements, not whole channels."""
     kind = _KINDS.get(type(module).forward)
     return kind is not None and kind[0] is _elements
+
+
+def is_keyed(module: nn.Module) -> bool:
+    return find_wrapper(module, KeyedDropout) is not None
 
 
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
@@ -60,10 +66,11 @@ def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
-    """The names of modules in `model` that drop otherwise than by a module that can be keyed.
+    """The names of modules in `model` that drop in a way that cannot be keyed.
 
-    Torch's recurrent ones and attention have it inside, and so has attention of transformers; a subclass may
-    have a `forward` of its own. What other models do by calling functions (F.dropout) is not seen here.
+    torch's recurrent modules and attention drop inside their own code, and so does attention of
+    transformers. A subclass, or a replaced `forward`, may do anything. Calls of F.dropout in other models
+    are not seen here.
     """
     return [name or "the model" for name, module in model.named_modules() if _drops_inside(module)]
 
@@ -75,70 +82,76 @@ def _drops_inside(module: nn.Module) -> bool:
         return bool(module.dropout > 0)
     if drops_by_function(module):
         return True
-    return isinstance(module, _DropoutNd) and module.p > 0 and not _is_torchs(module)
+    return isinstance(module, _DropoutNd) and module.p > 0 and not _can_be_keyed(module)
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).forward in _KINDS
+def _can_be_keyed(module: nn.Module) -> bool:
+    return type(module).forward in _KINDS and replaced_forward(module) is None
 
 
-def is_keyed(module: nn.Module) -> bool:
-    return _keyed(module) is not None
+class KeyedDropout(Wrapper):
+    """Drops by a mask that is a function of seed, step, layer name, sample and position."""
 
-
-def _keyed(module: nn.Module) -> "_Keyed | None":
-    forward = module.__dict__.get("forward")
-    forward = getattr(forward, "__self__", forward)  # its method, in a compiled layer
-    return forward if isinstance(forward, _Keyed) else None
-
-
-class _Keyed:
-    """The forward of one dropout module. No closure, so that the model can be copied and pickled."""
+    entry: ClassVar[str] = "dropout"
 
     def __init__(self, module: nn.Module, name: str) -> None:
         assert isinstance(module, _DropoutNd)
-        self.module, self.name = module, name
+        super().__init__(module)
+        self.dropout, self.name = module, name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         self.layer = int.from_bytes(digest, "little")
-        self.places: Places | None = None
-        self.part: tuple[int, int] | None = None  # of the last dim
+        self.indices: GlobalIndices | None = None
+        self.feature_part: tuple[int, int] | None = None  # of the last dim: (rank, ranks)
 
     def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
-        plain: Callable[..., Tensor] = type(module).forward
-        drops = module.training and module.p > 0 and input.ndim > 0
+        dropout = self.dropout
+        drops = dropout.training and dropout.p > 0 and input.ndim > 0
         keep = self._mask(input) if drops else None
         if keep is None:
-            return plain(module, input)
-        return _KINDS[plain][1](input, keep, module.p, module.inplace)
+            plain: Tensor = self.inner(input)
+            return plain
+        return _KINDS[type(dropout).forward][1](input, keep, dropout.p, dropout.inplace)
 
-    @untraced  # its place in the training is another one each time
+    @untraced  # the position in the training changes with every call
     def _mask(self, input: Tensor) -> Tensor | None:
-        """What is kept of `input`; None outside every scope."""
-        found = next_use(self.layer)
-        if found is None:
+        """True where `input` is kept; None outside every scope."""
+        use_of_scope = next_use(self.layer)
+        if use_of_scope is None:
             self._refuse_recomputation()
             return None
-        place, use = found
-        seed, step, first = place.seed, place.step, place.first_sample
-        module, shape = self.module, _KINDS[type(self.module).forward][0](input)
-        split = self.part is not None and len(shape) == 2  # dim 1 itself: features, and no positions
-        places = None if self.places is None or split else self.places(shape[1])
-        keep = keep_mask(seed, step, self.layer, first, shape, module.p, input.device, use, places, self.part)
-        # A mask of one sample stands for an input that has no dim for samples.
+        position, use = use_of_scope
+        shape = _KINDS[type(self.dropout).forward][0](input)
+        keep = keep_mask(
+            position.seed,
+            position.step,
+            self.layer,
+            position.first_sample,
+            shape,
+            self.dropout.p,
+            input.device,
+            use,
+            self._indices(shape),
+            self.feature_part,
+        )
+        # An input without a dim for samples has the mask of one sample.
         return keep[0] if len(shape) > input.ndim else keep
 
+    def _indices(self, shape: "Shape") -> Tensor | None:
+        """The indices along dim 1; None where all of it is here, or where dim 1 is the features."""
+        features_only = self.feature_part is not None and len(shape) == 2
+        return None if self.indices is None or features_only else self.indices(shape[1])
+
     def _refuse_recomputation(self) -> None:
-        """Made again in a backward pass, the mask would be another than before: gradients would be wrong."""
+        """In a backward pass a second mask would differ from the first: gradients would be wrong."""
         if torch._C._current_graph_task_id() != -1:
             raise UserError(
-                f"dropout in {self.name or 'the model'} runs again in the backward pass, where its place in "
-                "the training is not known (torch.utils.checkpoint?): set its p to 0, do not checkpoint it, "
-                "or leave masks to torch with parallelize(seed=None)"
+                f"dropout in {self.name or 'the model'} runs again in the backward pass, where its position "
+                "in the training is not known (torch.utils.checkpoint?): set its p to 0, do not checkpoint "
+                "it, or leave masks to torch with parallelize(seed=None)"
             )
 
 
-# What the mask covers.
+# The shape of the mask.
 
 Shape = tuple[int, ...]
 
@@ -160,11 +173,11 @@ def _channels_3d(x: Tensor) -> Shape:
     return _channels(x[None]) if x.ndim == 4 else _channels(x)
 
 
-# What becomes of elements.
+# How the mask is applied.
 
 
 def _zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x · keep / (1 - p): autograd saves the mask alone, one byte an element."""
+    """x · keep / (1 - p): autograd saves only the mask, one byte per element."""
     kept = x.mul_(keep) if inplace else x * keep
     return kept if p == 1 else kept.div_(1 - p)
 

@@ -8,7 +8,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.data_parallel import Bond, Sync, Tied
-from echelon.dropout import is_keyed
 from echelon.errors import UserError, raise_errors
 from echelon.layering import listed_layers, outside_layers
 from echelon.mesh import Mesh
@@ -23,6 +22,7 @@ from echelon.pipeline_parallel import (
 )
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS, Op, Program, add_gathers, build, load_schedule
+from echelon.wrapping import replaced_forward
 
 
 class Stages(NamedTuple):
@@ -204,7 +204,7 @@ def _check_model(model: nn.Module) -> None:
             f"forward hooks of {', '.join(hooked)}: where a plan runs layer by layer, only layers and what "
             "is in them are called, and these would never run; put the hooks on the layers"
         )
-    replaced = [name for name, its in never.items() if "forward" in vars(its) and not is_keyed(its)]
+    replaced = [name for name, module in never.items() if replaced_forward(module) is not None]
     if replaced:
         raise UserError(
             f"{', '.join(replaced)} had forward replaced: where a plan runs layer by layer, only layers and "

@@ -19,6 +19,7 @@ from echelon.plan import Plan
 from echelon.sequence import View
 from echelon.tensor_parallel import Sharded
 from echelon.tensor_parallel.modules import is_matrix
+from echelon.wrapping import replaced_forward
 
 _MIXERS = (
     nn.MultiheadAttention,
@@ -98,7 +99,7 @@ def _works_by_position(module: nn.Module) -> bool:
         return True
     if type(module) is nn.PReLU and module.num_parameters > 1:  # one for each place of dim 1
         return False
-    return type(module) in _BY_POSITION and ("forward" not in vars(module) or is_keyed(module))
+    return type(module) in _BY_POSITION and replaced_forward(module) is None
 
 
 def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharded, plan: Plan) -> None:

@@ -40,6 +40,7 @@ from echelon.plan import Plan
 from echelon.precision import DTYPES, Direct, Masters
 from echelon.program import ASYNCHRONOUS, build
 from echelon.tensor_parallel import Table
+from echelon.wrapping import Wrapping
 
 
 def parallelize(
@@ -77,8 +78,9 @@ def parallelize(
     plan, found = resolve(model, plan, example)
     mesh = Mesh.join(plan)
     check_trainable(model)
-    names, scopes = StateNames.of(model), _scopes(model, mesh, seed)
-    within = Within(model, mesh, loss, table)
+    wrapping = Wrapping()
+    names, scopes = StateNames.of(model), _scopes(model, mesh, seed, wrapping)
+    within = Within(model, mesh, loss, table, wrapping)
     if plan.sync == "async":
         # A schedule is of versions there, which the server counts, and not of an engine's steps.
         workers = _asynchronous(model, mesh, _checked(optimizer), clip, schedule)
@@ -129,14 +131,14 @@ def _converted(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
     return converted
 
 
-def _scopes(model: nn.Module, mesh: Mesh, seed: int | None) -> Scopes:
+def _scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrapping) -> Scopes:
     """Key the model's dropout, and tell where in the training its forward passes are."""
     group = mesh.group("data")
     counts: Counts = partial(gather_counts, group=group, device=mesh.device, replicas=mesh.plan.data)
     if mesh.plan.sync == "async":
         counts = partial(assume_equal_counts, group=group)
     if seed is not None:
-        key_dropout(model)
+        key_dropout(model, wrapping)
     return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)
 
 

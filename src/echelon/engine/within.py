@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.context_parallel import RingView, positions, take
 from echelon.data_parallel import Bond, Sync, Tied
-from echelon.dropout import keyed_modules, place_dropout
+from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss
 from echelon.engine.mixing import check_masks, check_positions, check_split
 from echelon.engine.probing import Probe
@@ -23,12 +23,15 @@ from echelon.ownership import Owned
 from echelon.program import Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
+from echelon.wrapping import Wrapping
 
 
 class Within:
     """The layers of a model, as this rank has them."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, loss: Loss, table: Table | None) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, loss: Loss, table: Table | None, wrapping: Wrapping
+    ) -> None:
         """Split `model` in place."""
         self._mesh, self._context = mesh, mesh.group("context")
         self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
@@ -36,7 +39,7 @@ class Within:
         check_positions(layers, mesh.plan)
         check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
-        self.sharded = self._split(model, loss, table, before)
+        self.sharded = self._split(model, loss, table, before, wrapping)
         if mesh.plan.sequence:
             assert self.sharded is not None
             check_split(model, before, self.sharded, mesh.plan)
@@ -48,7 +51,12 @@ class Within:
     # Tensor.
 
     def _split(
-        self, model: nn.Module, loss: Loss, table: Table | None, before: Sequence[nn.Module]
+        self,
+        model: nn.Module,
+        loss: Loss,
+        table: Table | None,
+        before: Sequence[nn.Module],
+        wrapping: Wrapping,
     ) -> Sharded | None:
         group = self._mesh.group("tensor")
         if group.size == 1:
@@ -57,6 +65,7 @@ class Within:
             model,
             group,
             table,
+            wrapping,
             sequence=self._mesh.plan.sequence,
             whole_sequence=before,
             join_logits=split_loss(loss) is None,
@@ -133,10 +142,10 @@ class Within:
         inner = [] if self.sharded is None else self.sharded.inner
         for module in keyed_modules(model):
             if module in by_heads:
-                place_dropout(module, self._heads)
+                set_global_indices(module, self._heads)
             elif self.by_layers:
                 split = self._mesh.plan.sequence and module not in before and module not in inner
-                place_dropout(module, self._stream if split else self._positions)
+                set_global_indices(module, self._stream if split else self._positions)
 
     def _heads(self, count: int) -> Tensor:
         return torch.arange(count) + count * self._mesh.position.tensor

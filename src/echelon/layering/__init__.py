@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.layering.hf_layers import Layer
 from echelon.layering.huggingface import FAMILIES, error_of, frequencies, known_family, layers_of
+from echelon.wrapping import replaced_forward
 
 __all__ = ["frequencies", "how_to_list", "listed_layers", "outside_layers"]
 
@@ -59,7 +60,7 @@ def _listing(model: nn.Module) -> Callable[[], Iterable[nn.Module]] | None:
 def _own_forward(model: nn.Module) -> str:
     """Why the layers of a model in a row may not be its forward, and what to do; empty, if they are."""
     kind = type(model)
-    if "forward" in vars(model):
+    if replaced_forward(model) is not None:
         return "its forward was replaced, and no stage would run the new one; put what it does into a layer"
     listing = next((cls for cls in kind.__mro__ if "layers" in vars(cls) or cls is nn.Sequential), kind)
     forward = next(cls for cls in kind.__mro__ if "forward" in vars(cls))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from echelon.layering.hf_layers import Embedding, Head, Layer, Setting
+from echelon.wrapping import replaced_forward
 
 
 class Family(NamedTuple):
@@ -50,16 +51,18 @@ _OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attent
 def known_family(model: nn.Module) -> Family | None:
     """The family of a transformers model; none for a subclass with a forward of its own."""
     own: Any = type(model)
-    for its in own.__mro__:
-        if its.__module__.startswith("transformers.") and its.__name__ in FAMILIES:
-            return FAMILIES[its.__name__] if own.forward is its.forward else None
+    for cls in own.__mro__:
+        if cls.__module__.startswith("transformers.") and cls.__name__ in FAMILIES:
+            return FAMILIES[cls.__name__] if own.forward is cls.forward else None
     return None
 
 
 def _replaces_forward(module: nn.Module) -> bool:
     own: Any = type(module)
-    theirs: Any = next((its for its in own.__mro__ if its.__module__.startswith("transformers.")), None)
-    return "forward" in vars(module) or theirs is None or own.forward is not theirs.forward
+    original: Any = next((cls for cls in own.__mro__ if cls.__module__.startswith("transformers.")), None)
+    if replaced_forward(module) is not None:
+        return True
+    return original is None or own.forward is not original.forward
 
 
 def frequencies(model: nn.Module) -> list[Tensor]:

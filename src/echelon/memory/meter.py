@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.saved_tensors import observe
 from echelon.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -92,8 +93,7 @@ class Meter:
         def unpack(saved: _Saved) -> Tensor:
             return saved.take()
 
-        pack.only_counts = True  # type: ignore[attr-defined]
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with observe(pack, unpack):
             yield
 
     def _keep(self, identity: int, size: int) -> None:

@@ -7,7 +7,7 @@ columns   matrices that share an input, whose gradient is summed behind those of
 regions   the ways into and out of the split part of a layer
 modules   what split modules compute
 loss      the cross-entropy of logits that are split by vocabulary
-errors    what cannot be split, and why
+checks    what cannot be split, and why
 split     applies a table to a model
 """
 

@@ -1,12 +1,12 @@
-"""Columns in one piece: the sum of their input's gradient goes on while those of their weights are computed.
+"""Columns of one input as one autograd node: the sum of the input's gradient runs behind other work.
 
                         gradients of the outputs of query, key, value
                                           │
     rank's own work     input's gradient ─┴─ weights' gradients ─────── wait
     between ranks                        └─ sum ──────────────────────┘
 
-Autograd computes what belongs to one matrix at once, and begins the sum when all matrices are through. Here
-all that are given the same hidden states are one node of the graph.
+Autograd would finish one matrix after the other, and start the sum after the last. Here all matrices with
+the same input are one node of the graph, which computes the gradient of the input first.
 """
 
 import weakref
@@ -19,74 +19,75 @@ from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
 from echelon.products import product
+from echelon.saved_tensors import is_recorded
 from echelon.tensor_parallel.moves import gathered, start_sum, start_sum_of_part
 
 
 class Matrix(NamedTuple):
-    """A module that multiplies. `transposed`: its weight is stored as [inputs, outputs]."""
+    """A module that multiplies by its weight. `transposed`: the weight is stored as [inputs, outputs]."""
 
     module: nn.Module
     transposed: bool
 
 
-class Multiplies(Protocol):
-    """Somebody who is given hidden states, to multiply them by a matrix. `layer`: whose weights are there at
-    the same time."""
+class Multiplier(Protocol):
+    """Multiplies hidden states by a matrix. Weights of one `layer` are in memory at the same time."""
 
     matrix: Matrix
     layer: int
 
 
 def can_share(x: Tensor) -> bool:
-    """Whether what is computed from `x` may be one node: it is of this pass alone, and nobody takes note of
-    what autograd saves in order to compute it again (checkpoint): the first time it would be otherwise."""
+    """Whether the products with `x` may be one node.
+
+    `x` must belong to this forward pass. And nobody may record what autograd saves in order to compute it
+    again (checkpoint): the first pass, where the sharing is not known yet, saves something else.
+    """
     if not torch.is_grad_enabled() or x.grad_fn is None or x.ndim < 2 or x.is_complex():
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    noted = hooks is not None and not getattr(hooks[0], "only_counts", False)
-    return not noted and not torch.is_autocast_enabled(x.device.type)
+    return not is_recorded() and not torch.is_autocast_enabled(x.device.type)
 
 
 @final
-class Companions:
-    """Who is given the same hidden states: all those who were the last time are computed by the first call.
+class SharedInput:
+    """Which matrices have the same input: the first call of a pass computes the products of all of them.
 
-    The first time everyone is on its own: only then is it known who shares. What a call says is the same on
-    all ranks, and so is what follows from it.
+    In the first pass every matrix is on its own, because only then it is seen which ones share an input. All
+    ranks make the same calls, so all ranks come to the same answer.
     """
 
     def __init__(self) -> None:
-        self._of: dict[Multiplies, list[Multiplies]] = {}  # by the first of them
-        self._given: weakref.ref[Tensor] | None = None
+        self._sharing: dict[Multiplier, list[Multiplier]] = {}  # by the first one that is called
+        self._input: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._first: Multiplies | None = None
-        self._made: dict[Multiplies, Tensor] = {}
+        self._first: Multiplier | None = None
+        self._products: dict[Multiplier, Tensor] = {}
 
-    def multiply(self, mine: Multiplies, x: Tensor, group: Group, *, sequence: bool) -> Tensor | None:
-        """The product with one's matrix; None where it is not known yet who shares `x`."""
-        if self._given is None or self._given() is not x or self._version != x._version:
-            self._start(mine, x)
-            if mine not in self._of:
-                self._of[mine] = [mine]
+    def multiply(self, caller: Multiplier, x: Tensor, group: Group, *, sequence: bool) -> Tensor | None:
+        """The product with the caller's matrix; None where it is not known yet which matrices share `x`."""
+        if self._input is None or self._input() is not x or self._version != x._version:
+            self._start(caller, x)
+            if caller not in self._sharing:
+                self._sharing[caller] = [caller]
                 return None
-            together = self._of[mine]
-            made = _multiply(x, group, sequence, [each.matrix for each in together])
-            self._made = dict(zip(together, made, strict=True))
-        if mine in self._made:
-            return self._made.pop(mine)
+            together = self._sharing[caller]
+            products = _multiply(x, group, sequence, [sharer.matrix for sharer in together])
+            self._products = dict(zip(together, products, strict=True))
+        if caller in self._products:
+            return self._products.pop(caller)
         assert self._first is not None
-        if mine not in self._of[self._first] and mine.layer == self._first.layer:
-            self._of[self._first].append(mine)
+        if caller not in self._sharing[self._first] and caller.layer == self._first.layer:
+            self._sharing[self._first].append(caller)
         return None
 
-    def _start(self, mine: Multiplies, x: Tensor) -> None:
-        for absent in self._made:
+    def _start(self, caller: Multiplier, x: Tensor) -> None:
+        for absent in self._products:  # they were not called this time
             assert self._first is not None
-            self._of[self._first].remove(absent)
-        self._given, self._version, self._first, self._made = weakref.ref(x), x._version, mine, {}
+            self._sharing[self._first].remove(absent)
+        self._input, self._version, self._first, self._products = weakref.ref(x), x._version, caller, {}
 
-    def __reduce__(self) -> tuple[type["Companions"], tuple[()]]:
-        return Companions, ()  # a copy of a model has others
+    def __reduce__(self) -> tuple[type["SharedInput"], tuple[()]]:
+        return SharedInput, ()  # a copy of a model has other matrices
 
 
 def _multiply(x: Tensor, group: Group, sequence: bool, matrices: Sequence[Matrix]) -> tuple[Tensor, ...]:
@@ -103,9 +104,9 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, sequence: bool, transposed: list[bool], *given: Tensor | None
+        ctx: Any, x: Tensor, group: Group, sequence: bool, transposed: list[bool], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases = given[: len(transposed)], given[len(transposed) :]
+        weights, biases = parameters[: len(transposed)], parameters[len(transposed) :]
         entered = gathered(x, group, 1) if sequence else x
         ctx.save_for_backward(entered, *weights)
         ctx.group, ctx.sequence, ctx.transposed = group, sequence, transposed
@@ -120,29 +121,36 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         entered, *weights = ctx.saved_tensors
-        rows = entered.flatten(0, -2)
-        came = [None if its is None else its.flatten(0, -2) for its in gradients]
-        summed: Tensor | None = None
-        for gradient, weight, turned in zip(came, weights, ctx.transposed, strict=True):
-            if gradient is not None:
-                matrix = weight.T if turned else weight
-                summed = gradient @ matrix if summed is None else summed.addmm_(gradient, matrix)
-        if summed is None:
+        flat = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]
+        for_input = _gradient_of_input(flat, weights, ctx.transposed)
+        if for_input is None:
             return (None,) * (4 + 2 * len(weights))
         start = start_sum_of_part if ctx.sequence else start_sum
-        total, handle = start(summed.view_as(entered), ctx.group)
-        needed = ctx.needs_input_grad[4:]
+        total, handle = start(for_input.view_as(entered), ctx.group)
+        rows, needed = entered.flatten(0, -2), ctx.needs_input_grad[4:]
         for_weights = [
-            _for_weight(gradient, rows, turned) if gradient is not None and needs else None
-            for gradient, turned, needs in zip(came, ctx.transposed, needed[: len(weights)], strict=True)
+            _gradient_of_weight(gradient, rows, turned) if gradient is not None and needs else None
+            for gradient, turned, needs in zip(flat, ctx.transposed, needed[: len(weights)], strict=True)
         ]
         for_biases = [
             gradient.sum(0) if gradient is not None and needs else None
-            for gradient, needs in zip(came, needed[len(weights) :], strict=True)
+            for gradient, needs in zip(flat, needed[len(weights) :], strict=True)
         ]
         handle.wait()
         return total, None, None, None, *for_weights, *for_biases
 
 
-def _for_weight(gradient: Tensor, rows: Tensor, turned: bool) -> Tensor:
+def _gradient_of_input(
+    gradients: Sequence[Tensor | None], weights: Sequence[Tensor], transposed: Sequence[bool]
+) -> Tensor | None:
+    """This rank's part of it: the sum over its matrices; None where no output has a gradient."""
+    total: Tensor | None = None
+    for gradient, weight, turned in zip(gradients, weights, transposed, strict=True):
+        if gradient is not None:
+            matrix = weight.T if turned else weight
+            total = gradient @ matrix if total is None else total.addmm_(gradient, matrix)
+    return total
+
+
+def _gradient_of_weight(gradient: Tensor, rows: Tensor, turned: bool) -> Tensor:
     return rows.T @ gradient if turned else gradient.T @ rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from echelon.collectives import Group
-from echelon.tensor_parallel.columns import Companions
+from echelon.tensor_parallel.columns import SharedInput
 from echelon.tensor_parallel.moves import check_divides, gathered, summed, summed_part
 from echelon.tracing import untraced
 
@@ -32,7 +32,7 @@ class Region:
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
         self.overlaps = False  # whether sums of gradients may go on while weights' gradients are computed
-        self.companions = Companions()
+        self.shared_input = SharedInput()
         self._last = _Last()
 
     @untraced

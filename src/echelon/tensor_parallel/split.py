@@ -11,17 +11,19 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.collectives import Group
 from echelon.dropout import split_features
 from echelon.errors import raise_errors
-from echelon.tensor_parallel.errors import find_errors
+from echelon.tensor_parallel.checks import find_errors
 from echelon.tensor_parallel.modules import (
     Column,
     EnterFirst,
     Experts,
     Row,
+    SplitModule,
     VocabularyEmbedding,
 )
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import Shard, cuts
 from echelon.tensor_parallel.styles import Style, Styles, Table
+from echelon.wrapping import Wrapping
 
 _INSIDE = ("heads", "inner")  # whole modules of which every rank sees its own part of the work
 
@@ -47,6 +49,7 @@ def split_over(
     model: nn.Module,
     group: Group,
     table: Table | None,
+    wrapping: Wrapping,
     *,
     sequence: bool,
     whole_sequence: Sequence[nn.Module],
@@ -84,8 +87,8 @@ def split_over(
                 unsplit[parameter] = module in partial
         if style.word == "inner":
             split_features(module, group.rank, group.size)
-        _set_forward(module, style, first if module in whole else region, join_logits)
-    _leave_fused_paths(model, found)
+        _wrap(module, style, first if module in whole else region, join_logits, wrapping)
+    _leave_fused_paths(model, found, wrapping)
     _replace(model, kept)
     return Sharded(
         region,
@@ -137,22 +140,23 @@ def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.
             yield parameter, Shard(dim, (size,) * parts, group.rank, group.size)
 
 
-def _set_forward(module: nn.Module, style: Style, region: Region, join_logits: bool) -> None:
-    forward: Any = None
+def _wrap(module: nn.Module, style: Style, region: Region, join_logits: bool, wrapping: Wrapping) -> None:
+    """Make the module compute with its part of the weights."""
+    wrapper: SplitModule | None = None
     if style.word == "column":
-        forward = Column(module, region)
+        wrapper = Column(module, region)
     elif style.word == "row":
-        forward = Row(module, region)
+        wrapper = Row(module, region)
     elif style.word == "experts":
-        forward = Experts(module, region)
+        wrapper = Experts(module, region)
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
-        forward = VocabularyEmbedding(module, region)
-    elif style.word == "region":
-        module.register_forward_pre_hook(EnterFirst(region), with_kwargs=True)
+        wrapper = VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
-        forward = Column(module, region, joined=join_logits)
-    if forward is not None:
-        module.forward = forward
+        wrapper = Column(module, region, joined=join_logits)
+    elif style.word == "region":
+        wrapping.before("tensor", module, EnterFirst(region), with_kwargs=True)
+    if wrapper is not None:
+        wrapping.wrap(wrapper)
 
 
 @torch.no_grad()
@@ -164,12 +168,12 @@ def _start_equal(model: nn.Module, group: Group) -> None:
             tensor.copy_(packed)
 
 
-def _leave_fused_paths(model: nn.Module, found: dict[nn.Module, Style]) -> None:
-    """In evaluation torch's encoder layer gives its weights to one kernel, unless it has a hook."""
+def _leave_fused_paths(model: nn.Module, found: dict[nn.Module, Style], wrapping: Wrapping) -> None:
+    """In evaluation torch's encoder layer passes its weights to one fused kernel, unless it has a hook."""
     split = {module for module, style in found.items() if cuts(module, style)}
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and not split.isdisjoint(layer.modules()):
-            layer.register_forward_pre_hook(_nothing)
+            wrapping.before("tensor", layer, _nothing)
 
 
 def _nothing(_: nn.Module, __: Any) -> None:

@@ -19,6 +19,7 @@ from echelon.pipeline_parallel import split
 from echelon.plan import Plan
 from echelon.verify.case import Case
 from echelon.verify.reference import Trained, evaluate, state_by_name, weights_of
+from echelon.wrapping import Wrapping
 
 Part = tuple[Any, int]  # (inputs, targets), and the place of its first sample in the global batch
 
@@ -26,7 +27,7 @@ Part = tuple[Any, int]  # (inputs, targets), and the place of its first sample i
 def train_by_formula(case: Case, plan: Plan, boundaries: list[int]) -> Trained:
     """What the pipeline of `plan` must come to, after all steps of `case` and a drain."""
     model = case.build()
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     stages = split(model, boundaries).stages if boundaries else [model]
     stage_of = {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
     parameters = [p for p in model.parameters() if p.requires_grad]

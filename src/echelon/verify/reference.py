@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from echelon.data_parallel.asynchronous import Push
 from echelon.dropout import key_dropout, scope
+from echelon.wrapping import Wrapping
 
 
 @dataclass
@@ -43,7 +44,7 @@ def train_on_one_device(
 ) -> Trained:
     """Train in float64 on the whole of each batch at once; `seed` is dropout's."""
     model = model.double().train()
-    key_dropout(model)
+    key_dropout(model, Wrapping())
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(parameters)
     losses, grad_norms = [], []

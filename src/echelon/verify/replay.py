@@ -17,6 +17,7 @@ from echelon.dropout import key_dropout, scope
 from echelon.engine.batch import num_samples, take_part, total_and_count
 from echelon.verify.case import Case
 from echelon.verify.reference import Trained, evaluate, state_by_name, weights_of
+from echelon.wrapping import Wrapping
 
 
 class Replay:
@@ -25,7 +26,7 @@ class Replay:
     def __init__(self, case: Case, workers: int, schedule: Callable[[int], float] | None = None) -> None:
         self._case, self._workers, self._schedule = case, workers, schedule
         self.model = case.build().train()
-        key_dropout(self.model)
+        key_dropout(self.model, Wrapping())
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = case.make_optimizer(self._parameters)
         self._base_rates = [group["lr"] for group in self._optimizer.param_groups]

@@ -8,13 +8,16 @@ from torch.nn.utils.parametrizations import weight_norm
 from echelon.collectives import RecordingGroup
 from echelon.errors import UserError
 from echelon.tensor_parallel import Sharded, Table, split_over
+from echelon.wrapping import Wrapping
 
 
 def split(model: nn.Module, table: Table, *, sequence: bool = False) -> Sharded:
     """Over two ranks, of which this is the first."""
     first = list(model[0].modules()) if sequence and isinstance(model, nn.Sequential) else []
     group = RecordingGroup("tensor", 0, 2)
-    return split_over(model, group, table, sequence=sequence, whole_sequence=first, join_logits=True)
+    return split_over(
+        model, group, table, Wrapping(), sequence=sequence, whole_sequence=first, join_logits=True
+    )
 
 
 def refused(model: nn.Module, table: Table, *, sequence: bool = False) -> list[str]:
@@ -125,6 +128,16 @@ def test_nor_that_of_an_embedding_or_an_instance() -> None:
     model[1].forward = torch.tanh  # type: ignore[assignment]
     (error,) = refused(model, {"0": "column", "1": "column"})
     assert error.startswith("1 (Linear): cannot be 'column': it would lose the forward of its own")
+
+
+def test_what_is_split_already_is_not_split_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 8))
+    split(model, {"0": "column"})
+    (error,) = refused(model, {"0": "column"})
+    assert error == (
+        "0 (Linear): cannot be 'column': another engine has split it already; close that engine, and build "
+        "the model again"
+    )
 
 
 def test_a_weight_that_is_computed_cannot_be_cut() -> None:

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from echelon.dropout import Place, current, restore, scope
-from echelon.dropout.place import next_use
+from echelon.dropout import TrainingPosition, current, restore, scope
+from echelon.dropout.training_position import next_use
 
 
 def test_nothing_is_open_outside() -> None:
@@ -15,10 +15,10 @@ def test_nothing_is_open_outside() -> None:
 
 def test_a_scope_says_where_we_are_and_ends() -> None:
     with scope(seed=1, step=2, first_sample=3):
-        assert current() == Place(1, 2, 3)
+        assert current() == TrainingPosition(1, 2, 3)
         with scope(seed=4, step=5, first_sample=6):
-            assert current() == Place(4, 5, 6)
-        assert current() == Place(1, 2, 3)
+            assert current() == TrainingPosition(4, 5, 6)
+        assert current() == TrainingPosition(1, 2, 3)
     assert current() is None
 
 
@@ -28,7 +28,7 @@ def test_a_scope_ends_with_an_error_too() -> None:
     assert current() is None
 
 
-def test_uses_are_counted_by_layer_and_anew_in_every_scope() -> None:
+def test_uses_are_counted_by_layer_and_start_again_in_every_scope() -> None:
     for _ in range(2):
         with scope(seed=0, step=0, first_sample=0):
             assert [next_use(layer)[1] for layer in (7, 7, 8, 7)] == [0, 1, 0, 2]  # type: ignore[index]
@@ -52,7 +52,7 @@ def test_a_scope_can_be_closed_for_a_while() -> None:
 
 
 def test_threads_have_their_own() -> None:
-    seen: dict[int, Place | None] = {}
+    seen: dict[int, TrainingPosition | None] = {}
     inside = threading.Barrier(2)
 
     def work(number: int) -> None:
@@ -66,4 +66,4 @@ def test_threads_have_their_own() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert seen == {1: Place(1, 0, 0), 2: Place(2, 0, 0)}
+    assert seen == {1: TrainingPosition(1, 0, 0), 2: TrainingPosition(2, 0, 0)}

@@ -13,9 +13,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout import drops_each_element
 from echelon.layering import listed_layers
-from echelon.tensor_parallel.modules import is_matrix, is_transposed
+from echelon.tensor_parallel.modules import SplitModule, is_matrix, is_transposed
 from echelon.tensor_parallel.shards import cuts
 from echelon.tensor_parallel.styles import OF_MODULES, OF_NUMBERS, Style, Styles
+from echelon.wrapping import find_wrapper, replaced_forward
 
 Found = Mapping[nn.Module, Style]  # of all modules that have one
 
@@ -119,7 +120,8 @@ def _pattern(name: str) -> str:
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
     """Modules that are alike in this have the same errors."""
-    return type(module), "forward" in vars(module), *(p.shape for p in module.parameters(recurse=False))
+    replaced = replaced_forward(module) is not None
+    return type(module), replaced, *(p.shape for p in module.parameters(recurse=False))
 
 
 # Styles.
@@ -164,7 +166,9 @@ def _unsplittable(module: Any, style: Style) -> str:
         right = is_matrix(module) or (style.word == "vocabulary" and isinstance(module, nn.Embedding))
     if not right:
         return f"; make it {_REPLICATED}"
-    if "forward" in vars(module) or (style.word != "experts" and not _is_plain(module)):
+    if find_wrapper(module, SplitModule) is not None:
+        return ": another engine has split it already; close that engine, and build the model again"
+    if replaced_forward(module) is not None or (style.word != "experts" and not _is_plain(module)):
         plain = "nn.Embedding" if isinstance(module, nn.Embedding) else "nn.Linear"
         return f": it would lose the forward of its own; make it 'replicated', or a plain {plain}"
     made = [its.name for its in cuts(module, style) if its.name not in module._parameters]

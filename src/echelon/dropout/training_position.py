@@ -1,0 +1,65 @@
+"""Where in the training a forward pass is: the step and the samples, which keyed dropout asks for.
+
+A scope is open for the thread that opened it. The backward pass may run in another thread: code that
+computes activations again there calls `current()` in the forward pass and `restore` in the backward pass.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """A step, and the samples of the pass: those from `first_sample` on, along dim 0."""
+
+    seed: int
+    step: int
+    first_sample: int
+    uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
+
+
+@dataclass
+class _Scope:
+    position: TrainingPosition
+    uses: Counter[int]
+
+
+_SCOPE: ContextVar[_Scope | None] = ContextVar("echelon.dropout", default=None)
+
+
+@contextmanager
+def scope(*, seed: int, step: int, first_sample: int) -> Iterator[None]:
+    """Around one forward pass of the samples from `first_sample` of the global batch on."""
+    with restore(TrainingPosition(seed, step, first_sample)):
+        yield
+
+
+@contextmanager
+def restore(position: TrainingPosition | None) -> Iterator[None]:
+    """Around a forward pass that is repeated or continued: masks are drawn as right after `current()`."""
+    token = _SCOPE.set(None if position is None else _Scope(position, Counter(position.uses)))
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def current() -> TrainingPosition | None:
+    """The position of the open scope, with the number of draws so far; None outside every scope."""
+    opened = _SCOPE.get()
+    if opened is None:
+        return None
+    position = opened.position
+    return TrainingPosition(position.seed, position.step, position.first_sample, dict(opened.uses))
+
+
+def next_use(layer: int) -> tuple[TrainingPosition, int] | None:
+    """The position of the open scope, and how often `layer` has drawn there before; counts this draw."""
+    opened = _SCOPE.get()
+    if opened is None:
+        return None
+    opened.uses[layer] += 1
+    return opened.position, opened.uses[layer] - 1
