@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.charts import Series, line_chart
-from echelon.doctor.quantities import heading, show_figure, show_seconds
 from echelon.program import ASYNCHRONOUS, Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
+from echelon.quantities import heading, show_figure, show_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"
@@ -219,16 +219,17 @@ LAYERS = (
     Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("layering",), (), "the layers of a model"),
     Layer(
-        ("errors", "sequence", "wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
+        ("sequence", "wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
         (),
-        "errors; what layers see; small tools",
+        "what layers see; small tools",
     ),
+    Layer(("errors", "quantities", "targets"), (), "errors; bytes as text; the ignored target"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 649, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 692, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

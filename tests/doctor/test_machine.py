@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from echelon.doctor import machine
-from echelon.doctor.quantities import GIB
 from echelon.doctor.report import Finding
+from echelon.quantities import GIB
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_replicated_stages() -> None:
 
 def test_values_are_normalised() -> None:
     assert Plan.parse("recompute=budget:2GiB").recompute == "budget:2147483648"
+    assert Plan.parse("recompute=budget:500M").recompute == "budget:500000000"
+    assert Plan.parse("recompute=budget:1TiB").recompute == "budget:1099511627776"
     assert Plan.parse("offload=activations,optimizer").offload == ("optimizer", "activations")
     assert Plan(offload=("none",)).offload == ()
     assert Plan.parse("sync=async data=2").staleness == math.inf
@@ -205,7 +207,7 @@ def test_rules_read_no_field_but_those_they_name(fields: dict[str, object]) -> N
         assert watched.read <= set(named), rule
 
 
-@pytest.mark.parametrize("budget", ["9" * 400, "9" * 5000, "0", "0.4", "1e3", "2TiB"])
+@pytest.mark.parametrize("budget", ["9" * 400, "9" * 5000, "0", "0.4", "1e-3", "2PiB", "", "elephants"])
 def test_budgets_that_are_none(budget: str) -> None:
     (error,) = errors_of(f"recompute=budget:{budget}")
     assert "like budget:2GiB" in error

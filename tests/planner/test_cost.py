@@ -3,7 +3,8 @@
 import pytest
 
 from echelon.planner import Echelon, PipeDream
-from echelon.planner.cost import MODELS, Bytes, CostModel, Level, Place, make_levels
+from echelon.planner.cluster import Level, make_levels
+from echelon.planner.cost import MODELS, Bytes, CostModel, Place
 
 FLAT = Level(workers=4, bandwidth=10.0, inside=1, ranks=4)
 

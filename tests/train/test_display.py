@@ -2,10 +2,9 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
-from echelon.train.display import Display, as_bytes, print_summary
+from echelon.train.display import Display, print_summary
 from echelon.train.events import Evaluated, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
@@ -89,11 +88,3 @@ def test_the_summary_says_where_the_run_is() -> None:
     assert "runs/a" in text
     assert "5.5000 → 1.5000" in text
     assert "[bold]not markup" in text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1.0 TiB"), (2**50, "1024.0 TiB")],
-)
-def test_bytes_as_people_read_them(count: int, text: str) -> None:
-    assert as_bytes(count) == text

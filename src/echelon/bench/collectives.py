@@ -23,7 +23,7 @@ from echelon.collectives import (
     naive_all_reduce,
     ring_all_reduce,
 )
-from echelon.doctor.quantities import KIB, MIB, show_bytes
+from echelon.quantities import KIB, MIB, show_bytes
 
 _BASELINE = "backend"
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from echelon.bench.compare import Row, Spread
 from echelon.bench.result import Result
-from echelon.doctor.quantities import heading, show_figure, show_seconds
+from echelon.quantities import heading, show_figure, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json
-from echelon.doctor.quantities import show_bytes, show_seconds
 from echelon.errors import UserError, did_you_mean, raise_errors
+from echelon.quantities import read_bytes, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from echelon.planner import CostModel, Partition
@@ -55,17 +55,17 @@ def partition(
     """Split a profile's layers into stages with replicas, the fastest that a cost model knows."""
     from echelon.planner import partition as solve
     from echelon.planner import read_profile
-    from echelon.planner.partitioning import cluster_errors
-    from echelon.planner.quantities import read_rates, read_size, read_workers
+    from echelon.planner.cluster import read_bandwidths, read_workers
+    from echelon.planner.partitioning import argument_errors
 
     errors: list[str] = []
     counts = _read("--workers", read_workers, workers, errors)
-    rates = _read("--bandwidth", read_rates, bandwidth, errors)
-    size = None if memory is None else _read("--memory", read_size, memory, errors)
+    rates = _read("--bandwidth", read_bandwidths, bandwidth, errors)
+    size = None if memory is None else _read("--memory", read_bytes, memory, errors)
     model = _model(cost_model, free_activations, microbatches, errors)
     layers = _read("", read_profile, profile, errors)
     if counts is not None and rates is not None:
-        errors += cluster_errors(counts, rates, model, size)
+        errors += argument_errors(counts, rates, model, size)
     raise_errors("echelon partition", errors)
     assert layers is not None
     assert counts is not None

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from echelon.cli.schedule_view import Shown, display_spans, headline, summary
 from echelon.doctor.hardware import usable_cores
-from echelon.doctor.quantities import show_seconds
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.program import COMPUTE, Op, Span
 from echelon.program.picture import Panel
+from echelon.quantities import show_seconds
 
 if TYPE_CHECKING:
     from echelon.bench.rehearsal import Rehearsal

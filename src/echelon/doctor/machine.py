@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 
 from echelon.doctor import hardware
-from echelon.doctor.quantities import GIB, show_bytes
 from echelon.doctor.report import Finding, Section, section
+from echelon.quantities import GIB, show_bytes
 
 _MIN_OPEN_FILES = 1024
 _SHARED_MEMORY = Path("/dev/shm")

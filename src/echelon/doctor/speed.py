@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple
 
-from echelon.doctor.quantities import MIB, show_bytes, show_rate, show_seconds
 from echelon.doctor.report import Finding, Section, section
 from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks
+from echelon.quantities import MIB, show_bytes, show_rate, show_seconds
 
 _COPY_BYTES = 64 * MIB  # beyond the caches of most processors
 _MATRIX = 1024

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.errors import raise_errors
-
-IGNORED = -100
+from echelon.targets import IGNORED_TARGET
 
 
 def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,8 +26,8 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
+    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    return total, (targets != IGNORED_TARGET).sum()
 
 
 def _check(logits: Tensor, targets: Tensor) -> None:

@@ -5,10 +5,11 @@ tells the user what would have been right. Rules between fields live in rules.py
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from echelon.quantities import read_bytes
 
 # Flushed schedules empty the pipeline at the end of each step. Asynchronous ones never drain: a microbatch
 # meets weights that are some updates old.
@@ -22,8 +23,7 @@ RECOMPUTES = ("none", "full", "selective", "sqrt")
 OFFLOADS = ("optimizer", "parameters", "activations")
 COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_NO_MEMORY_HAS = 2.0**63  # bytes
+_LARGEST_BUDGET = 2.0**63  # bytes: more than any memory
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def _recompute(value: Any) -> str:
     text = str(value)
     if text in RECOMPUTES:
         return text
-    found = re.fullmatch(r"budget:(\d+(?:\.\d+)?)([a-zA-Z]*)", text)
-    if not found:
+    name, _, size_text = text.partition(":")
+    if name != "budget":
         raise ValueError
-    size = float(found[1]) * _UNITS[found[2].lower()]
-    if not 1 <= size < _NO_MEMORY_HAS:
+    size = read_bytes(size_text)
+    if not 1 <= size < _LARGEST_BUDGET:
         raise ValueError
     return f"budget:{round(size)}"
 

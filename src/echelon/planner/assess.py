@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from echelon.planner.cost import Bytes, Level, Place
+from echelon.planner.cluster import Level
+from echelon.planner.cost import Bytes, Place
 from echelon.planner.graph import Node, Profile
 from echelon.planner.result import Stage
 from echelon.planner.solver import Piece, Problem

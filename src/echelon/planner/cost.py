@@ -1,13 +1,12 @@
-"""Cost models: what a stage on r replicas takes a microbatch, what passing activations takes, what must fit.
+"""Cost models: the time of a stage on r replicas per microbatch, of a transfer, and the memory of a rank.
 
-A pipeline is as slow as its slowest stage or transfer. Workers come in levels, innermost first (GPUs in a
-machine, then machines); at a higher level, `compute` is what the level below answered. Every function takes
-numbers or arrays of them.
+A pipeline is as slow as its slowest stage or transfer. Workers come in levels (`cluster`); at a higher level,
+`compute` is the answer of the level below. Every function takes numbers or arrays of numbers.
 
     c  compute, forward and backward      w  parameter bytes        r  replicas of the stage
-    a  bytes of activations               B  bytes a second         n  ranks inside one worker of the level
+    a  bytes of activations               B  bytes per second       n  ranks inside one worker of the level
 
-| model     | stage                         | transfer                 | memory a rank              |
+| model     | stage                         | transfer                 | memory per rank            |
 |-----------|-------------------------------|--------------------------|----------------------------|
 | echelon   | max(c / r, 2(r−1)w / (r·B·M)) | 2a / (B·r), both sides   | 4w + in flight · stash     |
 | pipedream | (c + 4(r−1)w / (B·r·n)) / r   | 2a / (B·r), the receiver | ceil(behind / r) · (a + w) |
@@ -19,16 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from echelon.planner.cluster import Level
+
 Many = Any  # a number, or an array of numbers
-
-
-class Level(NamedTuple):
-    """One level of the cluster: workers that talk at `bandwidth` bytes a second, each of `inside` ranks."""
-
-    workers: int
-    bandwidth: float
-    inside: int
-    ranks: int  # of the whole cluster
 
 
 class Bytes(NamedTuple):
@@ -138,13 +130,3 @@ class PipeDream(CostModel):
 
 
 MODELS: dict[str, type[CostModel]] = {model.name: model for model in (Echelon, PipeDream)}
-
-
-def make_levels(workers: tuple[int, ...], bandwidths: tuple[float, ...]) -> tuple[Level, ...]:
-    """Levels from numbers of workers and bandwidths, innermost first."""
-    levels: list[Level] = []
-    inside, ranks = 1, int(np.prod(workers))
-    for count, bandwidth in zip(workers, bandwidths, strict=True):
-        levels.append(Level(count, bandwidth, inside, ranks))
-        inside *= count
-    return tuple(levels)

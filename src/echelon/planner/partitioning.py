@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from echelon.errors import UserError, raise_errors
 from echelon.planner.assess import assess
-from echelon.planner.cost import CostModel, Echelon, Level, make_levels
+from echelon.planner.cluster import Level, cluster_errors, make_levels
+from echelon.planner.cost import CostModel, Echelon
 from echelon.planner.graph import Profile
 from echelon.planner.result import Partition
 from echelon.planner.solver import Fastest, Leanest, Problem
@@ -34,7 +35,7 @@ def partition(
     counts = (workers,) if isinstance(workers, int) else tuple(workers)
     rates = (bandwidth,) if isinstance(bandwidth, int | float) else tuple(bandwidth)
     model = cost_model or Echelon()
-    raise_errors("the cluster", cluster_errors(counts, rates, model, memory))
+    raise_errors("the cluster", argument_errors(counts, rates, model, memory))
     levels = make_levels(counts, rates)
     states = find_states(profile, MOST_STATES if len(levels) == 1 else MOST_STATES_OF_PAIRS)
     problem = Problem(states, levels, model, memory, straight)
@@ -53,33 +54,17 @@ def partition(
     )
 
 
-def cluster_errors(
+def argument_errors(
     workers: tuple[int, ...], bandwidths: tuple[float, ...], model: CostModel, memory: float | None
 ) -> list[str]:
-    """Every error of what a cluster is said to be."""
-    errors = [
-        f"workers {count}: must be an integer, at least 1"
-        for count in workers
-        if not isinstance(count, int) or count < 1
-    ]
-    errors += [
-        f"bandwidth {rate}: must be bytes per second, more than 0"
-        for rate in bandwidths
-        if not 0 < rate < math.inf
-    ]
-    if len(workers) != len(bandwidths) or not workers:
-        errors.append(
-            f"{len(workers)} levels of workers and {len(bandwidths)} bandwidths: give one bandwidth for each "
-            "level, innermost first"
-        )
-    if memory is not None and not memory > 0:
-        errors.append(f"memory {memory}: must be bytes, more than 0")
+    """Every error of the cluster, and of how the microbatches fit it."""
+    errors = cluster_errors(workers, bandwidths, memory)
     ranks = math.prod(workers) if not errors else 1
-    shared = model.microbatches if isinstance(model, Echelon) else None
-    if shared is not None and shared < ranks:
+    microbatches = model.microbatches if isinstance(model, Echelon) else None
+    if microbatches is not None and microbatches < ranks:
         errors.append(
-            f"microbatches {shared}, workers {ranks}: every replica needs a microbatch; give "
-            f"at least {ranks} microbatches, or fewer workers"
+            f"microbatches {microbatches}, workers {ranks}: every replica needs a microbatch; give at least "
+            f"{ranks} microbatches, or fewer workers"
         )
     return errors
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echelon.planner.cost import Bytes, CostModel, Level, Place
+from echelon.planner.cluster import Level
+from echelon.planner.cost import Bytes, CostModel, Place
 from echelon.planner.dynamic import Costs, Team, fewest_stages, least_bottleneck
 from echelon.planner.states import Floats, States
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from echelon.charts import sparkline
+from echelon.quantities import show_bytes
 from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
@@ -91,8 +92,8 @@ class Display:
             ("gradient norm", f"{step.grad_norm:.3f}"),
             ("learning rate", f"{step.learning_rate:.2e}"),
             ("tokens/s", f"{step.tokens / step.seconds:,.0f}"),
-            ("memory per rank", as_bytes(step.memory_bytes)),
-            ("sent per step", f"{as_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
+            ("memory per rank", show_bytes(step.memory_bytes)),
+            ("sent per step", f"{show_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
         ]
         if self._evaluated is not None:
             at = f"[dim]at step {self._evaluated.step}[/]"
@@ -107,7 +108,7 @@ class Display:
         left = (now - self._began) / step.step * (self._job.steps - step.step)
         self._console.print(
             f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
-            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {as_bytes(step.memory_bytes)} per rank  "
+            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {show_bytes(step.memory_bytes)} per rank  "
             f"{left:.0f} s left",
             highlight=False,
         )
@@ -128,15 +129,6 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
     console.print(
         f"the run is in [bold]{escape(summary['run'])}[/] (loss.svg, metrics.jsonl, sample.txt, model/)"
     )
-
-
-def as_bytes(count: float) -> str:
-    """1536 → '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _share(step: Stepped) -> str:
