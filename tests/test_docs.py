@@ -26,7 +26,7 @@ from echelon.plan import Plan
 from echelon.program import SCHEDULES, build, load_schedule, show
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
-from echelon.verify.plants import PLANTS
+from echelon.verify.inject_bug import BUGS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,9 +162,9 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:
     assert [code for code, _ in table(README, "exit code")] == codes
 
 
-def test_the_planted_bugs_are_told() -> None:
+def test_the_injected_bugs_are_documented() -> None:
     page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
-    assert [name.strip("`") for name, _ in table(page, "`--plant`")] == list(PLANTS)
+    assert [name.strip("`") for name, _ in table(page, "`--inject-bug`")] == list(BUGS)
 
 
 def test_the_targets_of_make_are_told() -> None:

@@ -107,15 +107,19 @@ def test_verify_judges_the_plan_as_it_is_written(capsys: pytest.CaptureFixture[s
 SMALL = [f"--set={setting}" for setting in ("model.layers=1", "model.width=32", "model.heads=2")]
 
 
-def test_verify_passes_and_finds_a_planted_bug(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_and_finds_an_injected_bug(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = output(capsys, "verify", "--plan", "data=2", "--steps", "3", "--json", *SMALL)
     verdict = json.loads(out)
     assert (code, verdict["equal"], err) == (0, True, "")
     assert verdict["worst"]["error"] <= 1e-9
-    code, out, _ = output(capsys, "verify", "--plan", "data=2", "--steps=3", "--plant=divide-twice", *SMALL)
+    code, out, _ = output(
+        capsys, "verify", "--plan", "data=2", "--steps=3", "--inject-bug=divide-twice", *SMALL
+    )
     assert code == 1
     assert "DIFFERS" in out
-    assert re.search(r"worst is (blocks|embedding|head|norm)\S*weight", " ".join(out.split())), out
+    assert re.search(r"worst (?:tensor )?is (blocks|embedding|head|norm)\S*weight", " ".join(out.split())), (
+        out
+    )
 
 
 def test_verify_does_not_run_under_torchrun_and_rank_0_alone_says_so(
@@ -130,8 +134,8 @@ def test_verify_does_not_run_under_torchrun_and_rank_0_alone_says_so(
     assert output(capsys, "verify", "--json") == (2, "", f"error on rank 1: {says}\n")
 
 
-def test_an_unknown_plant_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = output(capsys, "verify", "--plant", "divide-twise")
+def test_an_unknown_bug_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "verify", "--inject-bug", "divide-twise")
     assert code == 2
     assert "did you mean 'divide-twice'?" in err
 

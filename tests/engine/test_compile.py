@@ -20,8 +20,8 @@ from echelon.launching import Ranks
 from echelon.models import ModelConfig, build
 from echelon.plan import Plan
 from echelon.verify import Case
-from echelon.verify.contract import Verdict, _disagreements, _reference, _tensor_gaps, _train_rank
-from echelon.verify.reference import Trained
+from echelon.verify.contract import judge, train_rank
+from echelon.verify.reference import TrainingResult
 from tests.cases import adamw
 from tests.contract_models import SEQUENCE, VOCAB, Encoder, class_loss, token_loss, tokens, vectors
 
@@ -61,18 +61,13 @@ def backend(name: str) -> Iterator[None]:
         torch.compiler.set_default_backend(before)
 
 
-def train(case: Case, plan: str, name: str) -> Trained:
+def train(case: Case, plan: str, name: str) -> TrainingResult:
     with backend(name):
-        return _train_rank(case, dataclasses.replace(Plan.parse(plan), precision="fp64"), None)
+        return train_rank(case, dataclasses.replace(Plan.parse(plan), precision="fp64"), None)
 
 
 def assert_equal(ranks: Ranks, case: Case, plan: str, name: str = "aot_eager") -> None:
-    trained = ranks.run(train, case, f"{plan} compile=true", name)
-    ran = Plan.parse(trained[0].plan)
-    reference, against = _reference(case, ran, trained[0])
-    gaps = dict(_tensor_gaps(trained[0], reference)) | dict(_disagreements(trained, against))
-    numbers = {"evaluation": abs(trained[0].evaluation - reference.evaluation)}
-    verdict = Verdict(ran, case.steps, gaps, numbers, against=against)
+    verdict = judge(case, ranks.run(train, case, f"{plan} compile=true", name))
     assert verdict.equal, str(verdict)
 
 

@@ -149,11 +149,11 @@ def test_the_formulas_are_three_and_none_is_that_of_one_device() -> None:
     weights = [tuple(by_hand(plan, 8).weights) for plan in plans]
     assert len(set(weights)) == 3
     inputs = [batch(step) for step in range(8)]
-    alone = first_weights(3)
-    for its, target in inputs:
-        mean = (its * target).mean().item()
-        alone = [w - RATE * mean * math.prod(alone) / w for w in alone]
-    assert all(its != pytest.approx(alone, abs=1e-6) for its in weights)
+    one_device = first_weights(3)
+    for samples, target in inputs:
+        mean = (samples * target).mean().item()
+        one_device = [w - RATE * mean * math.prod(one_device) / w for w in one_device]
+    assert all(final != pytest.approx(one_device, abs=1e-6) for final in weights)
 
 
 # Pipelines against what was written by hand.
@@ -171,9 +171,8 @@ class Ran(NamedTuple):
 
 
 def run(plan: str, steps: int, drains: tuple[int, ...], scheduled: bool) -> Ran:
-    its = Plan.parse(plan)
     engine = echelon.parallelize(
-        scales(its.stages),
+        scales(Plan.parse(plan).stages),
         f"{plan} precision=fp64",
         optimizer=plain_sgd,
         loss=product_loss,
@@ -220,12 +219,12 @@ def test_the_rate_of_an_update_is_that_of_the_step_whose_microbatch_it_is_of(
 
 
 def overwrite(engine: Engine) -> None:
-    """The classic mistake: updates overwrite the weights that microbatches in flight have used."""
+    """Updates overwrite the weights that microbatches in flight have used."""
     engine._course._stash._renew = lambda: None
 
 
 def always_newest(engine: Engine) -> None:
-    """Every forward uses the weights of now, whatever version its microbatch has met."""
+    """Every forward uses the newest weights, whatever version its microbatch has used before."""
     versions = engine._course._stash
     using = versions.using
     versions.using = lambda _: using(versions.newest)
@@ -246,12 +245,12 @@ def count_twice(engine: Engine) -> None:
         (count_twice, "pipedream"),
     ],
 )
-def test_planted_mistakes_are_found(bug: Any, schedule: str) -> None:
+def test_injected_bugs_are_found(bug: Any, schedule: str) -> None:
     case = asynchronous_case(steps=3)
-    assert not verify(case, f"pipeline=2 data=2 schedule={schedule} microbatches=2", plant=bug).equal
+    assert not verify(case, f"pipeline=2 data=2 schedule={schedule} microbatches=2", inject_bug=bug).equal
 
 
-def test_the_verdict_names_what_it_was_held_against() -> None:
+def test_the_verdict_names_what_it_compares_with() -> None:
     verdict = verify(scales_case(2, 3), "pipeline=2 schedule=pipedream microbatches=2")
     assert verdict.equal
     assert "equal to its formula, replayed on one process" in str(verdict)

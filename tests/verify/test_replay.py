@@ -14,7 +14,7 @@ CASE = perceptron_case(masked_vectors, counted_loss, steps=4)
 def test_rounds_of_all_workers_are_training_on_one_device() -> None:
     log = [Push(worker, step, step, step + 1) for step in range(4) for worker in range(3)]
     replayed = replay(log, CASE, workers=3)
-    plain = train_on_one_device(CASE.build(), CASE.make_optimizer, CASE.loss, CASE.batches(), CASE.clip)
+    plain = train_on_one_device(CASE)
     assert largest_gap(replayed.weights, plain.weights) <= 1e-12
     state = replayed.optimizer
     assert all(largest_gap(state[name], plain.optimizer[name]) <= 1e-12 for name in state)

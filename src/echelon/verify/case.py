@@ -10,12 +10,13 @@ from torch.utils._pytree import tree_map
 
 from echelon.dropout import unkeyed_dropout
 from echelon.errors import UserError
-from echelon.verify.wide import widen
+from echelon.layering import frequencies
+from echelon.verify.float64_patch import patch_float64
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training to be held against one device. Functions must be importable, as for `launch`."""
+    """One training to compare with one device. Functions must be importable, as for `launch`."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int], tuple[Any, Any]]  # the global batch of a step
@@ -26,27 +27,40 @@ class Case:
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # more arguments for `parallelize`
 
-    def build(self, rank: int = 0) -> nn.Module:
-        """The model in float64, training, from the case's seed; other ranks start from other weights, so
-        that a plan which forgets to make them equal is found out."""
+    def build(self, rank: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The model in `dtype`, in training mode, from the case's seed.
+
+        Other ranks start from other weights, so that a plan that forgets to make them equal is found.
+        """
         torch.manual_seed(self.seed + rank)
-        model = self.make_model().double()
+        model = self.make_model()
         random = unkeyed_dropout(model)
         if random:
             raise UserError(
                 f"dropout inside {', '.join(random)}: only the masks of torch's own dropout layers are the "
                 "same in every layout, and can be compared; set it to 0, or use nn.Dropout there"
             )
-        widen(model)
+        _convert(model, dtype)
+        if dtype == torch.float64:
+            patch_float64(model)
         return model.train()
 
-    def batches(self) -> list[tuple[Any, Any]]:
-        return [_to_double(self.make_batch(step)) for step in range(self.steps)]
+    def batches(self, dtype: torch.dtype = torch.float64) -> list[tuple[Any, Any]]:
+        """The global batches of all steps, in float64, or in float32 for types below."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        return [cast_floats(self.make_batch(step), dtype) for step in range(self.steps)]
 
 
-def _to_double(batch: tuple[Any, Any]) -> tuple[Any, Any]:
+def cast_floats(structure: Any, dtype: torch.dtype) -> Any:
+    """The same structure, with its real tensors in `dtype`."""
+
     def convert(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    converted: tuple[Any, Any] = tree_map(convert, batch)
-    return converted
+    return tree_map(convert, structure)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Below float32, frequencies of rotary positions stay as they are: rounded, they would be useless."""
+    kept = {id(buffer) for buffer in frequencies(model)} if dtype.itemsize < 4 else set()
+    model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)

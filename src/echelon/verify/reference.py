@@ -1,89 +1,129 @@
 """The reference: the same training on one device, written in plain torch.
 
-It must stay independent of what it judges, so it repeats in the plainest way what a step means. Of echelon's
-code it shares only the masks of dropout, where it says itself which step and samples they are for.
+It must stay independent of the code that it judges, so it repeats in the plainest way what a step means. Of
+echelon's code it uses only the dropout masks, and says itself which step and samples they are for.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.asynchronous import Push
 from echelon.dropout import key_dropout, scope
+from echelon.verify.case import Case, cast_floats
 from echelon.wrapping import Wrapping
 
 
 @dataclass
-class Trained:
-    """What a training left: weights, optimizer state by parameter name, and each step's numbers."""
+class TrainingResult:
+    """What a training left: weights, optimizer state by parameter name, and the numbers of each step."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, dict[str, Tensor]]
     losses: list[float]
     grad_norms: list[float]
-    evaluation: float  # the loss of the last batch once more, after training, in evaluation mode
+    evaluation: float  # the loss of the last batch after training, in evaluation mode
     log: list[Push] = field(default_factory=list)  # of asynchronous training: what happened in which order
-    plan: str = ""  # as it was run
-    boundaries: list[int] = field(default_factory=list)  # of its stages
+    plan: str = ""  # as it ran, without `auto`
+    boundaries: list[int] = field(default_factory=list)  # the layers before which stages begin
 
     @property
     def numbers(self) -> tuple[list[float], list[float], float]:
         return self.losses, self.grad_norms, self.evaluation
 
 
-def train_on_one_device(
-    model: nn.Module,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    loss: Callable[[Any, Any], Any],
-    batches: list[tuple[Any, Any]],
-    clip: float | None,
-    seed: int = 0,
-) -> Trained:
-    """Train in float64 on the whole of each batch at once; `seed` is dropout's."""
-    model = model.double().train()
-    key_dropout(model, Wrapping())
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(parameters)
+@final
+class ReferenceModel:
+    """The model of a case on one device, in one type, and its optimizer.
+
+    Below float32, the optimizer updates float32 copies of the weights, the masters; after each update the
+    weights are the masters, rounded.
+    """
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float64) -> None:
+        self._case, self._dtype = case, dtype
+        self.model = case.build(dtype=dtype)
+        key_dropout(self.model, Wrapping())
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.masters = self.parameters
+        if dtype.itemsize < 4:
+            self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.optimizer = case.make_optimizer(self.masters)
+
+    def loss(self, batch: tuple[Any, Any], step: int, first_sample: int = 0) -> Any:
+        """What the loss function returns for samples of a step, from `first_sample` of its batch on."""
+        with scope(seed=self._case.seed, step=step, first_sample=first_sample):
+            return self._loss(batch)
+
+    def pop_gradients(self) -> list[Tensor | None]:
+        """The gradients of all parameters, in the type that the optimizer works in."""
+        gradients = [
+            None if p.grad is None else p.grad.to(master.dtype)
+            for p, master in zip(self.parameters, self.masters, strict=True)
+        ]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def update(self, gradients: Sequence[Tensor | None]) -> float:
+        """One optimizer step, clipped as the case says; returns the norm before clipping."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        clip = float("inf") if self._case.clip is None else self._case.clip
+        norm = nn.utils.clip_grad_norm_(self.masters, clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.load(self.masters)
+        return float(norm)
+
+    def copy(self) -> list[Tensor]:
+        """A copy of the weights."""
+        return [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def load(self, weights: Sequence[Tensor]) -> None:
+        """Set the weights, rounded to their own type."""
+        for parameter, value in zip(self.parameters, weights, strict=True):
+            parameter.copy_(value)
+
+    def result(self, losses: list[float], grad_norms: list[float], batch: tuple[Any, Any]) -> TrainingResult:
+        """What the training left, with an evaluation of `batch`."""
+        weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        self.model.eval()
+        with torch.no_grad():
+            evaluation = float(mean(self._loss(batch)))
+        return TrainingResult(weights, self._optimizer_state(), losses, grad_norms, evaluation)
+
+    def _loss(self, batch: tuple[Any, Any]) -> Any:
+        inputs, targets = batch
+        return self._case.loss(self.model(cast_floats(inputs, self._dtype)), targets)
+
+    def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        master_of = dict(zip(self.parameters, self.masters, strict=True))
+        state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            entries: dict[str, Any] = self.optimizer.state.get(master_of.get(parameter, parameter), {})
+            state[name] = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+        return state
+
+
+def train_on_one_device(case: Case, dtype: torch.dtype = torch.float64) -> TrainingResult:
+    """Train on the whole of each batch at once."""
+    reference = ReferenceModel(case, dtype)
     losses, grad_norms = [], []
-    for step, (inputs, targets) in enumerate(batches):
-        optimizer.zero_grad()
-        with scope(seed=seed, step=step, first_sample=0):
-            mean = _mean(loss(model(inputs), targets))
-        mean.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, float("inf") if clip is None else clip)
-        optimizer.step()
-        losses.append(float(mean.detach()))
-        grad_norms.append(float(norm))
-    weights, state = weights_of(model), state_by_name(model, optimizer)
-    evaluation = evaluate(model, loss, batches[-1])
-    return Trained(weights, state, losses, grad_norms, evaluation)
+    batches = case.batches(dtype)
+    for step, batch in enumerate(batches):
+        loss = mean(reference.loss(batch, step))
+        loss.backward()
+        grad_norms.append(reference.update(reference.pop_gradients()))
+        losses.append(float(loss.detach()))
+    return reference.result(losses, grad_norms, batches[-1])
 
 
-def evaluate(model: nn.Module, loss: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
-    """The mean loss of a batch in evaluation mode."""
-    inputs, targets = batch
-    with torch.no_grad():
-        return float(_mean(loss(model.eval()(inputs), targets)))
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _mean(result: Any) -> Tensor:
-    mean: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
-    return mean
-
-
-def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {
-            key: value
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+def mean(result: Any) -> Tensor:
+    """The mean that a loss function returned, as it is or as (total, count)."""
+    value: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
+    return value

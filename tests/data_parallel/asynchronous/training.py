@@ -39,7 +39,7 @@ def largest_gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max((float((mine[name] - theirs[name]).abs().max()) for name in mine), default=0.0)
 
 
-def assert_replays(trained: Trained, replayed: reference.Trained) -> None:
+def assert_replays(trained: Trained, replayed: reference.TrainingResult) -> None:
     weights, state, _ = trained
     assert largest_gap(weights, replayed.weights) <= 1e-9
     assert state.keys() == replayed.optimizer.keys()

@@ -9,7 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from echelon.verify.wide import widen  # noqa: E402
+from echelon.verify.float64_patch import patch_float64  # noqa: E402
+from echelon.wrapping import is_wrapped  # noqa: E402
 from tests.layering.models import make, tokens  # noqa: E402
 
 
@@ -21,36 +22,35 @@ def first_gradient(model: Any, scale: float) -> torch.Tensor:
     return gradient
 
 
+def scaling_error(model: Any) -> float:
+    """How much a gradient changes when the loss is scaled, relative to its largest element."""
+    plain, scaled = first_gradient(model, 1.0), first_gradient(model, 1 / 3)
+    return float((plain - scaled).abs().max() / plain.abs().max())
+
+
 @pytest.mark.parametrize(("kind", "attention"), [("llama", "sdpa"), ("qwen3", "eager"), ("mixtral", "sdpa")])
-def test_only_then_does_a_scaled_loss_have_the_same_gradient(kind: str, attention: str) -> None:
+def test_only_with_the_patch_does_a_scaled_loss_have_the_same_gradient(kind: str, attention: str) -> None:
     torch.manual_seed(0)
     model = make(kind, attention).double()
-    narrow, wide = model, copy.deepcopy(model)
-    widen(wide)
-    gaps = [
-        float(
-            (first_gradient(its, 1.0) - first_gradient(its, 1 / 3)).abs().max()
-            / first_gradient(its, 1.0).abs().max()
-        )
-        for its in (narrow, wide)
-    ]
-    assert gaps[0] > 1e-9
-    assert gaps[1] < 1e-13
-    torch.testing.assert_close(wide(tokens(0)[0]).logits, narrow(tokens(0)[0]).logits, rtol=0, atol=1e-4)
+    patched = copy.deepcopy(model)
+    patch_float64(patched)
+    assert scaling_error(model) > 1e-9
+    assert scaling_error(patched) < 1e-13
+    torch.testing.assert_close(patched(tokens(0)[0]).logits, model(tokens(0)[0]).logits, rtol=0, atol=1e-4)
 
 
-def test_other_types_and_other_models_are_left_alone() -> None:
+def test_other_types_and_other_models_stay_as_they_are() -> None:
     model = make("llama")
-    widen(model)
+    patch_float64(model)
     assert model(tokens(0)[0]).logits.dtype == torch.float32
     linear = torch.nn.Linear(2, 2)
-    widen(linear)
-    assert "forward" not in vars(linear)
+    patch_float64(linear)
+    assert not is_wrapped(linear)
 
 
-def test_a_widened_model_can_be_sent() -> None:
+def test_a_patched_model_can_be_sent() -> None:
     model = make("llama").double()
-    widen(model)
+    patch_float64(model)
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(tokens(0)[0]).logits, model(tokens(0)[0]).logits)
-    assert again.model.norm.forward.module is again.model.norm
+    assert again.model.norm.forward.__self__.module is again.model.norm

@@ -1,6 +1,6 @@
-"""Planted mistakes: the classic bugs of data parallelism, to prove that `verify` can fail.
+"""Known bugs of data parallelism, injected into the parallel training to prove that `verify` can fail.
 
-Each takes a finished engine and spoils it. They are for `echelon verify --plant NAME` and for tests.
+Each function takes a finished engine and breaks it. `echelon verify --inject-bug NAME` and tests use them.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from echelon.data_parallel import Sync, Synchronous
 from echelon.engine import Engine
 from echelon.errors import UserError
 
-Plant = Callable[[Engine], None]
+Bug = Callable[[Engine], None]
 
 
 def _divide_twice(engine: Engine) -> None:
-    """The gradient is divided by the number of replicas once more."""
+    """Divide the gradient by the number of replicas once more."""
     sync = _sync(engine)
     finish = sync.finish_gradients
 
@@ -30,7 +30,7 @@ def _divide_twice(engine: Engine) -> None:
 
 
 def _skip_bucket(engine: Engine) -> None:
-    """The first gradient message of every step is never sent, so that part of the gradient is not summed."""
+    """Never send the first gradient message of a step, so that this part of the gradient is not summed."""
     _sync(engine)
     group = engine.mesh.group("data")
     do = group._do
@@ -46,14 +46,14 @@ def _skip_bucket(engine: Engine) -> None:
 
 
 def _sync(engine: Engine) -> Sync:
-    """How the engine's replicas agree; the planted bugs are of replicas that sum among themselves."""
+    """How the engine's replicas sum gradients, which these bugs break."""
     if engine.plan.sync != "all-reduce":
-        raise UserError(f"--plant with '{engine.plan}': the bugs are those of sync=all-reduce; use that")
+        raise UserError(f"--inject-bug needs sync=all-reduce, but the plan is '{engine.plan}'; change sync")
     assert isinstance(engine._update, Synchronous)
     return engine._update.sync
 
 
-PLANTS: dict[str, Plant] = {
+BUGS: dict[str, Bug] = {
     "divide-twice": _divide_twice,
     "skip-bucket": _skip_bucket,
 }

@@ -1,4 +1,4 @@
-"""What `echelon verify` makes of a job."""
+"""The verification case of a job."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,9 @@ def test_replicas_and_microbatches_are_uneven_and_none_is_empty(text: str) -> No
     plan = Plan.parse(text)
     batch = case_of(Job(), plan, 1).make_batch(0)
     replicas = [take_part(batch, index, plan.data) for index in range(plan.data)]
-    parts = [part for each in replicas for part, _ in microbatches(each, plan.microbatches, always=False)]
+    parts = [
+        part for replica in replicas for part, _ in microbatches(replica, plan.microbatches, always=False)
+    ]
     sizes = [num_samples(part) for part in parts]
     assert len(sizes) == plan.data * plan.microbatches
     assert (min(sizes), max(sizes)) == (min(sizes), min(sizes) + 1)

@@ -1,0 +1,47 @@
+"""Float64 all the way: what transformers computes in float32, whatever the type of the model.
+
+Its norms, its routers and the softmax of its "eager" attention cast down. Their rounding would be that of
+float32, which changes as soon as a loss is divided by another count, and could hide a mistake.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from echelon.wrapping import Wrapper, Wrapping
+
+
+def patch_float64(model: nn.Module) -> None:
+    """Keep modules of transformers in float64 where they would cast down to float32."""
+    wrapping = Wrapping()
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers.") and _casts_down(module):
+            wrapping.wrap(_Float64Forward(module))
+
+
+def _casts_down(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("RMSNorm", "Router")) or hasattr(module, "num_key_value_groups")
+
+
+@final
+class _Float64Forward(Wrapper):
+    entry = "float64"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Float64():
+            return self.inner(*args, **kwargs)
+
+
+class _Float64(TorchFunctionMode):
+    """Inside, a function of a float64 tensor that asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = (args, kwargs or {})
+        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(arguments)):
+            func = Tensor.double if func is Tensor.float else func
+            arguments = tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, arguments)
+        args, kwargs = arguments
+        return func(*args, **kwargs)

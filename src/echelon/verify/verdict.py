@@ -1,0 +1,164 @@
+"""How far the training of a plan ended from its reference, in float64: the comparison and its verdict."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.fingerprint import fingerprint
+from echelon.plan import Plan
+from echelon.verify.reference import TrainingResult
+
+TOLERANCE = 1e-9
+ONE_DEVICE = "one device"
+LOG = "the replay of its own log"
+FORMULA = "its formula, replayed on one process"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest absolute difference of each tensor and of each number."""
+
+    plan: Plan
+    steps: int
+    tensors: dict[str, float]  # by "name" for weights, "name exp_avg" for optimizer state
+    numbers: dict[str, float]  # "loss", "grad_norm" over all steps, "evaluation" after them
+    tolerance: float = TOLERANCE
+    against: str = ONE_DEVICE
+
+    def __post_init__(self) -> None:
+        assert self.tensors, "no tensor was compared"
+        assert self.numbers, "no number was compared"
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """What differs the most, of all that was compared, and by how much."""
+        return max([*self.tensors.items(), *self.numbers.items()], key=_severity)
+
+    @property
+    def worst_tensor(self) -> tuple[str, float]:
+        """The weight or optimizer state that differs the most, and by how much."""
+        return max(self.tensors.items(), key=_severity)
+
+    @property
+    def equal(self) -> bool:
+        return self.worst[1] <= self.tolerance  # false for NaN too
+
+    @property
+    def num_compared(self) -> int:
+        return len(self.tensors) + len(self.numbers)
+
+    @property
+    def num_wrong(self) -> int:
+        return sum(not gap <= self.tolerance for gap in [*self.tensors.values(), *self.numbers.values()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "plan": str(self.plan),
+            "against": self.against,
+            "equal": self.equal,
+            "worst": _named(self.worst),
+            "worst_tensor": _named(self.worst_tensor),
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "num_compared": self.num_compared,
+            "num_wrong": self.num_wrong,
+        }
+
+    def __str__(self) -> str:
+        name, gap = self.worst
+        after = f"after {self.steps} steps in float64"
+        if self.equal:
+            return (
+                f"'{self.plan}' is equal to {self.against} {after}: largest difference {gap:.1e} ({name}), "
+                f"allowed {self.tolerance:.0e}"
+            )
+        tensor, tensor_gap = self.worst_tensor
+        worst_tensor = "" if tensor == name else f"worst tensor is {tensor}, by {tensor_gap:.1e}; "
+        return (
+            f"'{self.plan}' DIFFERS from {self.against} {after}: worst is {name}, by {gap:.1e}, "
+            f"allowed {self.tolerance:.0e}; {worst_tensor}{self.num_wrong} of {self.num_compared} values "
+            "are out of bounds"
+        )
+
+
+def _severity(item: tuple[str, float]) -> float:
+    return math.inf if math.isnan(item[1]) else item[1]
+
+
+def _named(item: tuple[str, float]) -> dict[str, str | float]:
+    name, gap = item
+    return {"name": name, "error": gap if math.isfinite(gap) else str(gap)}
+
+
+def tensor_gaps(result: TrainingResult, reference: TrainingResult) -> dict[str, float]:
+    """The largest absolute difference of every weight and every optimizer state, by name."""
+    actual, expected = _tensors(result), _tensors(reference)
+    names = sorted(actual.keys() | expected.keys())
+    return {name: _gap(actual.get(name), expected.get(name)) for name in names}
+
+
+def number_gaps(result: TrainingResult, reference: TrainingResult, against: str) -> dict[str, float]:
+    """The largest absolute difference of each kind of number; asynchronous steps have their own numbers."""
+    gaps = {"evaluation": _number_gap([result.evaluation], [reference.evaluation])}
+    if against != LOG:
+        gaps["loss"] = _number_gap(result.losses, reference.losses)
+    if against == ONE_DEVICE:
+        gaps["grad_norm"] = _number_gap(result.grad_norms, reference.grad_norms)
+    return gaps
+
+
+def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, float]:
+    """What some rank reports differently from rank 0: all must be the same to the bit.
+
+    Only the numbers of an asynchronous worker's steps are its own.
+    """
+    gaps: dict[str, float] = {}
+    expected = fingerprints(_tensors(results[0]))
+    for rank, result in enumerate(results[1:], start=1):
+        actual = _tensors(result)
+        for name in sorted(actual.keys() | expected.keys()):
+            if not _same(actual.get(name), expected.get(name)):
+                gaps[f"{name} on rank {rank}"] = math.inf
+        if against != LOG and result.numbers != results[0].numbers:
+            gaps[f"loss or grad_norm on rank {rank}"] = math.inf
+    return gaps
+
+
+def fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A few integers for each tensor: two over its bits, one for its type, and its shape."""
+    return {
+        name: torch.tensor([*fingerprint(value), zlib.crc32(str(value.dtype).encode()), *value.shape])
+        for name, value in tensors.items()
+    }
+
+
+def _tensors(result: TrainingResult) -> dict[str, Tensor]:
+    """Weights by "name", optimizer state by "name key"."""
+    state = {
+        f"{name} {key}": value for name, entries in result.optimizer.items() for key, value in entries.items()
+    }
+    return result.weights | state
+
+
+def _gap(actual: Tensor | None, expected: Tensor | None) -> float:
+    if actual is None or expected is None:
+        return math.inf
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return math.inf
+    if actual.is_complex():
+        actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)
+    return float((actual.double() - expected.double()).abs().max()) if actual.numel() else 0.0
+
+
+def _number_gap(actual: list[float], expected: list[float]) -> float:
+    return _gap(torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64))
+
+
+def _same(actual: Tensor | None, expected: Tensor | None) -> bool:
+    return actual is not None and expected is not None and torch.equal(actual, expected)

@@ -1,0 +1,66 @@
+"""A case builds its model in the type that is asked for, and its batches with it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.verify import Case
+from echelon.verify.case import cast_floats
+from tests.cases import adamw, mean_loss, perceptron_case, vectors
+
+
+def test_other_ranks_start_from_other_weights() -> None:
+    case = perceptron_case(seed=3)
+    first, again, other = case.build(), case.build(), case.build(rank=1)
+    assert torch.equal(first.first.weight, again.first.weight)
+    assert not torch.equal(first.first.weight, other.first.weight)
+    assert first.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_model_and_batches_have_the_type_and_types_below_float32_round_the_same_weights(
+    dtype: torch.dtype,
+) -> None:
+    case = perceptron_case(steps=2)
+    exact, model = case.build().state_dict(), case.build(dtype=dtype).state_dict()
+    assert all(torch.equal(model[name], value.to(dtype)) for name, value in exact.items())
+    inputs, targets = case.batches(dtype)[1]
+    assert inputs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(targets, vectors(1)[1])
+    assert len(case.batches(dtype)) == 2
+
+
+def test_frequencies_of_rotary_positions_are_never_rounded() -> None:
+    pytest.importorskip("transformers")
+    from tests.layering.models import make
+
+    case = Case(lambda: make("llama"), vectors, mean_loss, adamw)
+    low, expected = case.build(dtype=torch.bfloat16), make("llama").model.rotary_emb.inv_freq
+    assert torch.equal(low.model.rotary_emb.inv_freq, expected)
+    assert next(low.parameters()).dtype == torch.bfloat16
+
+
+def test_only_real_tensors_are_cast() -> None:
+    integers, complex_numbers = torch.arange(2), torch.ones(2, dtype=torch.complex64)
+    cast = cast_floats({"a": [torch.ones(2), integers], "b": (complex_numbers, "text")}, torch.bfloat16)
+    assert cast["a"][0].dtype == torch.bfloat16
+    assert cast["a"][1] is integers
+    assert cast["b"] == (complex_numbers, "text")
+
+
+class WithLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+
+
+def with_attention() -> nn.Module:
+    return nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, dropout=0.1)})
+
+
+@pytest.mark.parametrize(("make_model", "name"), [(WithLSTM, "lstm"), (with_attention, "attention")])
+def test_dropout_inside_a_module_is_refused(make_model: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"dropout inside {name}: only the masks .* set it to 0"):
+        Case(make_model, vectors, mean_loss, adamw).build()
