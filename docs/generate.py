@@ -218,6 +218,7 @@ LAYERS = (
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("plan", "program"), (), "pure data; steps as programs"),
     Layer(("layering",), (), "the layers of a model"),
+    Layer(("huggingface",), (), "what is known of transformers"),
     Layer(
         ("sequence", "wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
         (),

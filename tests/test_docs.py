@@ -20,7 +20,7 @@ from echelon.bench import benches
 from echelon.cli.main import app, run
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.layering.huggingface import FAMILIES
+from echelon.huggingface import FAMILIES
 from echelon.models import presets
 from echelon.plan import Plan
 from echelon.program import SCHEDULES, build, load_schedule, show

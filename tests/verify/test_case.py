@@ -34,7 +34,7 @@ def test_model_and_batches_have_the_type_and_types_below_float32_round_the_same_
 
 def test_frequencies_of_rotary_positions_are_never_rounded() -> None:
     pytest.importorskip("transformers")
-    from tests.layering.models import make
+    from tests.huggingface.models import make
 
     case = Case(lambda: make("llama"), vectors, mean_loss, adamw)
     low, expected = case.build(dtype=torch.bfloat16), make("llama").model.rotary_emb.inv_freq

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from echelon.verify.float64_patch import patch_float64  # noqa: E402
 from echelon.wrapping import is_wrapped  # noqa: E402
-from tests.layering.models import make, tokens  # noqa: E402
+from tests.huggingface.models import make, tokens  # noqa: E402
 
 
 def first_gradient(model: Any, scale: float) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from echelon.dropout.huggingface import drops_by_function
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.training_position import next_use
 from echelon.errors import UserError
+from echelon.huggingface import draws_by_function
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap
 
@@ -80,7 +80,7 @@ def _drops_inside(module: nn.Module) -> bool:
         return module.dropout > 0 and module.num_layers > 1
     if isinstance(module, nn.MultiheadAttention):
         return bool(module.dropout > 0)
-    if drops_by_function(module):
+    if draws_by_function(module):
         return True
     return isinstance(module, _DropoutNd) and module.p > 0 and not _can_be_keyed(module)
 

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout import is_keyed, unkeyed_dropout
 from echelon.errors import raise_errors
+from echelon.huggingface import draws_by_head
 from echelon.plan import Plan
 from echelon.sequence import View
 from echelon.tensor_parallel import Sharded
@@ -142,7 +143,11 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
         for name, module in model.named_modules()
         if isinstance(module, _DropoutNd) and module.p > 0 and not is_keyed(module)
     ]
-    inside = [name for name in unkeyed_dropout(model) if name not in drops and not _by_heads(model, name)]
+    inside = [
+        name
+        for name in unkeyed_dropout(model)
+        if name not in drops and not draws_by_head(model.get_submodule("" if name == "the model" else name))
+    ]
     errors = []
     if drops:
         errors.append(
@@ -156,10 +161,3 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
             "tensor would draw different numbers for states that must be equal; set their rates to 0"
         )
     raise_errors(f"tensor={plan.tensor}", errors)
-
-
-def _by_heads(model: nn.Module, name: str) -> bool:
-    """Whether a module of transformers drops weights of attention, of which each rank has its own heads."""
-    module = model.get_submodule("" if name == "the model" else name)
-    ours = type(module).__module__.startswith("transformers.")
-    return ours and not getattr(module, "jitter_noise", 0.0)

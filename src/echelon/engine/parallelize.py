@@ -31,8 +31,8 @@ from echelon.engine.samples import Counts, Scopes, assume_equal_counts, gather_c
 from echelon.engine.support import refuse_unsupported
 from echelon.engine.within import Within
 from echelon.errors import UserError
+from echelon.huggingface import frequencies
 from echelon.launching import join
-from echelon.layering import frequencies
 from echelon.mesh import Mesh, this_device
 from echelon.optim.local import Make
 from echelon.ownership import StateNames

@@ -12,8 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout import drops_each_element
+from echelon.huggingface import is_transposed
 from echelon.layering import listed_layers
-from echelon.tensor_parallel.modules import SplitModule, is_matrix, is_transposed
+from echelon.tensor_parallel.modules import SplitModule, is_matrix
 from echelon.tensor_parallel.shards import cuts
 from echelon.tensor_parallel.styles import OF_MODULES, OF_NUMBERS, Style, Styles
 from echelon.wrapping import find_wrapper, replaced_forward

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.huggingface import is_transposed
 from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.regions import Region
@@ -15,11 +16,6 @@ from echelon.wrapping import Wrapper, find_wrapper
 
 def is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a matrix is stored as [inputs, outputs]: GPT-2's in transformers."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def apply_matrix(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

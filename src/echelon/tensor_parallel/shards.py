@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from echelon.huggingface import is_transposed
 from echelon.ownership import Owned, Slice
-from echelon.tensor_parallel.modules import is_transposed
 from echelon.tensor_parallel.styles import Style
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from echelon.dropout import unkeyed_dropout
 from echelon.errors import UserError
-from echelon.layering import frequencies
+from echelon.huggingface import frequencies
 from echelon.verify.float64_patch import patch_float64
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from echelon.huggingface import casts_to_float32
 from echelon.wrapping import Wrapper, Wrapping
 
 
@@ -18,12 +19,8 @@ def patch_float64(model: nn.Module) -> None:
     """Keep modules of transformers in float64 where they would cast down to float32."""
     wrapping = Wrapping()
     for module in model.modules():
-        if type(module).__module__.startswith("transformers.") and _casts_down(module):
+        if casts_to_float32(module):
             wrapping.wrap(_Float64Forward(module))
-
-
-def _casts_down(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("RMSNorm", "Router")) or hasattr(module, "num_key_value_groups")
 
 
 @final

@@ -1,7 +1,7 @@
-"""Attention of a transformers model over a sequence that is spread over ranks: by the layer's view.
+"""Attention of a transformers model over a sequence that several ranks share: the layer's view attends.
 
-transformers looks attention up by a name in the config, which all layers share. The name is ours while a
-layer runs, and what it was before and after. The view travels with the arguments of the call.
+transformers looks attention up by a name in the config, which all layers share. A layer sets our name while
+it runs, and puts the previous one back. The view is passed with the arguments of the call.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ def attend(
 
 
 @contextmanager
-def attending(config: Any) -> Iterator[None]:
-    """Inside, the layers of a model with this config attend through the view that they are given."""
+def attention_by_view(config: Any) -> Iterator[None]:
+    """Inside, the layers of a model with this config attend through the view that they are passed."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -45,18 +45,20 @@ def attending(config: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def check_spread(block: Any, config: Any, window: int | None, length: int, view: View) -> None:
-    """Refuse what attention over several ranks cannot do."""
+def check_shared_sequence(block: Any, config: Any, window: int | None, length: int, view: View) -> None:
+    """Refuse what attention over several ranks cannot do. `length`: of the hidden states on this rank."""
     errors = []
-    whole = length * view.stretch * view.parts
-    if window is not None and window < whole:
+    total = length * view.stretch * view.parts
+    if window is not None and window < total:
         errors.append(
-            f"sliding_window={window} with sequences of {whole} tokens: ranks pass all keys on, and see the "
-            f"whole sequence; use sequences of at most {window} tokens, or context=1"
+            f"sliding_window={window} with sequences of {total} tokens: ring attention has no window; use "
+            f"sequences of at most {window} tokens, or context=1"
         )
     rate = getattr(config, "attention_dropout", getattr(config, "attn_pdrop", 0.0))
     if block.training and rate > 0:
-        errors.append(f"dropout of {rate} on attention's weights, which no rank holds whole; set it to 0")
+        errors.append(
+            f"dropout of {rate} on attention's weights: ring attention does not hold them; set it to 0"
+        )
     if block.training and getattr(block, "gradient_checkpointing", False):
         errors.append(
             "gradient_checkpointing of transformers runs a layer again without its view; call "
@@ -64,5 +66,8 @@ def check_spread(block: Any, config: Any, window: int | None, length: int, view:
         )
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        errors.append(f"rope_type={kind} depends on the longest position, and ranks see different ones")
+        errors.append(
+            f"rope_type={kind} depends on the last position, which differs between ranks; use another "
+            "rope_type, or context=1"
+        )
     raise_errors(f"{type(block).__name__} with its sequence over {view.parts} ranks", errors)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from echelon.huggingface import FAMILIES, TENSOR_TABLES
+from echelon.tensor_parallel.styles import Styles
 from echelon.verify import assert_equal
-from tests.layering.models import KINDS, case, make
+from tests.huggingface.models import KINDS, case, make
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -35,6 +37,19 @@ def test_all_axes_together(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "mistral", "mixtral"])
 def test_the_other_families(kind: str) -> None:
     prove(kind, "tensor=2 sequence=true", steps=4)
+
+
+def test_every_family_has_a_table_and_every_line_fits_one_of_its_models() -> None:
+    assert TENSOR_TABLES.keys() == FAMILIES.keys()
+    models = [make(kind) for kind in KINDS]
+    for table in TENSOR_TABLES.values():
+        classes = {name for name, other in TENSOR_TABLES.items() if other is table}
+        unused = [
+            {pattern for pattern, _ in Styles(model, table).idle()}
+            for model in models
+            if type(model).__name__ in classes
+        ]
+        assert set.intersection(*unused) == set()
 
 
 def checkpointing(kind: str, **changes: Any) -> nn.Module:

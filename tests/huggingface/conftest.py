@@ -1,6 +1,10 @@
-"""Ranks that have transformers imported already: that takes seconds, and each rank would do it."""
+"""Ranks fork from a process that has imported transformers, which takes seconds in each rank otherwise."""
+
+from importlib.util import find_spec
 
 from echelon.launching import preload
+
+collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
 
 preload(
     "transformers.models.auto",

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
+from echelon.layering import listed_layers
 from echelon.models import cross_entropy
 from echelon.verify import Case
 from tests.cases import adamw, random_tokens
@@ -58,8 +60,21 @@ def make(kind: str, attention: str = "sdpa", **changes: Any) -> nn.Module:
     return model
 
 
+def double(kind: str, attention: str = "sdpa", **changes: Any) -> nn.Module:
+    """In float64, always with the same weights."""
+    torch.manual_seed(0)
+    return make(kind, attention, **changes).double()
+
+
+def chained(model: nn.Module, value: Any) -> Any:
+    """The output of the listed layers, one after the other."""
+    for layer in listed_layers(model):
+        value = layer(value)
+    return value
+
+
 def tokens(step: int, samples: int = 5) -> tuple[Tensor, Tensor]:
-    """Samples that no number of microbatches here divides; some targets do not count."""
+    """No number of microbatches here divides the number of samples; some targets do not count."""
     return random_tokens(step, (samples, SEQUENCE), VOCAB)
 
 

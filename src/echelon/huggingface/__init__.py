@@ -1,0 +1,35 @@
+"""Everything that echelon knows of the classes of transformers.
+
+families       causal language models as lists of layers, known by their class
+layers         the wrappers around a model's own modules that are listed
+attention      attention over a sequence that several ranks share
+modules        properties of single modules: storage, randomness, precision
+tensor_tables  how tensor parallelism splits each family
+
+transformers itself is imported only where a model of it is at hand. Reading and writing folders of
+transformers for echelon's own models is in echelon.models.
+"""
+
+from echelon.huggingface.families import FAMILIES, find_family, frequencies, layers_of, reason_not_listed
+from echelon.huggingface.layers import modules_outside
+from echelon.huggingface.modules import (
+    casts_to_float32,
+    draws_by_function,
+    draws_by_head,
+    is_transposed,
+)
+from echelon.huggingface.tensor_tables import TENSOR_TABLES
+
+__all__ = [
+    "FAMILIES",
+    "TENSOR_TABLES",
+    "casts_to_float32",
+    "draws_by_function",
+    "draws_by_head",
+    "find_family",
+    "frequencies",
+    "is_transposed",
+    "layers_of",
+    "modules_outside",
+    "reason_not_listed",
+]

@@ -1,0 +1,103 @@
+"""The layers of a transformers model: its forward, divided where one decoder layer follows another.
+
+Layers are made for training: no cache, no padding. A model's forward computes some things once for all layers
+(positions, their cosines and sines, the mask). Here every layer computes them from the shape of its input.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.huggingface.attention import attention_by_view, check_shared_sequence
+from echelon.sequence import WHOLE, View
+
+
+class LayerInputs:
+    """The arguments of a decoder layer beside its hidden states.
+
+    It is no module, so that no stage owns the rotary frequencies: all ranks keep these constants.
+    """
+
+    def __init__(self, config: Any, rotary: Any, *, has_window: bool) -> None:
+        self.config, self.rotary, self.has_window = config, rotary, has_window
+
+    def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
+        positions = view.positions(x.shape[1] * view.stretch, x.device)[None]
+        arguments: dict[str, Any] = {"position_ids": positions, "past_key_values": None, "use_cache": False}
+        if self.rotary is not None:
+            arguments["position_embeddings"] = self.rotary(x, position_ids=positions)
+        if view.parts > 1:
+            return arguments | {"view": view}
+        return arguments | {"attention_mask": self._mask(x, view)}
+
+    @property
+    def window(self) -> int | None:
+        return self.config.sliding_window if self.has_window else None
+
+    def _mask(self, x: Tensor, view: View) -> Any:
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        make = create_sliding_window_causal_mask if self.has_window else create_causal_mask
+        # Only the shape of `inputs_embeds` counts.
+        shaped = x[:, :, :1].repeat(1, view.stretch, 1) if view.stretch > 1 else x
+        return make(config=self.config, inputs_embeds=shaped, attention_mask=None, past_key_values=None)
+
+
+class Embedding(nn.Module):
+    """Tokens to hidden states: [batch, sequence] to [batch, sequence, width]."""
+
+    def __init__(self, tokens: nn.Module, positions: nn.Embedding | None, dropout: nn.Module | None) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = tokens, positions, dropout
+        self.view = WHOLE
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        if self.positions is None or self.dropout is None:
+            return x
+        length, longest = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
+        if length > longest:
+            raise UserError(
+                f"a sequence of {length} tokens: this model has learned {longest} positions; use sequences "
+                f"of at most {longest} tokens"
+            )
+        positions = self.view.positions(tokens.shape[1], tokens.device)[None]
+        output: Tensor = self.dropout(x + self.positions(positions))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer: hidden states to hidden states."""
+
+    def __init__(self, block: nn.Module, inputs: LayerInputs) -> None:
+        super().__init__()
+        self.block, self.inputs = block, inputs
+        self.view = WHOLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        config, is_shared = self.inputs.config, self.view.parts > 1
+        if is_shared:
+            check_shared_sequence(self.block, config, self.inputs.window, x.shape[1], self.view)
+        with attention_by_view(config) if is_shared else nullcontext():
+            output: Tensor = self.block(x, **self.inputs.arguments(x, self.view))
+        return output
+
+
+class Head(nn.Module):
+    """Hidden states to what the model returns."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module, output: Callable[..., Any]) -> None:
+        super().__init__()
+        self.norm, self.head, self.output = norm, head, output
+
+    def forward(self, x: Tensor) -> Any:
+        return self.output(logits=self.head(self.norm(x)))
+
+
+def modules_outside(layer: nn.Module) -> set[nn.Module]:
+    """The modules that a layer calls and does not hold: those of rotary positions."""
+    rotary = layer.inputs.rotary if isinstance(layer, DecoderLayer) else None
+    return set() if rotary is None else set(rotary.modules())

@@ -1,0 +1,69 @@
+"""The layers of a model: those that it lists itself, each taking what the one before returned.
+
+Causal language models of transformers list none; echelon.huggingface lists those of known families.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from echelon.huggingface import FAMILIES, find_family, layers_of, modules_outside, reason_not_listed
+from echelon.wrapping import replaced_forward
+
+
+def listed_layers(model: nn.Module) -> list[nn.Module]:
+    """The members of an nn.Sequential, or what `layers()` returns; empty if the model lists none.
+
+    A subclass that overrides only `forward` lists none: its forward may do more than run the layers. A
+    transformers model of a known family lists wrappers around its own modules, new ones at every call.
+    """
+    listing = _listing(model)
+    if listing is not None:
+        return [] if _reason_own_forward(model) else list(listing())
+    if isinstance(model, nn.Sequential):
+        return [] if _reason_own_forward(model) else list(model)
+    family = find_family(model)
+    return layers_of(model, family) if family is not None and not reason_not_listed(model) else []
+
+
+def how_to_list(model: nn.Module) -> str:
+    """How to change a model that lists no layers, so that it does."""
+    if find_family(model) is not None:
+        return reason_not_listed(model)
+    if _listing(model) is not None or isinstance(model, nn.Sequential):
+        return _reason_own_forward(model)
+    return (
+        "make it an nn.Sequential, or give it layers() -> list[nn.Module], each layer taking what the one "
+        f"before returned; these models of transformers work as they are: {', '.join(FAMILIES)}"
+    )
+
+
+def outside_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by name, that are never called when a model runs layer by layer."""
+    layers = listed_layers(model)
+    called = {module for layer in layers for module in [*layer.modules(), *modules_outside(layer)]}
+    return {name: module for name, module in model.named_modules() if module not in called}
+
+
+def _listing(model: nn.Module) -> Callable[[], Iterable[nn.Module]] | None:
+    layers: Any = getattr(model, "layers", None)
+    return layers if callable(layers) and not isinstance(layers, nn.Module) else None
+
+
+def _reason_own_forward(model: nn.Module) -> str:
+    """Why a model's forward may do more than run its layers, and the fix; empty if it does not."""
+    kind = type(model)
+    if replaced_forward(model) is not None:
+        return "its forward was replaced, and no stage would run the new one; put what it does into a layer"
+    listing = next((cls for cls in kind.__mro__ if "layers" in vars(cls) or cls is nn.Sequential), kind)
+    forward = next(cls for cls in kind.__mro__ if "forward" in vars(cls))
+    bases = kind.__mro__[kind.__mro__.index(listing) :]
+    is_overridden = any("forward" in vars(cls) for cls in bases if cls is not nn.Module)
+    if kind.__mro__.index(listing) <= kind.__mro__.index(forward) or not is_overridden:
+        return ""
+    return (
+        f"{forward.__name__} has a forward of its own, which no stage would run, and its layers are those of "
+        f"{listing.__name__}; put what it does into a layer, or give {forward.__name__} layers() -> "
+        "list[nn.Module], each layer taking what the one before returned"
+    )
