@@ -217,8 +217,8 @@ def _measuring(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "costs"),
     [
-        (["1f1b", "--stages", "2"], {"forward", "backward"}),
-        (["zero-bubble", "--stages", "2"], {"forward", "backward_input", "backward_weight"}),
+        (["1f1b", "--stages", "2"], {"forward", "backward", "update"}),
+        (["zero-bubble", "--stages", "2"], {"forward", "backward_input", "backward_weight", "update"}),
         (["pipedream", "--stages", "2"], {"forward", "backward", "update"}),
     ],
 )

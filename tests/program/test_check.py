@@ -13,6 +13,7 @@ from echelon.program import Instruction, Op, Program, add_gathers, build, check
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
 from echelon.program.load import complete
 from echelon.program.rules import find
+from echelon.program.rules.transfers import never_stuck
 from tests.program.cases import Shape, program_of, programs, shapes, with_rank
 
 
@@ -25,36 +26,73 @@ def reasons(text: str) -> list[str]:
     return names
 
 
-# One rank that is whole, to leave things out of: no sends are needed.
+END = "REDUCE NORM UPDATE PUBLISH"
+
+
+# One rank with one thing wrong: it needs no sends.
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("rank 0: F0 F0 B0 REDUCE UPDATE", "rank 0 at 1: F0 has been done before"),
-        ("rank 0: F0 B0 B0 REDUCE UPDATE", "rank 0 at 2: B0 has been done before"),
-        ("rank 0: F0 B0 I0 W0 REDUCE UPDATE", "rank 0 at 2: I0 has been done before"),
-        ("rank 0: F0 I0 W0 W0 REDUCE UPDATE", "rank 0 at 3: W0 has been done before"),
-        ("rank 0: B0 F0 REDUCE UPDATE", "rank 0 at 0: needs F0 before it, which stands behind it"),
-        ("rank 0: F0 W0 I0 REDUCE UPDATE", "rank 0 at 1: needs I0 before it, which stands behind it"),
-        ("rank 0: F0 F1 B1 REDUCE UPDATE", "rank 0 at 0: the backward of microbatch 0 at stage 0 is missing"),
-        ("rank 0: F0 I0 REDUCE UPDATE", "rank 0 at 1: W0 is missing"),
-        ("rank 0: F1 B1 REDUCE UPDATE", "rank 0: the forward of microbatch 0 at stage 0 is missing"),
+        (f"rank 0: F0 F0 B0 {END}", "rank 0 at 1: F0 has been done before"),
+        (f"rank 0: F0 B0 B0 {END}", "rank 0 at 2: B0 has been done before"),
+        (f"rank 0: F0 B0 I0 W0 {END}", "rank 0 at 2: I0 has been done before"),
+        (f"rank 0: F0 I0 W0 W0 {END}", "rank 0 at 3: W0 has been done before"),
+        (f"rank 0: B0 F0 {END}", "rank 0 at 0: needs F0 before it, which stands behind it"),
+        (f"rank 0: F0 W0 I0 {END}", "rank 0 at 1: needs I0 before it, which stands behind it"),
+        (f"rank 0: F0 F1 B1 {END}", "rank 0 at 0: the backward of microbatch 0 at stage 0 is missing"),
+        (f"rank 0: F0 I0 {END}", "rank 0 at 1: W0 is missing"),
+        (f"rank 0: F1 B1 {END}", "rank 0: the forward of microbatch 0 at stage 0 is missing"),
         ("rank 0: F0 B0 UPDATE", "rank 0 at 1: no REDUCE of stage 0 between this and the UPDATE"),
         ("rank 0: F0 B0 REDUCE", "rank 0 at 2: no UPDATE behind it"),
         ("rank 0: F0 B0", "rank 0 at 1: no UPDATE behind it"),
-        ("rank 0: F0v1 B0v1 REDUCE UPDATE", "rank 0 at 0: version 1 does not exist yet"),
-        ("rank 0: F0v0 B0v0 REDUCE UPDATE F1v0 B1v0 REDUCE UPDATE", "rank 0 at 4: version 0 is gone"),
-        ("rank 0: F0 F1 B0 REDUCE UPDATE B1 REDUCE UPDATE", "rank 0 at 5: uses version 1, but its forward"),
-        ("rank 0: F0 F1v0 B0 REDUCE STASH0 UPDATE POP0 B1v0 REDUCE UPDATE", "rank 0 at 7: version 0 is gone"),
-        ("rank 0: F0 B0 REDUCE STASH0 UPDATE", "rank 0: version 0 of stage 0 is stashed and never popped"),
-        ("rank 0: STASH1 F0 B0 REDUCE UPDATE POP1", "rank 0 at 0: cannot stash version 1: the weights of"),
-        ("rank 0: STASH0 STASH0 F0 B0 REDUCE UPDATE POP0", "rank 0 at 1: cannot stash version 0: it is"),
-        ("rank 0: F0 B0 POP0 REDUCE UPDATE", "rank 0 at 2: version 0 is not stashed"),
-        ("rank 0: GATHER F0 FREE B0 REDUCE UPDATE", "rank 0 at 3: uses the weights of stage 0, which"),
-        ("rank 0: GATHER F0 GATHER B0 FREE REDUCE UPDATE", "rank 0 at 2: the weights of stage 0 are"),
-        ("rank 0: GATHER F0 B0 FREE FREE REDUCE UPDATE", "rank 0 at 4: the weights of stage 0 are not"),
-        ("rank 0: GATHER F0 B0 REDUCE UPDATE", "rank 0 at 0: the weights of stage 0 are gathered and"),
+        ("rank 0: F0 B0 REDUCE UPDATE PUBLISH", "rank 0 at 3: no NORM before it"),
+        (
+            "rank 0: F0 B0 NORM REDUCE UPDATE PUBLISH",
+            "rank 0 at 2: a REDUCE of the same UPDATE stands behind it: put NORM",
+        ),
+        ("rank 0: F0 B0 REDUCE NORM NORM UPDATE PUBLISH", "rank 0 at 4: a second NORM before one UPDATE"),
+        (
+            "rank 0: F0 B0 REDUCE UPDATE NORM PUBLISH",
+            "rank 0 at 4: no UPDATE behind it: nothing would use its result",
+        ),
+        (f"rank 0: F0 B0 TIE {END}", "rank 0 at 2: a REDUCE of the same UPDATE stands behind it: put TIE"),
+        (
+            "rank 0: F0 B0 REDUCE NORM TIE UPDATE PUBLISH",
+            "rank 0 at 4: the NORM of the same UPDATE stands before it: put TIE",
+        ),
+        (
+            "rank 0: F0 B0 REDUCE NORM UPDATE TIE PUBLISH",
+            "rank 0 at 5: no UPDATE behind it: nothing would use its result",
+        ),
+        ("rank 0: F0 B0 REDUCE NORM UPDATE", "rank 0 at 4: no PUBLISH behind it"),
+        (
+            "rank 0: F0 B0 REDUCE NORM PUBLISH UPDATE",
+            "rank 0 at 4: no UPDATE before it: there are no new weights",
+        ),
+        (
+            f"rank 0: F0 B0 REDUCE NORM UPDATE F1 B1 {END}",
+            "rank 0 at 4: no PUBLISH between this and the next",
+        ),
+        (f"rank 0: F0v1 B0v1 {END}", "rank 0 at 0: version 1 does not exist yet"),
+        (f"rank 0: F0v0 B0v0 {END} F1v0 B1v0 {END}", "rank 0 at 6: version 0 is gone"),
+        (f"rank 0: F0 F1 B0 {END} B1 {END}", "rank 0 at 7: uses version 1, but its forward"),
+        (
+            f"rank 0: F0 F1v0 B0 REDUCE NORM STASH0 UPDATE PUBLISH POP0 B1v0 {END}",
+            "rank 0 at 9: version 0 is gone",
+        ),
+        (
+            "rank 0: F0 B0 REDUCE NORM STASH0 UPDATE PUBLISH",
+            "rank 0: version 0 of stage 0 is stashed and never popped",
+        ),
+        (f"rank 0: STASH1 F0 B0 {END} POP1", "rank 0 at 0: cannot stash version 1: the weights of"),
+        (f"rank 0: STASH0 STASH0 F0 B0 {END} POP0", "rank 0 at 1: cannot stash version 0: it is"),
+        (f"rank 0: F0 B0 POP0 {END}", "rank 0 at 2: version 0 is not stashed"),
+        (f"rank 0: GATHER F0 FREE B0 {END}", "rank 0 at 3: uses the weights of stage 0, which"),
+        (f"rank 0: GATHER F0 GATHER B0 FREE {END}", "rank 0 at 2: the weights of stage 0 are"),
+        (f"rank 0: GATHER F0 B0 FREE FREE {END}", "rank 0 at 4: the weights of stage 0 are not"),
+        (f"rank 0: GATHER F0 B0 {END}", "rank 0 at 0: the weights of stage 0 are gathered and"),
     ],
-)  # fmt: skip
+)
 def test_errors_of_one_rank(text: str, error: str) -> None:
     assert any(told.startswith(error) for told in reasons(text)), reasons(text)
 
@@ -99,8 +137,8 @@ def test_a_placement_on_ranks_that_are_not_there() -> None:
 def test_a_deadlock_names_who_waits_for_what() -> None:
     # Each rank wants the other's next message before it sends its own.
     text = """
-    rank 0: F0 SA0>1 RG0<1 B0 F1 SA1>1 RG1<1 B1 REDUCE UPDATE
-    rank 1: RA0<0 RA1<0 F0 B0 SG0>0 F1 B1 SG1>0 REDUCE UPDATE
+    rank 0: F0 SA0>1 RG0<1 B0 F1 SA1>1 RG1<1 B1 REDUCE NORM UPDATE PUBLISH
+    rank 1: RA0<0 RA1<0 F0 B0 SG0>0 F1 B1 SG1>0 REDUCE NORM UPDATE PUBLISH
     """
     assert reasons(text) == [
         "rank 0 at 2: deadlock: waits for SG0>0; rank 1 waits at RA1<0",
@@ -112,19 +150,47 @@ def test_replicas_that_reduce_two_stages_in_different_orders_deadlock() -> None:
     text = """
     stage 0: 0 1
     stage 1: 0 1
-    rank 0: F0@0 F0@1 B0@1 B0@0 REDUCE@0 REDUCE@1 UPDATE
-    rank 1: F1@0 F1@1 B1@1 B1@0 REDUCE@1 REDUCE@0 UPDATE
+    rank 0: F0@0 F0@1 B0@1 B0@0 REDUCE@0 REDUCE@1 NORM UPDATE PUBLISH
+    rank 1: F1@0 F1@1 B1@1 B1@0 REDUCE@1 REDUCE@0 NORM UPDATE PUBLISH
     """
     assert reasons(text) == [
         "rank 0 at 4: deadlock: waits for REDUCE of stage 0; rank 1 waits at REDUCE@1",
         "rank 1 at 4: deadlock: waits for REDUCE of stage 1; rank 0 waits at REDUCE@0",
     ]
-    ended = text.replace("B1@0 REDUCE@1 REDUCE@0 UPDATE", "B1@0 REDUCE@0 REDUCE@1 UPDATE").replace(
-        "B0@0 REDUCE@0 REDUCE@1 UPDATE", "B0@0 REDUCE@0 REDUCE@1 REDUCE@1 UPDATE"
+    ended = text.replace("REDUCE@1 REDUCE@0", "REDUCE@0 REDUCE@1").replace(
+        "B0@0 REDUCE@0 REDUCE@1", "B0@0 REDUCE@0 REDUCE@1 REDUCE@1"
     )
     assert reasons(ended) == [
-        "rank 0 at 6: deadlock: waits for REDUCE of stage 1; rank 1 has come to its end"
+        "rank 0 at 6: deadlock: waits for REDUCE of stage 1; rank 1 waits at NORM",
+        "rank 1 at 6: deadlock: waits for NORM of every rank; rank 0 waits at REDUCE@1",
     ]
+
+
+def test_a_rank_that_waits_for_one_that_has_come_to_its_end() -> None:
+    text = """
+    rank 0: F0 SA0>1 RG0<1 B0 REDUCE TIE NORM UPDATE PUBLISH
+    rank 1: RA0<0 F0 B0 SG0>0 REDUCE NORM UPDATE PUBLISH
+    """
+    assert reasons(text) == [
+        "rank 0 at 5: deadlock: waits for TIE of every rank; rank 1 waits at NORM",
+        "rank 1 at 5: deadlock: waits for NORM of every rank; rank 0 waits at TIE",
+    ]
+    twice = "rank 0: F0 B0 REDUCE NORM UPDATE PUBLISH F1 B1 REDUCE NORM UPDATE PUBLISH\nrank 1:\nstage 0: 0"
+    assert reasons(twice) == []  # a rank without a stage has nothing to sum
+    of_many = build("gpipe", (1,) * 8, 1)
+    untied = with_rank(of_many, 0, [Instruction(Op.TIE) if i.op is Op.NORM else i for i in of_many.ranks[0]])
+    deadlock = "deadlock: waits for NORM of every rank; rank 0 waits at TIE, rank 2 waits at NORM, "
+    assert list(never_stuck(untied))[1].reason.startswith(deadlock)
+    assert list(never_stuck(untied))[1].reason.endswith("rank 5 waits at NORM, and 2 more")
+
+
+def test_a_rank_may_end_while_another_waits() -> None:
+    text = """
+    stage 0: 0 1
+    rank 0: F0 B0 REDUCE NORM UPDATE PUBLISH REDUCE NORM UPDATE PUBLISH
+    rank 1: F1 B1 REDUCE NORM UPDATE PUBLISH
+    """
+    assert reasons(text) == ["rank 0 at 6: deadlock: waits for REDUCE of stage 0; rank 1 has come to its end"]
 
 
 # --- any schedule with one thing wrong ----------------------------------------------------------------
@@ -250,7 +316,7 @@ def test_many_missing_things_are_counted_not_listed() -> None:
 def test_a_good_program_is_let_through() -> None:
     check(build("zero-bubble", (2, 1, 3), 7))
     with pytest.raises(UserError, match="the backward of microbatch 0"):
-        check(program_of("rank 0: F0 REDUCE UPDATE"))
+        check(program_of("rank 0: F0 REDUCE NORM UPDATE PUBLISH"))
     check(program_of("rank 0: F0"), training=False)
 
 

@@ -34,6 +34,29 @@ def test_transfers_alone_are_added_where_reductions_are_there(file: Path) -> Non
     assert load_schedule(file).ranks == build("1f1b", (1, 1), 1).ranks
 
 
+@pytest.mark.parametrize(
+    ("end", "ties", "completed"),
+    [
+        ("", False, "REDUCE NORM UPDATE PUBLISH"),
+        ("", True, "REDUCE TIE NORM UPDATE PUBLISH"),
+        ("REDUCE UPDATE", False, "REDUCE NORM UPDATE PUBLISH"),
+        ("REDUCE UPDATE", True, "REDUCE TIE NORM UPDATE PUBLISH"),
+        ("REDUCE NORM UPDATE", True, "REDUCE TIE NORM UPDATE PUBLISH"),
+        ("REDUCE TIE UPDATE PUBLISH", False, "REDUCE TIE NORM UPDATE PUBLISH"),
+    ],
+)
+def test_what_the_update_lacks_is_added(file: Path, end: str, ties: bool, completed: str) -> None:
+    file.write_text(f"schedule: mine\nrank 0: F0 B0 {end}\n")
+    assert show(load_schedule(file, ties=ties)) == f"schedule: mine\nrank 0: F0 B0 {completed}\n"
+
+
+@pytest.mark.parametrize("end", ["REDUCE", "NORM", "UPDATE"])
+def test_a_file_with_a_reduce_or_an_update_must_have_both(file: Path, end: str) -> None:
+    file.write_text(f"rank 0: F0 B0 {end}\n")
+    with pytest.raises(UserError, match=r"no REDUCE of stage 0|no UPDATE behind it"):
+        load_schedule(file)
+
+
 def test_a_whole_program_is_taken_as_it_is(file: Path) -> None:
     program = build("interleaved", (1, 1), 4, 2)
     file.write_text(show(program))

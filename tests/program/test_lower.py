@@ -1,9 +1,11 @@
 """Lowering: what each pass adds, literally; and that a pass leaves its input alone."""
 
+import pytest
 from hypothesis import given, settings
 
-from echelon.program import add_gathers, add_reductions, add_transfers, flushed, show
+from echelon.program import Op, add_gathers, add_transfers, add_update, flushed, show
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
+from echelon.program.lower import fill_update
 from tests.program.cases import Shape, program_of, shapes
 
 
@@ -33,13 +35,42 @@ def test_what_nobody_sends_is_received_all_the_same_and_takes_nothing_else() -> 
     assert lines(show(add_transfers(program)))[0] == "F1 SA1>1 RG0<1 B0 RG1<1 B1"
 
 
-def test_reductions_follow_the_last_backward_of_each_stage() -> None:
+def test_the_update_stands_behind_all_work_in_the_order_of_the_stages() -> None:
     program = program_of("stage 0: 0\nstage 1: 0\nrank 0: F0@0 F0@1 I0@1 I0@0 W0@0 W0@1")
-    assert lines(show(add_reductions(program))) == ["F0@0 F0@1 I0@1 I0@0 W0@0 REDUCE@0 W0@1 REDUCE@1 UPDATE"]
+    work = "F0@0 F0@1 I0@1 I0@0 W0@0 W0@1"
+    assert lines(show(add_update(program))) == [f"{work} REDUCE@0 REDUCE@1 NORM UPDATE PUBLISH"]
+    assert lines(show(add_update(program, ties=True))) == [
+        f"{work} REDUCE@0 REDUCE@1 TIE NORM UPDATE PUBLISH"
+    ]
+
+
+def test_the_update_stands_behind_the_last_send() -> None:
+    assert lines(show(add_transfers(add_update(flushed("gpipe", (1, 1), 1)))))[1] == (
+        "RA0<0 F0 B0 SG0>0 REDUCE NORM UPDATE PUBLISH"
+    )
+
+
+@pytest.mark.parametrize(
+    ("absent", "filled"),
+    [
+        ({Op.NORM, Op.PUBLISH}, "F0v0 B0v0 REDUCE NORM STASH0 UPDATE PUBLISH POP0"),
+        ({Op.NORM, Op.PUBLISH, Op.TIE}, "F0v0 B0v0 REDUCE TIE NORM STASH0 UPDATE PUBLISH POP0"),
+        ({Op.PUBLISH}, "F0v0 B0v0 REDUCE STASH0 UPDATE PUBLISH POP0"),
+        (set(), "F0v0 B0v0 REDUCE STASH0 UPDATE POP0"),
+    ],
+)
+def test_what_is_absent_is_filled_in_around_each_update(absent: set[Op], filled: str) -> None:
+    program = program_of("rank 0: F0v0 B0v0 REDUCE STASH0 UPDATE POP0")
+    assert lines(show(fill_update(program, absent))) == [filled]
+
+
+def test_a_tie_is_filled_in_before_the_norm_that_is_there() -> None:
+    program = program_of("rank 0: F0 B0 REDUCE NORM UPDATE STASH1")
+    assert lines(show(fill_update(program, {Op.TIE}))) == ["F0 B0 REDUCE TIE NORM UPDATE STASH1"]
 
 
 def test_a_replica_without_a_microbatch_takes_part_in_the_reduction() -> None:
-    assert lines(show(add_reductions(flushed("1f1b", (3, 1), 2))))[2] == "REDUCE UPDATE"
+    assert lines(show(add_update(flushed("1f1b", (3, 1), 2))))[2] == "REDUCE NORM UPDATE PUBLISH"
 
 
 def test_gathers_begin_before_the_wait() -> None:

@@ -12,26 +12,28 @@ def span(
     return Span(rank, start, end, Instruction(op, rank, microbatch, peer))
 
 
-# rank 0  F0 F0 SA ·  ·  ·  ·  RG B0 B0 UPDATE
-# rank 1  RA RA RA F0 F0 B0 SG UPDATE, which waits for rank 0
+# rank 0  F0 F0 SA ·  ·  ·  ·  RG B0 B0 NORM UPDATE
+# rank 1  RA RA RA F0 F0 B0 SG NORM, which waits for rank 0, UPDATE
 STEP = [
     span(0, 10.0, 12.0, Op.FORWARD),
     span(0, 12.0, 12.5, Op.SEND_ACTIVATION, peer=1),
     span(0, 12.5, 18.0, Op.RECV_GRADIENT, peer=1),
     span(0, 18.0, 20.0, Op.BACKWARD),
-    span(0, 20.0, 21.0, Op.UPDATE, None),
+    span(0, 20.0, 20.5, Op.NORM, None),
+    span(0, 20.5, 21.5, Op.UPDATE, None),
     span(1, 9.0, 13.0, Op.RECV_ACTIVATION, peer=0),
     span(1, 13.0, 15.0, Op.FORWARD),
     span(1, 15.0, 16.0, Op.BACKWARD),
     span(1, 16.0, 16.5, Op.SEND_GRADIENT, peer=0),
-    span(1, 16.5, 21.0, Op.UPDATE, None),
+    span(1, 16.5, 20.5, Op.NORM, None),
+    span(1, 20.5, 21.0, Op.UPDATE, None),
 ]
 
 
-def test_the_bubble_is_what_ranks_do_not_compute_from_the_first_to_the_last_computation() -> None:
-    assert measured.seconds(STEP) == 10.0
-    assert measured.bubble(STEP, ranks=2) == pytest.approx(1 - (2 + 2 + 2 + 1) / (2 * 10))
-    assert measured.bubble(STEP, ranks=3) == pytest.approx(1 - 7 / 30)
+def test_the_bubble_is_the_idle_part_from_the_first_computation_to_the_last_update() -> None:
+    assert measured.seconds(STEP) == 11.5
+    assert measured.bubble(STEP, ranks=2) == pytest.approx(1 - (2 + 2 + 2 + 1 + 1.5) / (2 * 11.5))
+    assert measured.bubble(STEP, ranks=3) == pytest.approx(1 - 8.5 / 34.5)
 
 
 def test_without_work_there_is_no_bubble() -> None:
@@ -39,12 +41,17 @@ def test_without_work_there_is_no_bubble() -> None:
     assert measured.costs([], stages=2) == measured.costs([[]], stages=2)
 
 
-def test_an_update_is_work_only_where_a_computation_follows_it() -> None:
-    between = [*STEP[:5], span(0, 21.0, 22.0, Op.FORWARD, 1), *STEP[5:]]
-    assert [its.op for its in measured.work(STEP)] == [Op.FORWARD, Op.BACKWARD] * 2
-    assert [its.op for its in measured.work(between)][:4] == [Op.FORWARD, Op.BACKWARD, Op.UPDATE, Op.FORWARD]
-    assert measured.costs([between], 2).update == [1.0, 0.0]
-    assert measured.costs([STEP], 2).update == [0.0, 0.0]
+def test_every_update_is_work_and_the_wait_for_other_ranks_is_not() -> None:
+    between = [*STEP[:6], span(0, 21.5, 22.0, Op.FORWARD, 1), *STEP[6:]]
+    assert [span.op for span in measured.work(STEP)] == [Op.FORWARD, Op.BACKWARD, Op.UPDATE] * 2
+    assert [span.op for span in measured.work(between)][:4] == [
+        Op.FORWARD,
+        Op.BACKWARD,
+        Op.UPDATE,
+        Op.FORWARD,
+    ]
+    assert measured.costs([STEP], 2).update == [1.0, 0.5]
+    assert measured.costs([STEP], 2).norm == 0
 
 
 def test_costs_are_medians_by_stage_and_direction() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
-from echelon.program import Costs, Program, build, simulate
+from echelon.program import Costs, Op, Program, build, simulate
 from echelon.program.readiness import walk
 from tests.program.cases import Shape, program_of, shapes
 
@@ -77,6 +77,23 @@ def test_replicas_reduce_together() -> None:
     assert line.starts[1][-2:] == (4, 7)  # the second waited from 2 on
 
 
+def test_all_ranks_meet_at_tie_and_norm() -> None:
+    program = build("gpipe", (1, 1), 1, ties=True)
+    line = simulate(program, Costs(forward=[1, 5], backward=[7, 2], reduce=[0, 20], tie=2, norm=4, publish=1))
+    ends = {(span.rank, span.op): (span.start, span.end) for span in line.spans()}
+    for rank in (0, 1):  # rank 1 has reduced at 28, rank 0 at 15
+        assert ends[rank, Op.TIE] == (28, 30)
+        assert ends[rank, Op.NORM] == (30, 34)
+        assert ends[rank, Op.PUBLISH] == (34, 35)
+    assert line.busy == (8, 7)
+
+
+def test_with_weight_versions_no_norm_waits_for_another_rank() -> None:
+    line = simulate(build("pipedream", (1, 1), 2), Costs(norm=1))
+    norms = [[span.start for span in line.spans() if span.op is Op.NORM and span.rank == r] for r in (0, 1)]
+    assert norms == [[4, 7], [3, 6]]
+
+
 def test_costs_that_fit_no_stage_are_refused() -> None:
     with pytest.raises(UserError, match="3 costs for 2 stages"):
         simulate(build("1f1b", (1, 1), 2), Costs(forward=[1, 2, 3]))
@@ -111,7 +128,7 @@ def test_a_large_program_is_built_and_simulated_in_seconds(microbatches: int) ->
     line = simulate(program)
     size = sum(map(len, program.ranks))
     print(f"{size} instructions: {time.process_time() - began:.2f} s of one core")
-    # F, B, and their transfers but for the ends of the model; REDUCE of each chunk and UPDATE
-    assert size == 64 * (microbatches * 4 * 6 + 4 + 1) - 4 * microbatches
+    # F, B, and their transfers but for the ends of the model; REDUCE of each chunk; NORM, UPDATE, PUBLISH
+    assert size == 64 * (microbatches * 4 * 6 + 4 + 3) - 4 * microbatches
     assert line.bubble_fraction == Fraction(63, 4 * microbatches + 63)
     assert sum(1 for _ in walk(program)) == size

@@ -129,5 +129,7 @@ def test_no_text_is_a_traceback(text: str) -> None:
 
 def test_a_whole_program_is_one_line_a_rank() -> None:
     assert show(build("1f1b", (1, 1), 1)) == (
-        "schedule: 1f1b\nrank 0: F0 SA0>1 RG0<1 B0 REDUCE UPDATE\nrank 1: RA0<0 F0 B0 SG0>0 REDUCE UPDATE\n"
+        "schedule: 1f1b\n"
+        "rank 0: F0 SA0>1 RG0<1 B0 REDUCE NORM UPDATE PUBLISH\n"
+        "rank 1: RA0<0 F0 B0 SG0>0 REDUCE NORM UPDATE PUBLISH\n"
     )

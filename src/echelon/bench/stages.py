@@ -88,8 +88,7 @@ def _cut(model: nn.Module, stages: int) -> list[nn.Module]:
 
 def spans_of(engine: Engine) -> list[Span]:
     """When each instruction of the engine's last step ran on this rank."""
-    rank = engine.mesh.group("pipeline").rank
-    return [Span(rank, its.start, its.end, its.instruction) for its in engine.spans]
+    return list(engine.spans)
 
 
 def by_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:

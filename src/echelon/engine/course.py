@@ -29,13 +29,12 @@ from echelon.pipeline_parallel import (
     Microbatch,
     Replicas,
     Script,
-    Span,
     Task,
     Versions,
     Wire,
 )
 from echelon.precision import DTYPES
-from echelon.program import ASYNCHRONOUS, Program, add_transfers, asynchronous, build, forward_only
+from echelon.program import ASYNCHRONOUS, Program, Span, add_transfers, asynchronous, build, forward_only
 
 
 class Assigned(NamedTuple):

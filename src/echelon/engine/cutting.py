@@ -140,7 +140,7 @@ def _ends_once(program: Program, rank: int) -> bool:
     """Whether a rank sums each stage's gradients once, after its last backward, and then updates once."""
     ops = [its.op for its in program.ranks[rank]]
     stages = program.stages_of(rank)
-    if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1 or ops[-1] is not Op.UPDATE:
+    if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1 or ops[-1] is not Op.PUBLISH:
         return False
     backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     for stage in stages:

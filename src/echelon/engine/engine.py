@@ -25,9 +25,8 @@ from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, Owned, StateNames, assemble, whole_slice
-from echelon.pipeline_parallel import Span
 from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS
+from echelon.program import ASYNCHRONOUS, Span
 
 _Whole = dict[tuple[str, str], Tensor]  # by name and part
 

@@ -1,6 +1,6 @@
 """Pipelines: models in stages, and the interpreter that runs a program over them."""
 
-from echelon.pipeline_parallel.interpreter import Interpreter, Microbatch, Replicas, Script, Span, Task
+from echelon.pipeline_parallel.interpreter import Interpreter, Microbatch, Replicas, Script, Task
 from echelon.pipeline_parallel.stages import (
     Split,
     Stage,
@@ -20,7 +20,6 @@ __all__ = [
     "Microbatch",
     "Replicas",
     "Script",
-    "Span",
     "Spec",
     "Split",
     "Stage",

@@ -19,7 +19,7 @@ from echelon.pipeline_parallel.split_backward import SplitBackward
 from echelon.pipeline_parallel.structure import Leaf
 from echelon.pipeline_parallel.versions import Versions
 from echelon.pipeline_parallel.wire import Posted, Wire
-from echelon.program import COMPUTE, Instruction, Op, Program
+from echelon.program import COMPUTE, Instruction, Op, Program, Span
 
 # Receives from one rank that are posted before they are needed. Not more: behind a message that is not as
 # remembered come its description and the true one, which a second receive would take for the next.
@@ -39,14 +39,6 @@ class Microbatch(NamedTuple):
     weight: int
     look: str
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-class Span(NamedTuple):
-    """When an instruction was executed, in seconds of `time.perf_counter`."""
-
-    instruction: Instruction
-    start: float
-    end: float
 
 
 class Replicas(Protocol):
@@ -127,6 +119,9 @@ class Interpreter:
             Op.STASH: self._stash,
             Op.POP: self._pop,
             Op.UPDATE: self._update,
+            Op.TIE: lambda _: None,  # the update does the work of these three
+            Op.NORM: lambda _: None,
+            Op.PUBLISH: lambda _: None,
         }
 
     def run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
@@ -147,7 +142,7 @@ class Interpreter:
         for self._at, its in enumerate(script.instructions):
             start = time.perf_counter()
             self._do[its.op](its)
-            self.spans.append(Span(its, start, time.perf_counter()))
+            self.spans.append(Span(script.rank, start, time.perf_counter(), its))
         self._wire.finish_step(emptied=script.empties)
         self._feed = {}
         return self._tally

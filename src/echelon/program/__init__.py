@@ -1,19 +1,25 @@
 """A step as a program: instructions, schedules, lowering, check, simulation. Pure: no torch, no device."""
 
-from echelon.program.asynchronous import ASYNCHRONOUS, asynchronous
-from echelon.program.build import SCHEDULES, build
+from echelon.plan import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS
+from echelon.plan import SCHEDULES
+from echelon.program.asynchronous import asynchronous
+from echelon.program.build import build
 from echelon.program.check import check
-from echelon.program.instruction import COMPUTE, Instruction, Op, Program
-from echelon.program.load import load_schedule
-from echelon.program.lower import add_gathers, add_reductions, add_transfers
+from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.load import complete, load_schedule
+from echelon.program.lower import add_gathers, add_transfers, add_update
 from echelon.program.schedules import flushed, forward_only
-from echelon.program.simulate import Costs, Span, Timeline, simulate
+from echelon.program.simulate import Costs, simulate
 from echelon.program.text import parse, show
+from echelon.program.timeline import Span, Timeline
 
 __all__ = [
     "ASYNCHRONOUS",
     "COMPUTE",
+    "RANK_LEVEL",
+    "RECEIVES",
     "SCHEDULES",
+    "SENDS",
     "Costs",
     "Instruction",
     "Op",
@@ -21,11 +27,12 @@ __all__ = [
     "Span",
     "Timeline",
     "add_gathers",
-    "add_reductions",
     "add_transfers",
+    "add_update",
     "asynchronous",
     "build",
     "check",
+    "complete",
     "flushed",
     "forward_only",
     "load_schedule",

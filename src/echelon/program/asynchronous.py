@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from echelon.program.instruction import Instruction, Op, Program
 
-ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
-
 _FORWARD, _BACKWARD, _UPDATE = Op.FORWARD, Op.BACKWARD, Op.UPDATE
 
 Move = tuple[Op, int]  # what to do, with which microbatch
@@ -101,10 +99,11 @@ def _with_versions(
     groups: list[list[Instruction]] = []
     for place, (op, k) in enumerate(moves):
         if op is _UPDATE:
-            group = [Instruction(Op.REDUCE, stage), Instruction(_UPDATE, stage)]
+            group = [Instruction(Op.REDUCE, stage), Instruction(Op.NORM, stage)]
             if last_use.get(newest, -1) > place:
                 stashed.add(newest)
-                group.insert(1, Instruction(Op.STASH, stage, version=newest))
+                group.append(Instruction(Op.STASH, stage, version=newest))
+            group += [Instruction(_UPDATE, stage), Instruction(Op.PUBLISH, stage)]
             newest += 1
         else:
             version = version_of(k)

@@ -2,24 +2,35 @@
 
 from collections.abc import Sequence
 
-from echelon.program.asynchronous import ASYNCHRONOUS, asynchronous
+from echelon.errors import UserError
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.program.asynchronous import asynchronous
 from echelon.program.instruction import Program
-from echelon.program.lower import add_gathers, add_reductions, add_transfers
+from echelon.program.lower import add_gathers, add_transfers, add_update
 from echelon.program.schedules import flushed
-
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", *ASYNCHRONOUS)
 
 
 def build(
-    name: str, replicas: Sequence[int], microbatches: int, chunks: int = 1, *, gather: bool = False
+    name: str,
+    replicas: Sequence[int],
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    gather: bool = False,
+    ties: bool = False,
 ) -> Program:
     """The program of one step that starts and ends with an empty pipeline.
 
-    `gather`: the weights are shared out and come together for each use (zero=3).
+    `gather`: the weights are sharded and gathered for each use (zero=3). `ties`: several stages hold the same
+    weights and sum their gradients.
     """
-    if name in ASYNCHRONOUS:
+    if name in ASYNCHRONOUS_SCHEDULES:
+        if ties:
+            raise UserError(
+                f"schedule={name}: tied stages would update at different times; use schedule=1f1b"
+            )
         program = asynchronous(name, len(replicas), microbatches)
     else:
-        program = add_reductions(flushed(name, replicas, microbatches, chunks))
+        program = add_update(flushed(name, replicas, microbatches, chunks), ties=ties)
     program = add_transfers(program)
     return add_gathers(program) if gather else program

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from echelon.errors import UserError
 from echelon.program.grid import Grid, Line, draw, plain
 from echelon.program.instruction import COMPUTE, Instruction, Program
-from echelon.program.readiness import Place, walk
-from echelon.program.rules import Error, find
+from echelon.program.readiness import Position, walk
+from echelon.program.rules import ProgramError, find
 from echelon.program.rules.error import name
 from echelon.program.rules.work import placed
-from echelon.program.simulate import Span
+from echelon.program.timeline import Span
 
 _WIDTH, _MOST_BLOCKS, _MOST_RANKS = 100, 3, 16
 _MOST_TOLD = 1000
@@ -31,7 +31,7 @@ def check(program: Program, *, training: bool = True, lines: Mapping[int, int] |
     raise UserError(f"{title}\n\n{picture(program, errors)}\n", told)
 
 
-def _sentence(program: Program, error: Error, lines: Mapping[int, int]) -> str:
+def _sentence(program: Program, error: ProgramError, lines: Mapping[int, int]) -> str:
     line = f"line {lines[error.rank]}, " if error.rank in lines else ""
     where = f"{line}rank {error.rank}"
     if error.place is None:
@@ -39,7 +39,7 @@ def _sentence(program: Program, error: Error, lines: Mapping[int, int]) -> str:
     return f"{where}, {name(program, error.rank, program.ranks[error.rank][error.place])}: {error.reason}"
 
 
-def picture(program: Program, errors: Sequence[Error]) -> str:
+def picture(program: Program, errors: Sequence[ProgramError]) -> str:
     """The grid with the places of the errors marked; of a large one, the parts with a mark."""
     marked = {(error.rank, error.place) for error in errors if error.place is not None}
     spans = _sketch(program, marked)
@@ -66,11 +66,11 @@ def _is_marked(block: tuple[Line, ...]) -> bool:
     return any(tick.marked for _, row in block for tick in row)
 
 
-def _sketch(program: Program, marked: set[Place]) -> dict[Place, Span]:
+def _sketch(program: Program, marked: set[Position]) -> dict[Position, Span]:
     """A timeline of a invalid program: as far as it runs, one tick a computation; then the rest in order."""
     clock = [0] * len(program.ranks)
-    ends: dict[Place, int] = {}
-    spans: dict[Place, Span] = {}
+    ends: dict[Position, int] = {}
+    spans: dict[Position, Span] = {}
 
     def put(rank: int, place: int) -> None:
         its: Instruction = program.ranks[rank][place]

@@ -20,7 +20,7 @@ pipedreams pay their bubble when they fill and drain, once; m is all that they t
 from collections.abc import Sequence
 from fractions import Fraction
 
-from echelon.program.asynchronous import ASYNCHRONOUS
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 
 
 def bubble(name: str, stages: int, microbatches: int, chunks: int = 1) -> Fraction:
@@ -57,7 +57,7 @@ def _in_flight_interleaved(depth: int, microbatches: int, chunks: int) -> tuple[
 
 def versions(name: str, stages: int, taken: int, microbatches: int) -> tuple[int, ...]:
     """For each stage the most versions at once, after `taken` microbatches, `microbatches` a batch."""
-    if name not in ASYNCHRONOUS or taken < 2:
+    if name not in ASYNCHRONOUS_SCHEDULES or taken < 2:
         return (1,) * stages
     if name == "pipedream-2bw":
         return (1 if taken <= microbatches else 2,) * stages

@@ -16,12 +16,12 @@ from functools import reduce
 from string import ascii_lowercase
 from typing import NamedTuple
 
-from echelon.program.instruction import Instruction, Op
-from echelon.program.simulate import Seconds, Span
+from echelon.program.instruction import RANK_LEVEL, Instruction, Op
+from echelon.program.timeline import Seconds, Span
 
 _MOST_TICKS = 2000
 _LONGEST = 16  # of a word that cannot be read
-_SHORT = {Op.UPDATE: "U", Op.REDUCE: "R"}
+_SHORT = {Op.REDUCE: "R", Op.TIE: "T", Op.NORM: "N", Op.UPDATE: "U", Op.PUBLISH: "P"}
 
 
 class Tick(NamedTuple):
@@ -116,7 +116,9 @@ def _label(its: Instruction, stages: Sequence[int]) -> str:
     number = its.version if its.microbatch is None else its.microbatch
     name = _SHORT.get(its.op, its.op.value) + ("" if number is None else str(number))
     chunk = stages.index(its.stage)
-    return name if len(stages) == 1 else name + (ascii_lowercase[chunk] if chunk < 26 else f".{chunk}")
+    if len(stages) == 1 or its.op in RANK_LEVEL:
+        return name
+    return name + (ascii_lowercase[chunk] if chunk < 26 else f".{chunk}")
 
 
 def _ticks(span: Span, unit: Seconds) -> tuple[int, int]:

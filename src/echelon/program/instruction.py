@@ -1,15 +1,19 @@
 """Instructions and programs: one training step of every rank of a pipeline, as plain data.
 
-    F3      forward of microbatch 3                      RA3<0   receive its activation from rank 0
-    B3      backward                                     SA3>1   send it on to rank 1
-    I3 W3   backward for inputs, for weights             RG3<1   receive the gradient of what was sent
-    STASH2  keep the weights of now as version 2         SG3>0   send the gradient of what was received
-    POP2    let version 2 go                             GATHER  make the stage's weights whole (ZeRO 3)
-    REDUCE  sum the stage's gradients over replicas      FREE    give the memory of whole weights back
-    UPDATE  the optimizer's step
+    F3      forward of microbatch 3                      REDUCE   wait until the stage's gradients are summed
+    B3      backward of microbatch 3                     TIE      sum the gradients of weights that several
+    I3 W3   its two parts: for inputs, for weights                stages hold (tied embeddings)
+    SA3>1   send the activation to rank 1                NORM     sum the loss and the squared norm of all
+    RA3<0   receive the activation from rank 0                    gradients over all ranks
+    SG3>0   send the gradient of the received input      UPDATE   the optimizer's step
+    RG3<1   receive the gradient of the sent output      PUBLISH  bring new weights and buffers to the
+    GATHER  gather the stage's weights (ZeRO 3)                   replicas that use them
+    FREE    free the gathered weights                    STASH2   keep the current weights as version 2
+                                                         POP2     free version 2
 
-A rank that holds several stages says which: `F3@5` is stage 5. A forward or backward that uses other weights
-than the newest says which version: `F3v1`, `B3@5v1`. Ranks are those of one pipeline, numbered within it.
+A rank that holds several stages names the stage: `F3@5` is stage 5. TIE, NORM, UPDATE and PUBLISH concern the
+whole rank; their stage is the rank's first. A computation that does not use the newest weights names their
+version: `F3v1`, `B3@5v1`. Ranks are those of one pipeline, numbered within it.
 """
 
 from dataclasses import dataclass
@@ -33,23 +37,27 @@ class Op(StrEnum):
     GATHER = "GATHER"
     FREE = "FREE"
     REDUCE = "REDUCE"
+    TIE = "TIE"
+    NORM = "NORM"
     STASH = "STASH"
     POP = "POP"
     UPDATE = "UPDATE"
+    PUBLISH = "PUBLISH"
 
-    __hash__ = str.__hash__  # that of Enum is Python, and the slowest part of looking an instruction up
+    __hash__ = str.__hash__  # Enum's hash is written in Python, and would dominate every lookup
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
+RANK_LEVEL = frozenset({Op.TIE, Op.NORM, Op.UPDATE, Op.PUBLISH})  # concern all stages of the rank at once
 
 
 class Instruction(NamedTuple):
     """One instruction of one rank.
 
-    `stage` is the stage that works, sends or receives: its own output goes out, its own input comes in.
-    `peer` is the other rank of a send or receive. `version` numbers weights by the updates before them.
+    `stage` is the stage that computes, sends its output or receives its input. `peer` is the other rank of a
+    send or receive. `version` numbers weights by the updates before them.
     """
 
     op: Op
@@ -63,8 +71,8 @@ class Instruction(NamedTuple):
 class Program:
     """What every rank of a pipeline does in one step.
 
-    `placement` names for each stage the ranks that hold it: one, or its replicas, which take microbatches in
-    turn (microbatch k is that of replica k % replicas).
+    `placement` lists the ranks that hold each stage: one, or several replicas that take microbatches in turn
+    (replica k % replicas works on microbatch k).
     """
 
     name: str
@@ -79,7 +87,12 @@ class Program:
     @property
     def halves(self) -> bool:
         """Whether backward passes are in two parts: for inputs, and later for weights."""
-        return any(its.op is Op.BACKWARD_INPUT for rank in self.ranks for its in rank)
+        return any(op is Op.BACKWARD_INPUT for rank in self.ranks for op, *_ in rank)
+
+    @cached_property
+    def versioned(self) -> bool:
+        """Whether any instruction names a version of the weights: stages then update at different times."""
+        return any(version is not None for rank in self.ranks for *_, version in rank)
 
     def holder(self, stage: int, microbatch: int) -> int:
         """The rank that works on `microbatch` at `stage`."""
@@ -88,7 +101,7 @@ class Program:
 
     @property
     def round(self) -> int:
-        """After so many microbatches every stage's replicas begin anew: who does what is then the same."""
+        """The number of microbatches after which the turns of all stages' replicas repeat."""
         return lcm(*(len(ranks) for ranks in self.placement))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -5,20 +5,20 @@ from pathlib import Path
 from echelon.errors import UserError
 from echelon.program.check import check, excerpt
 from echelon.program.grid import draw_words
-from echelon.program.instruction import RECEIVES, SENDS, Op, Program
-from echelon.program.lower import add_reductions, add_transfers
+from echelon.program.instruction import RANK_LEVEL, RECEIVES, SENDS, Op, Program
+from echelon.program.lower import add_transfers, add_update, fill_update
 from echelon.program.text import Parsed, parse
 
 
-def load_schedule(path: str | Path) -> Program:
-    """The whole program of a schedule file. Every error is told with its line.
+def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
+    """The whole program of a schedule file, checked. Every error names its line.
 
-    A file may give just the order of computation; or sends and receives too, and then all of them.
+    What the file leaves out is added (`complete`). `ties`: several stages hold the same weights.
     """
     parsed = parse(_read(Path(path)), name=str(path))
     if parsed.program is None:
         raise UserError(_title(parsed, path), list(parsed.errors))
-    program = complete(parsed.program)
+    program = complete(parsed.program, ties=ties)
     check(program, lines=parsed.lines)
     return program
 
@@ -33,12 +33,20 @@ def _title(parsed: Parsed, path: str | Path) -> str:
     return f"{count} in schedule '{path}', marked [ ] in the grid:\n\n{grid}\n"
 
 
-def complete(program: Program) -> Program:
-    """Add reductions and updates, sends and receives: each kind where the program has none of it."""
-    there = {its.op for instructions in program.ranks for its in instructions}
-    if not there & {Op.REDUCE, Op.UPDATE}:
-        program = add_reductions(program)
-    return program if there & {*SENDS, *RECEIVES} else add_transfers(program)
+def complete(program: Program, *, ties: bool = False) -> Program:
+    """Add what a program leaves out.
+
+    A program without any instruction of an update gets all of them. One with some of them gets NORM, TIE
+    (where `ties`) and PUBLISH, each if it has none of that kind. A program without any send or receive gets
+    all of them.
+    """
+    ops = {instruction.op for instructions in program.ranks for instruction in instructions}
+    if ops.isdisjoint(RANK_LEVEL | {Op.REDUCE}):
+        program = add_update(program, ties=ties)
+    else:
+        wanted = {Op.NORM, Op.PUBLISH, *((Op.TIE,) if ties else ())}
+        program = fill_update(program, wanted - ops)
+    return add_transfers(program) if ops.isdisjoint(SENDS | RECEIVES) else program
 
 
 def _read(path: Path) -> str:

@@ -1,18 +1,17 @@
 """Lowering: passes that add to a program what its order of computation leaves unsaid. Each returns a new one.
 
 add_transfers     sends right after what they send; receives before their use, in the order of the sends
-add_reductions    REDUCE after a stage's last backward, and one UPDATE at the end
+add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all else
+fill_update       those of TIE, NORM and PUBLISH that a program with UPDATEs of its own leaves out
 add_gathers       GATHER before a stage is used (before what it waits for), FREE after
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
 from echelon.program.readiness import GRADIENT, Way, counterpart, source
-
-_LAST_OF_BACKWARD = (Op.BACKWARD, Op.BACKWARD_WEIGHT, Op.SEND_GRADIENT)  # a send must not wait for the sum
 
 
 def add_transfers(program: Program) -> Program:
@@ -104,21 +103,43 @@ def _receive(program: Program, rank: int, its: Instruction) -> Instruction | Non
     return Instruction(op, its.stage, its.microbatch, program.holder(other, its.microbatch))
 
 
-def add_reductions(program: Program) -> Program:
-    """Add REDUCE after the last backward of each stage, and UPDATE at the end of each rank."""
+def add_update(program: Program, *, ties: bool = False) -> Program:
+    """Add the end of a flushed step to every rank: REDUCE of each stage, [TIE], NORM, UPDATE, PUBLISH.
+
+    The sums of gradients are on their way since the last backward. REDUCE waits for them, so an early one
+    would delay the rank's other work. A replica without a microbatch takes part in the sums too.
+    """
+    ops = (*((Op.TIE,) if ties else ()), Op.NORM, Op.UPDATE, Op.PUBLISH)
 
     def lowered(rank: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        last = {its.stage: place for place, its in enumerate(instructions) if its.op in _LAST_OF_BACKWARD}
-        for place, its in enumerate(instructions):
-            yield its
-            if last.get(its.stage) == place:
-                yield Instruction(Op.REDUCE, its.stage)
+        yield from instructions
         stages = program.stages_of(rank)
-        for stage in stages:
-            if stage not in last:  # fewer microbatches than replicas: this one has none, and takes part
-                yield Instruction(Op.REDUCE, stage)
-        if stages:
-            yield Instruction(Op.UPDATE, stages[0])
+        yield from (Instruction(Op.REDUCE, stage) for stage in stages)
+        yield from (Instruction(op, stages[0]) for op in ops if stages)
+
+    return _each(program, lowered)
+
+
+def fill_update(program: Program, absent: Collection[Op]) -> Program:
+    """Add what is `absent` of TIE, NORM and PUBLISH around each UPDATE: TIE NORM [STASH] UPDATE PUBLISH."""
+
+    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        stashes: list[Instruction] = []  # an update's own, behind which no NORM may stand
+        for instruction in instructions:
+            op, stage = instruction.op, instruction.stage
+            if op is Op.STASH:
+                stashes.append(instruction)
+                continue
+            if Op.TIE in absent and op is (Op.UPDATE if Op.NORM in absent else Op.NORM):
+                yield Instruction(Op.TIE, stage)
+            if Op.NORM in absent and op is Op.UPDATE:
+                yield Instruction(Op.NORM, stage)
+            yield from stashes
+            stashes = []
+            yield instruction
+            if Op.PUBLISH in absent and op is Op.UPDATE:
+                yield Instruction(Op.PUBLISH, stage)
+        yield from stashes
 
     return _each(program, lowered)
 

@@ -1,30 +1,22 @@
-"""What was measured, in the words of the simulation: the bubble of a step's spans, and the costs they show.
+"""Measured steps in the words of the simulation: their bubble, and the costs that they show.
 
-Planned and measured spans are judged by the same rule (`work`, `bubble`). Costs that were measured feed a
-simulation of the same program: what it then lacks of the measured bubble is what costs alone do not explain.
+Planned and measured spans are judged by the same rule (`work`, `bubble`). Measured costs feed a simulation of
+the same program. The gap between the two bubbles comes from effects that the cost model leaves out.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from statistics import median
 
-from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Op
-from echelon.program.simulate import Costs, Span
+from echelon.program.instruction import RECEIVES, SENDS, Op
+from echelon.program.simulate import Costs
+from echelon.program.timeline import WORK, Span
 
 Step = Sequence[Span]  # of all ranks, those of one rank together and in their order
 
 
 def work(spans: Step) -> list[Span]:
-    """The computations, and the updates that a later computation of the same rank had to wait for.
-
-    An update at the end of a step is left out: ranks wait for each other inside it.
-    """
-    found: list[Span] = []
-    for _, of_rank in groupby(spans, key=lambda span: span.rank):
-        its = list(of_rank)
-        last = max((place for place, span in enumerate(its) if span.op in COMPUTE), default=-1)
-        found += [span for span in its[: last + 1] if span.op in COMPUTE or span.op is Op.UPDATE]
-    return found
+    """The computations and updates: what a rank does alone. In all else ranks wait for each other."""
+    return [span for span in spans if span.op in WORK]
 
 
 def bubble(spans: Step, ranks: int) -> float:

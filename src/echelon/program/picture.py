@@ -12,7 +12,7 @@ from echelon.errors import UserError
 from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved
 from echelon.program.grid import labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
-from echelon.program.simulate import Span
+from echelon.program.timeline import Span
 
 # Light fills with dark edges, from the colours of Okabe and Ito: they differ for colour-blind readers too.
 _KINDS = {
@@ -21,7 +21,10 @@ _KINDS = {
     Op.BACKWARD_INPUT: ("backward for inputs", "#fdeecb", "#e69f00"),
     Op.BACKWARD_WEIGHT: ("backward for weights", "#cdeee1", "#009e73"),
     Op.REDUCE: ("reduce", "#f4dfeb", "#cc79a7"),
+    Op.TIE: ("tie", "#dbeaf7", "#56b4e9"),
+    Op.NORM: ("norm", "#faf7cf", "#b8ab1f"),
     Op.UPDATE: ("update", "#e4e7ed", "#5b6472"),
+    Op.PUBLISH: ("publish", "#e9e2f5", "#7b5ab5"),
 }
 _LEFT, _RIGHT, _TOP, _FOOT = 84, 24, 96, 46
 _CHARACTER = 6.4  # width of a character of 11 pixels

@@ -1,12 +1,14 @@
 """When an instruction may run: the one rule that lowering, check, simulation and execution share.
 
-A rank runs its instructions in their order. Two kinds wait for other ranks (`walk`):
+A rank runs its instructions in their order. Some wait for other ranks (`walk`):
 
     a receive    for its send: the n-th receive from a rank takes what that rank's n-th send put on the way
-    a REDUCE     until every replica of the stage has come to its own n-th REDUCE
+    REDUCE       until every replica of the stage has come to its own n-th REDUCE
+    TIE, NORM    until every rank has come to its own n-th TIE or NORM; in a program with weight versions for
+                 nobody, since stages then update at different times
 
-Sends never wait. All else needs only what the same rank did before it (`needs`): where that is missing, no
-patience helps, and the check says so.
+Sends never wait. All other instructions need only what the same rank did before them (`needs`); where that is
+missing, waiting does not help, and the check reports it.
 """
 
 from collections import deque
@@ -17,8 +19,8 @@ from echelon.program.instruction import SENDS, Instruction, Op, Program
 
 GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)  # either makes the gradient that the stage before waits for
 
-Place = tuple[int, int]  # rank, position in its list
-Moment = tuple[int, int, tuple[Place, ...]]  # rank and position of what runs, and what it waited for
+Position = tuple[int, int]  # rank, index in its list
+Moment = tuple[int, int, tuple[Position, ...]]  # rank and index of what runs, and what it waited for
 Way = tuple[int, int]  # from rank, to rank
 
 
@@ -78,53 +80,76 @@ _COUNTERPARTS = {
 
 def walk(program: Program) -> Iterator[Moment]:
     """Every instruction that comes to run, after all that it waits for; ranks that get stuck stay behind."""
-    places = [0] * len(program.ranks)
-    sent: dict[Way, deque[Place]] = {}
+    reached = [0] * len(program.ranks)
+    sent: dict[Way, deque[Position]] = {}
     asleep: dict[Way, int] = {}
-    reductions = _Reductions(program)
+    rendezvous = _Rendezvous(program)
     ready = deque(range(len(program.ranks)))
     while ready:
         rank = ready.popleft()
         instructions = program.ranks[rank]
-        for place in range(places[rank], len(instructions)):
-            its = instructions[place]
-            causes: tuple[Place, ...] | None = ()
-            if its.peer is not None:
-                if its.op in SENDS:
-                    way = (rank, its.peer)
-                    sent.setdefault(way, deque()).append((rank, place))
+        for index in range(reached[rank], len(instructions)):
+            op, stage, microbatch, peer, _ = instructions[index]
+            causes: tuple[Position, ...] | None = ()
+            if peer is not None:
+                if op in SENDS:
+                    way = (rank, peer)
+                    sent.setdefault(way, deque()).append((rank, index))
                     if way in asleep:
                         ready.append(asleep.pop(way))
                 else:
-                    way = (its.peer, rank)
+                    way = (peer, rank)
                     causes = (sent[way].popleft(),) if sent.get(way) else None
                     if causes is None:
                         asleep[way] = rank
-            elif its.op is Op.REDUCE:
-                causes, woken = reductions.arrive(rank, place, its.stage)
+            elif microbatch is None and op in rendezvous.ops:
+                causes, woken = rendezvous.arrive(rank, index, op, stage)
                 ready.extend(woken)
             if causes is None:
-                places[rank] = place
+                reached[rank] = index
                 break
-            yield rank, place, causes
+            yield rank, index, causes
 
 
-class _Reductions:
-    """The REDUCEs of stages with replicas: who has come to which."""
+def partners(program: Program, op: Op, stage: int) -> frozenset[int]:
+    """The ranks that meet at a REDUCE of `stage`, or at a TIE or NORM."""
+    if op is Op.REDUCE:
+        return frozenset(program.placement[stage])
+    return frozenset(rank for ranks in program.placement for rank in ranks)
+
+
+class _Rendezvous:
+    """Instructions at which ranks meet: who has come to which."""
 
     def __init__(self, program: Program) -> None:
-        self._replicas = [len(ranks) for ranks in program.placement]
-        self._passed: dict[tuple[int, int], int] = {}  # by (rank, stage): how many this rank has behind it
-        self._there: dict[tuple[int, int], dict[int, int]] = {}  # by (stage, number): each rank's place
+        self.ops = frozenset({Op.REDUCE} if program.versioned else {Op.REDUCE, Op.TIE, Op.NORM})
+        self._program = program
+        self._sizes: dict[tuple[Op, int], int] = {}
+        self._passed: dict[tuple[int, Op, int], int] = {}  # how many of a kind a rank has behind it
+        self._arrived: dict[tuple[Op, int, int], dict[int, int]] = {}  # by kind and number: each rank's index
+        self._causes: dict[tuple[Op, int, int], tuple[Position, ...]] = {}  # of those that are complete
 
-    def arrive(self, rank: int, place: int, stage: int) -> tuple[tuple[Place, ...] | None, list[int]]:
-        """What the others did last before they came (None while one is missing), and whom this wakes."""
-        number = self._passed.get((rank, stage), 0)
-        there = self._there.setdefault((stage, number), {})
-        comes = rank not in there
-        there[rank] = place
-        if len(there) < self._replicas[stage]:
+    def arrive(
+        self, rank: int, index: int, op: Op, stage: int
+    ) -> tuple[tuple[Position, ...] | None, list[int]]:
+        """What all did last before they came (None while one is missing), and whom this rank wakes.
+
+        Every rank of a rendezvous is given the same tuple.
+        """
+        kind = (op, stage if op is Op.REDUCE else 0)
+        number = self._passed.get((rank, *kind), 0)
+        arrived = self._arrived.setdefault((*kind, number), {})
+        is_new = rank not in arrived
+        arrived[rank] = index
+        if len(arrived) < self._size(*kind):
             return None, []
-        self._passed[rank, stage] = number + 1
-        others = [other for other in there if other != rank]
-        return tuple((other, there[other] - 1) for other in others if there[other]), others if comes else []
+        self._passed[rank, *kind] = number + 1
+        if (*kind, number) not in self._causes:
+            self._causes[*kind, number] = tuple((other, at - 1) for other, at in arrived.items() if at)
+        woken = [other for other in arrived if other != rank] if is_new else []
+        return self._causes[*kind, number], woken
+
+    def _size(self, op: Op, stage: int) -> int:
+        if (op, stage) not in self._sizes:
+            self._sizes[op, stage] = len(partners(self._program, op, stage))
+        return self._sizes[op, stage]

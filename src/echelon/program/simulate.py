@@ -1,30 +1,26 @@
-"""What a program takes: given costs, when each instruction starts and ends. No device, no processes.
+"""Simulation: given costs, when each instruction of a program starts and ends. No device, no processes.
 
-Whole numbers and fractions stay exact: 1f1b with 4 stages and 8 microbatches has a bubble of Fraction(3, 11).
+Integers and fractions stay exact: 1f1b with 4 stages and 8 microbatches has a bubble of Fraction(3, 11).
 A program must have passed the check.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 from echelon.errors import UserError
-from echelon.program import counts
-from echelon.program.instruction import COMPUTE, Instruction, Op, Program
-from echelon.program.readiness import walk
+from echelon.program.instruction import Op, Program
+from echelon.program.readiness import Position, walk
+from echelon.program.timeline import Seconds, Timeline
 
-Seconds = int | Fraction | float
 Cost = Seconds | Sequence[Seconds]  # of every stage, or of each
-
-_WORK = COMPUTE | {Op.UPDATE}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each kind of work: one number, or one for each stage. `transfer` is that of one hop.
+    """Seconds of each kind of instruction: one number, or one for each stage. `transfer` is that of one hop.
 
-    A backward that is cut in two costs half of `backward` each, unless told otherwise.
+    Each part of a backward in two parts costs half of `backward`, unless it is given.
     """
 
     forward: Cost = 1
@@ -33,19 +29,25 @@ class Costs:
     backward_weight: Cost | None = None
     transfer: Seconds = 0
     reduce: Cost = 0
+    tie: Cost = 0
+    norm: Cost = 0
     update: Cost = 0
+    publish: Cost = 0
 
     def table(self, stages: int) -> dict[Op, Sequence[Seconds]]:
-        """The seconds of each kind of work at each stage; what has no cost is left out."""
-        whole = _each(self.backward, stages)
-        half = [_halved(seconds) for seconds in whole]
+        """The seconds of each kind of instruction at each stage; kinds that take no time are left out."""
+        backward = _each(self.backward, stages)
+        half = [_halved(seconds) for seconds in backward]
         return {
             Op.FORWARD: _each(self.forward, stages),
-            Op.BACKWARD: whole,
+            Op.BACKWARD: backward,
             Op.BACKWARD_INPUT: half if self.backward_input is None else _each(self.backward_input, stages),
             Op.BACKWARD_WEIGHT: half if self.backward_weight is None else _each(self.backward_weight, stages),
             Op.REDUCE: _each(self.reduce, stages),
+            Op.TIE: _each(self.tie, stages),
+            Op.NORM: _each(self.norm, stages),
             Op.UPDATE: _each(self.update, stages),
+            Op.PUBLISH: _each(self.publish, stages),
         }
 
 
@@ -61,69 +63,8 @@ def _halved(seconds: Seconds) -> Seconds:
     return seconds / 2 if isinstance(seconds, float) else Fraction(seconds, 2)
 
 
-class Span(NamedTuple):
-    """One instruction on the time axis: planned, or as it was measured."""
-
-    rank: int
-    start: Seconds
-    end: Seconds
-    instruction: Instruction
-
-    @property
-    def op(self) -> Op:
-        return self.instruction.op
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each instruction of each rank starts and ends."""
-
-    program: Program
-    starts: tuple[tuple[Seconds, ...], ...]
-    ends: tuple[tuple[Seconds, ...], ...]
-
-    @property
-    def makespan(self) -> Seconds:
-        """From the start of the program to the end of the last instruction."""
-        return max((max(ends) for ends in self.ends if ends), default=0)
-
-    @property
-    def busy(self) -> tuple[Seconds, ...]:
-        """For each rank the seconds in which it computes or updates."""
-        return tuple(
-            sum(end - start for its, start, end in self._rows(rank) if its.op in _WORK)
-            for rank in range(len(self.program.ranks))
-        )
-
-    @property
-    def bubble_fraction(self) -> Fraction | float:
-        """The part of all ranks' time in which they have nothing to do: 1 − busy / (ranks · makespan)."""
-        whole = len(self.program.ranks) * self.makespan
-        if not whole:
-            return Fraction(0)
-        busy = sum(self.busy)
-        return 1 - (busy / whole if isinstance(whole, float) else Fraction(busy) / whole)
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        return counts.in_flight(self.program)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return counts.versions(self.program)
-
-    def spans(self) -> Iterator[Span]:
-        """Every instruction, rank by rank."""
-        for rank in range(len(self.program.ranks)):
-            for its, start, end in self._rows(rank):
-                yield Span(rank, start, end, its)
-
-    def _rows(self, rank: int) -> Iterator[tuple[Instruction, Seconds, Seconds]]:
-        return zip(self.program.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
-
-
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """Run a program on paper: each instruction as early as the rule of readiness lets it.
+    """Run a program on paper: each instruction starts as early as the rule of readiness allows.
 
     simulate(build("1f1b", (1,) * 4, 8)).bubble_fraction  ->  Fraction(3, 11)
     """
@@ -132,18 +73,38 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     clock: list[Seconds] = [0] * len(program.ranks)
     starts: list[list[Seconds]] = [[] for _ in program.ranks]
     ends: list[list[Seconds]] = [[] for _ in program.ranks]
-    for rank, place, causes in walk(program):
-        its = program.ranks[rank][place]
+    meetings = _Meetings(ends)
+    for rank, position, causes in walk(program):
+        op, stage, _, peer, _ = program.ranks[rank][position]
         now = clock[rank]
-        for other, before in causes:
-            ready = ends[other][before] + (0 if its.peer is None else costs.transfer)
+        if causes:
+            if peer is None:
+                ready = meetings.ready(causes)
+            else:
+                sender, sent = causes[0]
+                ready = ends[sender][sent] + costs.transfer
             if ready > now:
                 now = ready
         starts[rank].append(now)
-        if its.peer is None and its.op in table:
-            now += table[its.op][its.stage]
+        if peer is None and op in table:
+            now += table[op][stage]
         ends[rank].append(now)
         clock[rank] = now
-    if any(len(done) < len(its) for done, its in zip(ends, program.ranks, strict=True)):
+    if any(len(done) < len(work) for done, work in zip(ends, program.ranks, strict=True)):
         raise UserError(f"schedule '{program.name}' gets stuck: echelon.program.check says where")
     return Timeline(program, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+class _Meetings:
+    """When the ranks of a rendezvous are all there: computed once, since its ranks share their causes."""
+
+    def __init__(self, ends: Sequence[Sequence[Seconds]]) -> None:
+        self._ends = ends
+        self._times: dict[int, tuple[object, Seconds]] = {}  # by identity of the causes, which are kept alive
+
+    def ready(self, causes: tuple[Position, ...]) -> Seconds:
+        known = self._times.get(id(causes))
+        if known is None:
+            latest = max(self._ends[rank][position] for rank, position in causes)
+            known = self._times[id(causes)] = (causes, latest)
+        return known[1]

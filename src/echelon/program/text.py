@@ -3,7 +3,7 @@
     schedule: 1f1b                     its name
     stage 0: 0 1                       the ranks that hold a stage; left out where stage s is on rank s
     stage 1: 2
-    rank 0: F0 SA0>2 RG0<2 B0 REDUCE UPDATE
+    rank 0: F0 SA0>2 RG0<2 B0 REDUCE NORM UPDATE PUBLISH
     …
 
 `@5` names the stage, where a rank holds several (`F3@5`); `v1` the version of the weights (`F3v1`, `STASH1`).
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from echelon.errors import did_you_mean
-from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
 
 _VERSIONED = (Op.STASH, Op.POP)
 _NUMBERED = (*COMPUTE, *SENDS, *RECEIVES, *_VERSIONED)
@@ -70,8 +70,8 @@ def show_instruction(its: Instruction, stages: Sequence[int] = ()) -> str:
 
 
 def _is_told(its: Instruction, stages: Sequence[int]) -> bool:
-    """An update is that of the whole rank, and written as that of its first stage."""
-    return list(stages[:1]) == [its.stage] and (len(stages) == 1 or its.op is Op.UPDATE)
+    """An instruction of the whole rank is written without a stage if it names the rank's first."""
+    return list(stages[:1]) == [its.stage] and (len(stages) == 1 or its.op in RANK_LEVEL)
 
 
 def _in_order(ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -234,7 +234,7 @@ def _read(word: str, held: Sequence[int]) -> Instruction | str:
 
 
 def _default_stage(op: Op, held: Sequence[int]) -> int | None:
-    return held[0] if len(held) == 1 or (held and op is Op.UPDATE) else None
+    return held[0] if len(held) == 1 or (held and op in RANK_LEVEL) else None
 
 
 def _misformed(op: Op, number: int | None, marks: Sequence[str]) -> str | None:

@@ -3,20 +3,21 @@
 from collections.abc import Callable, Iterator
 
 from echelon.program.instruction import Program
-from echelon.program.rules.error import Error
+from echelon.program.rules.error import ProgramError
 from echelon.program.rules.transfers import matched, never_stuck
-from echelon.program.rules.weights import applied, gathered, versions
+from echelon.program.rules.update import updated
+from echelon.program.rules.weights import gathered, versions
 from echelon.program.rules.work import backwards, forwards, in_order, once, placed
 
-__all__ = ["Error", "find"]
+__all__ = ["ProgramError", "find"]
 
-Rule = Callable[[Program], Iterator[Error]]
+Rule = Callable[[Program], Iterator[ProgramError]]
 
 _ALWAYS: tuple[Rule, ...] = (once, forwards, in_order, matched, versions, gathered)
-_TRAINING: tuple[Rule, ...] = (backwards, applied)
+_TRAINING: tuple[Rule, ...] = (backwards, updated)
 
 
-def find(program: Program, *, training: bool = True) -> list[Error]:
+def find(program: Program, *, training: bool = True) -> list[ProgramError]:
     """Every error of a program. Without `training` it is forwards alone, as for an evaluation.
 
     An instruction that its rank cannot have is told alone: the other rules build on that. A deadlock is

@@ -6,7 +6,7 @@ from echelon.program.instruction import Instruction, Program
 from echelon.program.text import show_instruction
 
 
-class Error(NamedTuple):
+class ProgramError(NamedTuple):
     """Something wrong: on which rank, at which place of its list (None: something is not there), and why."""
 
     rank: int

@@ -1,15 +1,14 @@
-"""Rules of the weights: versions exist when used, gathers are paired, gradients are reduced and applied."""
+"""Rules of the weights: versions exist when they are used, and gathers are paired."""
 
 from collections.abc import Iterator, Sequence
 
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
-from echelon.program.rules.error import Error
+from echelon.program.rules.error import ProgramError
 
 _AROUND = frozenset({Op.GATHER, Op.FREE})
-_FINAL = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after which a weight has its gradient
 
 
-def versions(program: Program) -> Iterator[Error]:
+def versions(program: Program) -> Iterator[ProgramError]:
     """A version is there when it is used, and a backward uses that of its forward."""
     for rank, instructions in enumerate(program.ranks):
         if _has_one_version(instructions):
@@ -24,7 +23,9 @@ def versions(program: Program) -> Iterator[Error]:
                     yield from _usable(rank, place, version, newest, key in stashed)
                 first = used.setdefault((its.stage, its.microbatch), version)
                 if first != version:
-                    yield Error(rank, place, f"uses version {version}, but its forward used version {first}")
+                    yield ProgramError(
+                        rank, place, f"uses version {version}, but its forward used version {first}"
+                    )
             elif its.op is Op.UPDATE:
                 newest += 1
             elif its.op is Op.STASH:
@@ -34,14 +35,14 @@ def versions(program: Program) -> Iterator[Error]:
                         if key in stashed
                         else f"the weights of now are version {newest}"
                     )
-                    yield Error(rank, place, f"cannot stash version {its.version}: {what}")
+                    yield ProgramError(rank, place, f"cannot stash version {its.version}: {what}")
                 stashed.add(key)
             elif its.op is Op.POP:
                 if key not in stashed:
-                    yield Error(rank, place, f"version {its.version} is not stashed")
+                    yield ProgramError(rank, place, f"version {its.version} is not stashed")
                 stashed.discard(key)
         for stage, left in sorted(stashed, key=str):
-            yield Error(rank, None, f"version {left} of stage {stage} is stashed and never popped")
+            yield ProgramError(rank, None, f"version {left} of stage {stage} is stashed and never popped")
 
 
 def _has_one_version(instructions: Sequence[Instruction]) -> bool:
@@ -51,14 +52,16 @@ def _has_one_version(instructions: Sequence[Instruction]) -> bool:
     return COMPUTE.isdisjoint(behind) and all(its.version is None for its in instructions)
 
 
-def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[Error]:
+def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[ProgramError]:
     if version > newest:
-        yield Error(rank, place, f"version {version} does not exist yet: the newest is version {newest}")
+        yield ProgramError(
+            rank, place, f"version {version} does not exist yet: the newest is version {newest}"
+        )
     elif not stashed:
-        yield Error(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
+        yield ProgramError(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
 
 
-def gathered(program: Program) -> Iterator[Error]:
+def gathered(program: Program) -> Iterator[ProgramError]:
     """GATHER and FREE come in pairs around each use, in a program that has any."""
     if not any(its.op in _AROUND for instructions in program.ranks for its in instructions):
         return
@@ -67,33 +70,16 @@ def gathered(program: Program) -> Iterator[Error]:
         for place, its in enumerate(instructions):
             if its.op is Op.GATHER:
                 if its.stage in whole:
-                    yield Error(rank, place, f"the weights of stage {its.stage} are gathered already")
+                    yield ProgramError(rank, place, f"the weights of stage {its.stage} are gathered already")
                 whole[its.stage] = place
             elif its.op is Op.FREE:
                 if whole.pop(its.stage, None) is None:
-                    yield Error(
+                    yield ProgramError(
                         rank, place, f"the weights of stage {its.stage} are not gathered: nothing to free"
                     )
             elif its.op in COMPUTE and its.stage not in whole:
-                yield Error(rank, place, f"uses the weights of stage {its.stage}, which are not gathered")
+                yield ProgramError(
+                    rank, place, f"uses the weights of stage {its.stage}, which are not gathered"
+                )
         for stage, place in whole.items():
-            yield Error(rank, place, f"the weights of stage {stage} are gathered and never freed")
-
-
-def applied(program: Program) -> Iterator[Error]:
-    """Every gradient is reduced, then an update takes it."""
-    for rank, instructions in enumerate(program.ranks):
-        fresh: dict[int, int] = {}  # by stage: the last backward that no REDUCE has seen
-        reduced: dict[int, int] = {}
-        for place, its in enumerate(instructions):
-            if its.op in _FINAL:
-                fresh[its.stage] = place
-            elif its.op is Op.REDUCE:
-                fresh.pop(its.stage, None)
-                reduced[its.stage] = place
-            elif its.op is Op.UPDATE:
-                for stage, last in fresh.items():
-                    yield Error(rank, last, f"no REDUCE of stage {stage} between this and the UPDATE")
-                fresh, reduced = {}, {}
-        for last in {**reduced, **fresh}.values():
-            yield Error(rank, last, "no UPDATE behind it: its gradient would be lost")
+            yield ProgramError(rank, place, f"the weights of stage {stage} are gathered and never freed")

@@ -6,18 +6,18 @@ from typing import Any
 
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.readiness import GRADIENT, Need, counterpart, needs
-from echelon.program.rules.error import Error, name
+from echelon.program.rules.error import ProgramError, name
 
 _MOST_NAMED = 5  # of things that are missing
 _TRANSFERS = SENDS | RECEIVES
 _OF_MICROBATCHES = COMPUTE | _TRANSFERS
 
 
-def placed(program: Program) -> Iterator[Error]:
+def placed(program: Program) -> Iterator[ProgramError]:
     """Every instruction is whole, and about a stage and a microbatch that are its rank's own."""
     for stage, ranks in enumerate(program.placement):
         if not ranks or not set(ranks) <= set(range(len(program.ranks))):
-            yield Error(
+            yield ProgramError(
                 0, None, f"stage {stage} is on ranks {list(ranks)}, of {len(program.ranks)} that there are"
             )
             return
@@ -33,7 +33,7 @@ def placed(program: Program) -> Iterator[Error]:
             if error is None:
                 right.add(in_turn)
             else:
-                yield Error(rank, place, error)
+                yield ProgramError(rank, place, error)
 
 
 def _incomplete(its: Instruction) -> str | None:
@@ -93,7 +93,7 @@ class _Done:
 _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # whole or its first part: either, not both
 
 
-def once(program: Program) -> Iterator[Error]:
+def once(program: Program) -> Iterator[ProgramError]:
     """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both."""
     for rank, instructions in enumerate(program.ranks):
         done = _Done()
@@ -103,11 +103,13 @@ def once(program: Program) -> Iterator[Error]:
                 continue
             before = done.of(_SAME.get(op, op), stage)
             if k in before:
-                yield Error(rank, place, f"{name(program, rank, its)} has been done before: once is enough")
+                yield ProgramError(
+                    rank, place, f"{name(program, rank, its)} has been done before: once is enough"
+                )
             before.add(k)
 
 
-def in_order(program: Program) -> Iterator[Error]:
+def in_order(program: Program) -> Iterator[ProgramError]:
     """What an instruction needs of its own rank stands before it."""
     turn = program.round
     for rank, instructions in enumerate(program.ranks):
@@ -125,7 +127,7 @@ def in_order(program: Program) -> Iterator[Error]:
             for need, first, *others in wanted:
                 if k not in first and not any(k in other for other in others):
                     there = there or {other[:3] for other in instructions}
-                    yield Error(rank, place, _unmet(program, rank, its, need, there))
+                    yield ProgramError(rank, place, _unmet(program, rank, its, need, there))
             own.add(k)
 
 
@@ -142,21 +144,21 @@ def _unmet(program: Program, rank: int, its: Instruction, need: Need, there: _St
     return f"needs {called} before it, which {'stands behind it' if behind else 'is missing'}"
 
 
-def forwards(program: Program) -> Iterator[Error]:
+def forwards(program: Program) -> Iterator[ProgramError]:
     return _covered(program, (Op.FORWARD,), "forward")
 
 
-def backwards(program: Program) -> Iterator[Error]:
+def backwards(program: Program) -> Iterator[ProgramError]:
     yield from _covered(program, GRADIENT, "backward")
     for rank, instructions in enumerate(program.ranks if program.halves else ()):
         weights = {(its.stage, its.microbatch) for its in instructions if its.op is Op.BACKWARD_WEIGHT}
         for place, its in enumerate(instructions):
             if its.op is Op.BACKWARD_INPUT and (its.stage, its.microbatch) not in weights:
                 called = name(program, rank, its._replace(op=Op.BACKWARD_WEIGHT))
-                yield Error(rank, place, f"{called} is missing: the gradient of these weights")
+                yield ProgramError(rank, place, f"{called} is missing: the gradient of these weights")
 
 
-def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[Error]:
+def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[ProgramError]:
     """Every stage does this for every microbatch."""
     done: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
     for instructions in program.ranks:
@@ -171,7 +173,7 @@ def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[Error]:
             rank = program.holder(stage, k)
             more = f", and {count - told} more" if number == told < count else ""
             place = _place_of_forward(program, rank, stage, k)
-            yield Error(rank, place, f"the {what} of microbatch {k} at stage {stage} is missing{more}")
+            yield ProgramError(rank, place, f"the {what} of microbatch {k} at stage {stage} is missing{more}")
 
 
 def _place_of_forward(program: Program, rank: int, stage: int, microbatch: int) -> int | None:
