@@ -1,26 +1,25 @@
 """From choices to a random training: the same code for hypothesis, which shrinks, and for a plain seed.
 
-`draw(choose)` asks `choose` for one of some options after the other, the simplest first. Each time only those
-are left that go with all that was chosen before, so what comes out is valid and nothing is thrown away.
+`draw(choose)` asks `choose` for one of some options after the other, the simplest first. It only
+offers options that go with everything chosen before, so every training is valid and none is thrown away.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import strategies as st
 
 from echelon.plan import AUTO, Plan
-from tests.fuzz.drawn import ORDER_FILE, Drawn
 from tests.fuzz.order import draw_order
+from tests.fuzz.random_training import ORDER_FILE, RandomTraining
 from tests.fuzz.values import FIELDS, PLAN_FIELDS, candidates, fits
 
-T = TypeVar("T")
 Choose = Callable[[Sequence[Any]], Any]
 Wish = Mapping[str, Any]
 
 _ANY = st.integers(0, 119)
-# Fields of which every value is wished for once; of the others, those that stand here.
+# Every value of a field is wished for once; of these fields, only the values listed here.
 _SOME: dict[str, Sequence[Any]] = {"data": (2, 3, 8), "microbatches": (2, 3, 8), "layers": (2, 4), "seed": ()}
 # What a wish for such a field asks of another one.
 _TOGETHER: dict[str, Wish] = {
@@ -29,30 +28,30 @@ _TOGETHER: dict[str, Wish] = {
     "chunks": {"schedule": "interleaved"},
     "workers": {"pipeline": AUTO},
     "sequence": {"tensor": 2},
-    "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled anew
+    "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 
 
-def draw(choose: Choose, wish: Wish | None = None) -> Drawn:
+def draw(choose: Choose, wish: Wish | None = None) -> RandomTraining:
     """A training that `wish` is true of, and that is otherwise as `choose` chooses."""
-    known: dict[str, Any] = dict(wish or {})
+    values: dict[str, Any] = dict(wish or {})
     for field in FIELDS:
-        if field not in known:
-            options = [value for value in candidates(field, known) if fits({**known, field: value}, field)]
-            assert options, f"nothing is left for {field} after {known}"
-            known[field] = choose(options)
-    order = draw_order(choose, known) if known["schedule"] == ORDER_FILE else ""
-    plan = Plan(**{name: known.pop(name) for name in PLAN_FIELDS})
-    return Drawn(plan, order, **known)
+        if field not in values:
+            options = [value for value in candidates(field, values) if fits({**values, field: value}, field)]
+            assert options, f"nothing is left for {field} after {values}"
+            values[field] = choose(options)
+    order = draw_order(choose, values) if values["schedule"] == ORDER_FILE else ""
+    plan = Plan(**{name: values.pop(name) for name in PLAN_FIELDS})
+    return RandomTraining(plan, order, **values)
 
 
-def draw_random(seed: str, wish: Wish | None = None) -> Drawn:
+def draw_random(seed: str, wish: Wish | None = None) -> RandomTraining:
     """The training of a seed."""
     return draw(random.Random(seed).choice, wish)
 
 
 @st.composite
-def drawings(choice: st.DrawFn, wish: Wish | None = None) -> Drawn:
+def trainings(choice: st.DrawFn, wish: Wish | None = None) -> RandomTraining:
     """For hypothesis: shrinks to the smallest training that `wish` is true of.
 
     It shrinks best where every choice is one of as many, whatever was chosen before.
@@ -63,11 +62,11 @@ def drawings(choice: st.DrawFn, wish: Wish | None = None) -> Drawn:
 def wishes() -> Iterator[Wish]:
     """Each value of each field, but the simplest, which comes by itself."""
     for field in FIELDS:
-        others = _TOGETHER.get(field, {})
-        if field == "samples" or not all(value in candidates(other, {}) for other, value in others.items()):
+        together = _TOGETHER.get(field, {})
+        if field == "samples" or not all(value in candidates(other, {}) for other, value in together.items()):
             continue
         _, *more = dict.fromkeys(candidates(field, {}))
-        yield from ({field: value, **others} for value in more if value in _SOME.get(field, more))
+        yield from ({field: value, **together} for value in more if value in _SOME.get(field, more))
 
 
 def values_to_cover() -> Iterator[tuple[str, Any]]:
@@ -76,7 +75,7 @@ def values_to_cover() -> Iterator[tuple[str, Any]]:
     yield from (next(iter(wish.items())) for wish in wishes())
 
 
-def covered(drawn: Drawn) -> Iterator[tuple[str, Any]]:
+def field_values(training: RandomTraining) -> Iterator[tuple[str, Any]]:
     """The fields and values that a training has, as wishes name them."""
     for field in FIELDS:
-        yield field, getattr(drawn.plan if field in PLAN_FIELDS else drawn, field)
+        yield field, getattr(training.plan if field in PLAN_FIELDS else training, field)

@@ -1,4 +1,4 @@
-"""Trying random trainings, one after the other, on warm ranks; what fails does not stop the rest."""
+"""Runs random trainings one after the other on warm ranks; a failure does not stop the rest."""
 
 import re
 import tempfile
@@ -17,25 +17,25 @@ from echelon.launching import Ranks, preload
 from echelon.plan import Plan
 from echelon.verify import verify
 from tests.fuzz.case import case_of
-from tests.fuzz.drawn import ORDER_FILE, Drawn
+from tests.fuzz.random_training import ORDER_FILE, RandomTraining
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
 _DEADLINE = 20.0  # seconds without a sign of life
-_MOST_USES = 15  # of ranks: the groups of a training stay there, with their threads, until its ranks end
+_MOST_USES = 15  # of a set of ranks: a training leaves its groups and their threads there
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What became of a training. `text`: the verdict, the refusal, or what went wrong."""
+class Attempt:
+    """A training and its result. `text`: the verdict, the refusal, or the error."""
 
-    drawn: Drawn
+    training: RandomTraining
     result: str
     text: str
     seconds: float
 
     @property
     def summary(self) -> str:
-        """The text without stacks: what happened, and the error in the end."""
+        """The text without stacks: what happened, and the last line of the error."""
         first, *rest = self.text.split("\n\n")
         last = rest[-1].splitlines()[-1] if rest else ""
         return f"{first}\n{last}".strip()
@@ -44,30 +44,30 @@ class Tried:
     def rules(self) -> list[str]:
         """Of a refusal: the rules, without the values that broke them."""
         sentences = re.findall(r"^  - (.*)", self.text, re.MULTILINE) or [self.text.splitlines()[0]]
-        return [re.sub(r"\d+", "N", re.sub(r"order-\w+|/\S+", "FILE", its)) for its in sentences]
+        return [re.sub(r"\d+", "N", re.sub(r"order-\w+|/\S+", "FILE", text)) for text in sentences]
 
 
 class Runner:
-    """Ranks of every number that was asked for, kept until they fail."""
+    """Sets of ranks by size, kept until they fail."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sets: dict[int, Ranks] = {}
         self._uses: Counter[int] = Counter()
 
-    def try_(self, drawn: Drawn) -> Tried:
-        """Train and compare. Any error ends those ranks; the next training gets new ones."""
+    def run(self, training: RandomTraining) -> Attempt:
+        """Train and compare. An error ends the set of ranks; the next training gets a new one."""
         start = time.monotonic()
         try:
-            verdict = verify(case_of(drawn), self._plan(drawn), ranks=self._ranks(drawn.ranks))
+            verdict = verify(case_of(training), self._plan(training), ranks=self._ranks(training.ranks))
             result, text = EQUAL if verdict.equal else FAILED, str(verdict)
         except UserError as error:
             result, text = REFUSED, str(error)
         except Exception as error:  # a rank that failed, died or hung, or the reference itself
             result, text = FAILED, f"{type(error).__name__}: {error}"
         if result != EQUAL:
-            self._forget(drawn.ranks)
-        return Tried(drawn, result, text, time.monotonic() - start)
+            self._forget(training.ranks)
+        return Attempt(training, result, text, time.monotonic() - start)
 
     def close(self) -> None:
         for count in list(self._sets):
@@ -88,25 +88,25 @@ class Runner:
         if ranks is not None:
             ranks.kill()
 
-    def _plan(self, drawn: Drawn) -> Plan:
+    def _plan(self, training: RandomTraining) -> Plan:
         """The plan, with its schedule file written."""
-        if drawn.plan.schedule != ORDER_FILE:
-            return drawn.plan
+        if training.plan.schedule != ORDER_FILE:
+            return training.plan
         path = self._folder / ORDER_FILE
-        path.write_text(drawn.order_text)
-        return replace(drawn.plan, schedule=str(path))
+        path.write_text(training.order_text)
+        return replace(training.plan, schedule=str(path))
 
 
 @contextmanager
-def runner() -> Iterator[Runner]:
-    """A runner; references are computed here, beside ranks that fill the cores, so by one thread."""
+def open_runner() -> Iterator[Runner]:
+    """A runner. References are computed in this process, beside ranks that fill the cores: by one thread."""
     preload(*TRAINING_MODULES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="echelon-fuzz-") as folder:
-        its = Runner(Path(folder))
+        runner = Runner(Path(folder))
         try:
-            yield its
+            yield runner
         finally:
-            its.close()
+            runner.close()
             torch.set_num_threads(threads)

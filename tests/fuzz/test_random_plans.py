@@ -1,6 +1,6 @@
-"""Random plans are equal to one device, and the drawn ones have every value of every field.
+"""Random plans are equal to one device, and together they have every value of every field.
 
-For each value that a field may have, the smallest training that has it, and random ones. `make fuzz` tries
+For each value that a field may have, the smallest training that has it, and random ones. `make fuzz` runs
 many more.
 """
 
@@ -10,30 +10,30 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.fuzz.draw import Wish, covered, drawings, values_to_cover, wishes
-from tests.fuzz.drawn import Drawn
-from tests.fuzz.runner import EQUAL, Runner, Tried, runner
+from tests.fuzz.draw import Wish, field_values, trainings, values_to_cover, wishes
+from tests.fuzz.random_training import RandomTraining
+from tests.fuzz.runner import EQUAL, Attempt, Runner, open_runner
 
 WISHES = list(wishes())
 EACH = (2, 1, 1)  # trainings for a wish, in turn; the first is the smallest that has it
 
-Tries = list[tuple[Wish, Tried]]
+Attempts = list[tuple[Wish, Attempt]]
 
 
 @pytest.fixture(scope="module")
-def its() -> Iterator[Runner]:
-    with runner() as started:
+def runner() -> Iterator[Runner]:
+    with open_runner() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def tries() -> Tries:
-    """What was tried before."""
+def attempts() -> Attempts:
+    """The attempts of all tests before."""
     return []
 
 
 @pytest.mark.parametrize("number", range(len(WISHES)), ids=lambda n: "-".join(map(str, WISHES[n].values())))
-def test_random_plans_are_equal_to_one_device(number: int, its: Runner, tries: Tries) -> None:
+def test_random_plans_are_equal_to_one_device(number: int, runner: Runner, attempts: Attempts) -> None:
     @seed(number)
     @settings(
         database=None,
@@ -41,19 +41,19 @@ def test_random_plans_are_equal_to_one_device(number: int, its: Runner, tries: T
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawings(WISHES[number]))
-    def is_equal(drawn: Drawn) -> None:
-        tried = its.try_(drawn)
-        tries.append((WISHES[number], tried))
-        again = f"again: python -m tests.fuzz --replay {shlex.quote(str(drawn))}"
-        assert tried.result == EQUAL, f"{tried.summary}\n{again}"
+    @given(trainings(WISHES[number]))
+    def is_equal(training: RandomTraining) -> None:
+        attempt = runner.run(training)
+        attempts.append((WISHES[number], attempt))
+        again = f"again: python -m tests.fuzz --replay {shlex.quote(str(training))}"
+        assert attempt.result == EQUAL, f"{attempt.summary}\n{again}"
 
     is_equal()
 
 
-def test_every_value_of_every_field_was_drawn(tries: Tries) -> None:
-    if {tuple(wish.items()) for wish, _ in tries} < {tuple(wish.items()) for wish in WISHES}:
-        pytest.skip("only some of the random plans were tried")
-    drawn = {pair for _, tried in tries for pair in covered(tried.drawn)}
-    assert set(values_to_cover()) - drawn == set()
-    assert len(tries) >= 100
+def test_every_value_of_every_field_was_drawn(attempts: Attempts) -> None:
+    if {tuple(wish.items()) for wish, _ in attempts} < {tuple(wish.items()) for wish in WISHES}:
+        pytest.skip("only some of the random plans were attempt")
+    ran = {pair for _, attempt in attempts for pair in field_values(attempt.training)}
+    assert set(values_to_cover()) - ran == set()
+    assert len(attempts) >= 100

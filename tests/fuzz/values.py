@@ -1,7 +1,7 @@
 """What each field of a random training may be, the simplest first, and which values go together.
 
 A value that the engine does not run yet is left out, as `engine/support.py` says: a strategy that is added
-there is drawn from then on. A rule here is a rule of the library that a person could know beforehand.
+there is drawn from then on. A rule here repeats a rule of the library.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from echelon.plan import AUTO, Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
 from echelon.plan.rules import broken_rules
-from tests.fuzz.drawn import ORDER_FILE
+from tests.fuzz.random_training import ORDER_FILE
 
 Values = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ INFINITE = float("inf")
 _NAIVE_OR_FILE = ("naive", ORDER_FILE)
 
 _PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 2, 1), AUTO)
-# Field → its values, in the order in which they are drawn; a value that stands twice is drawn twice as often.
+# The values of each field, in the order of drawing; a value that is listed twice is drawn twice as often.
 _CANDIDATES: dict[str, Sequence[Any]] = {
     "model": (*("gpt",) * 5, *("llama",) * 5, "resnet", "lstm", "encoder", "twice"),
     "pipeline": (*_PIPELINES, 1, 1, 2, 2, 3),
@@ -66,66 +66,66 @@ FIELDS = (*_CANDIDATES, "samples")
 _MOST_STAGES = max(_CANDIDATES["layers"]) + 2  # with the embedding and the head
 
 
-def candidates(field: str, known: Values) -> list[Any]:
+def candidates(field: str, values: Values) -> list[Any]:
     """The values of a field that run, those before first that make a smaller training."""
     if field == "samples":
-        return _samples(known)
+        return _samples(values)
     runs = _RUNS.get(field)
     return [value for value in _CANDIDATES[field] if runs is None or value in runs]
 
 
-def _samples(known: Values) -> list[int]:
-    """As many as divide evenly, one less, one more, one a replica, fewer than replicas, and many."""
-    replicas, shares = known["data"], known["data"] * known["microbatches"]
+def _samples(values: Values) -> list[int]:
+    """An evenly divisible number, one less, one more, one per replica, fewer than replicas, and many."""
+    replicas, shares = values["data"], values["data"] * values["microbatches"]
     numbers = (shares, shares + 1, shares - 1, replicas, replicas - 1, 2 * shares + 1, 1, 11)
-    return [number for number in numbers if 0 < number <= 24] + [replicas * known["workers"]]
+    return [number for number in numbers if 0 < number <= 24] + [replicas * values["workers"]]
 
 
-def fits(known: Values, field: str) -> bool:
-    """Whether the value of a field breaks no rule with others that are known; some rules wait for more."""
-    own = (rule(known) for names, rule in _RULES if field in names and all(name in known for name in names))
-    most = MOST_COMPILING if known.get("compile") else MOST_RANKS
-    if not all(own) or _ranks(known) > most:
+def fits(values: Values, field: str) -> bool:
+    """Whether the value of a field breaks no rule with others that are chosen; some rules wait for more."""
+    own = (rule(values) for names, rule in _RULES if field in names and all(name in values for name in names))
+    most = MOST_COMPILING if values.get("compile") else MOST_RANKS
+    if not all(own) or _ranks(values) > most:
         return False
-    draft = _draft({name: value for name, value in known.items() if name in PLAN_FIELDS})
-    unknown = [name for name in PLAN_FIELDS if name not in known]
+    draft = _draft({name: value for name, value in values.items() if name in PLAN_FIELDS})
+    unknown = [name for name in PLAN_FIELDS if name not in values]
     return field not in PLAN_FIELDS or not any(broken_rules(draft, unknown))
 
 
-def _ranks(known: Values) -> int:
-    """How many ranks the fields take that are known so far."""
-    product = known.get("workers", 1)
+def _ranks(values: Values) -> int:
+    """How many ranks the fields that are chosen so far take."""
+    product = values.get("workers", 1)
     for axis in ("data", "tensor", "context"):
-        product *= known.get(axis, 1)
-    pipeline = known.get("pipeline", 1)
+        product *= values.get(axis, 1)
+    pipeline = values.get("pipeline", 1)
     if pipeline == AUTO:
         return product  # type: ignore[no-any-return]
     return product * (sum(pipeline) if isinstance(pipeline, tuple) else pipeline)  # type: ignore[no-any-return]
 
 
-def has_replicas(known: Values) -> bool:
+def has_replicas(values: Values) -> bool:
     """Whether some stage has, or may be found to have, several ranks within a replica."""
-    return isinstance(known["pipeline"], tuple) or known["pipeline"] == AUTO
+    return isinstance(values["pipeline"], tuple) or values["pipeline"] == AUTO
 
 
-def _meets_in_microbatches(known: Values) -> bool:
+def _meets_in_microbatches(values: Values) -> bool:
     """Whether every replica needs a sample."""
-    in_stages = known["pipeline"] != 1 or known["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
-    return in_stages or known["zero"] >= 2 or known["sync"] == "async"
+    in_stages = values["pipeline"] != 1 or values["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
+    return in_stages or values["zero"] >= 2 or values["sync"] == "async"
 
 
-def _finds_no_replicas(known: Values) -> bool:
+def _finds_no_replicas(values: Values) -> bool:
     """Whether measuring finds one stage for each worker."""
-    straight = known["schedule"] in ASYNCHRONOUS_SCHEDULES or known["zero"] == 3
-    return known["pipeline"] == AUTO and straight
+    straight = values["schedule"] in ASYNCHRONOUS_SCHEDULES or values["zero"] == 3
+    return values["pipeline"] == AUTO and straight
 
 
-def _of_layers(known: Values) -> bool:
-    return known["model"] in TRANSFORMERS
+def _is_transformer(values: Values) -> bool:
+    return values["model"] in TRANSFORMERS
 
 
-def _stages(known: Values) -> int:
-    pipeline = known["pipeline"]
+def _stages(values: Values) -> int:
+    pipeline = values["pipeline"]
     if pipeline == AUTO:
         return 1
     return len(pipeline) if isinstance(pipeline, tuple) else pipeline  # type: ignore[no-any-return]
@@ -137,9 +137,12 @@ Rule = Callable[[Values], bool]
 def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     """The fields that a rule reads, and whether they go together."""
     # What only some models have.
-    yield ("model", "schedule"), lambda v: _of_layers(v) or v["schedule"] not in ("interleaved", ORDER_FILE)
+    yield (
+        ("model", "schedule"),
+        lambda v: _is_transformer(v) or v["schedule"] not in ("interleaved", ORDER_FILE),
+    )
     for axis in ("tensor", "context"):
-        yield ("model", axis), lambda v, axis=axis: _of_layers(v) or v[axis] == 1
+        yield ("model", axis), lambda v, axis=axis: _is_transformer(v) or v[axis] == 1
     for field in (
         "compile",
         "layers",
@@ -153,13 +156,13 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
         "pipeline",
     ):
         plain = _CANDIDATES[field][0]
-        yield ("model", field), lambda v, f=field, plain=plain: _of_layers(v) or v[f] == plain
+        yield ("model", field), lambda v, f=field, plain=plain: _is_transformer(v) or v[f] == plain
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
-    # A file may cut backward passes in two.
+    # A file may split backward passes in two.
     yield ("compile", "schedule"), lambda v: not (v["compile"] and v["schedule"] == ORDER_FILE)
-    # What axes divide.
+    # Sizes must be divisible by the degrees of axes.
     yield ("tensor", "heads"), lambda v: v["heads"] % v["tensor"] == 0
     yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
     yield ("tensor", "vocab"), lambda v: v["vocab"] % v["tensor"] == 0

@@ -1,6 +1,6 @@
 """One random training as plain data, which prints as one line and is read from it again.
 
->>> print(Drawn(Plan(data=2, zero=1), model="llama", samples=5))
+>>> print(RandomTraining(Plan(data=2, zero=1), model="llama", samples=5))
 data=2 zero=1 | model=llama samples=5
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from echelon.plan import AUTO, Plan
 
-ORDER_FILE = "order.txt"  # in a drawn plan; the file is written where the plan runs
+ORDER_FILE = "order.txt"  # in a random plan; the runner writes the file
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A plan, a model, an optimizer and a batch. What it does not say is the simplest there is."""
+class RandomTraining:
+    """A plan, a model, an optimizer and a batch. The defaults are the simplest values."""
 
     plan: Plan
     order: str = ""  # the schedule file of the plan, its lines joined by " / "
@@ -60,12 +60,12 @@ class Drawn:
         return f"{self.plan} | {' '.join(words)}"
 
     @classmethod
-    def parse(cls, line: str) -> "Drawn":
+    def parse(cls, line: str) -> "RandomTraining":
         plan, _, rest = line.partition("|")
         words = dict(word.split("=", 1) for word in shlex.split(rest))
         return cls(Plan.parse(plan.strip()), **{name: _read(name, text) for name, text in words.items()})
 
 
 def _read(name: str, text: str) -> Any:
-    default = next(field.default for field in dataclasses.fields(Drawn) if field.name == name)
+    default = next(field.default for field in dataclasses.fields(RandomTraining) if field.name == name)
     return text == "True" if isinstance(default, bool) else type(default)(text)
