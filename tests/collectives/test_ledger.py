@@ -37,13 +37,38 @@ def test_a_new_step_forgets_moves_and_keeps_totals() -> None:
     assert ledger.total().payload == 3
 
 
-def test_overlapping_operations_are_busy_once_and_waiting_is_not_hidden() -> None:
+def entered(*intervals: tuple[float, float, float, float]) -> Ledger:
+    """A ledger of operations, each (start, seconds, start of the wait, seconds of the wait)."""
     ledger = Ledger()
-    for start, seconds, waited in ((0.0, 1.0, 0.0), (0.5, 1.0, 0.25), (3.0, 0.5, 0.5)):
+    for start, seconds, wait_start, waited in intervals:
         move = ledger.begin("data", "all_reduce", Traffic(1, 1, 1), start)
-        move.seconds, move.waited = seconds, waited
+        move.seconds, move.wait_start, move.waited = seconds, wait_start, waited
+    return ledger
+
+
+def test_overlapping_operations_are_busy_once_and_waiting_is_not_hidden() -> None:
+    ledger = entered((0.0, 1.0, 1.0, 0.0), (0.5, 1.0, 1.25, 0.25), (3.0, 0.5, 3.0, 0.5))
     assert ledger.busy() == 2.0
     assert ledger.hidden() == 1.25
+
+
+def test_a_short_operation_inside_a_long_one_does_not_end_it() -> None:
+    """The third begins after the second has ended, but still inside the first."""
+    ledger = entered((0.0, 8.0, 8.0, 0.0), (1.0, 1.0, 2.0, 0.0), (4.0, 2.0, 6.0, 0.0), (9.0, 1.0, 9.0, 1.0))
+    assert ledger.busy() == 9.0
+    assert ledger.hidden() == 8.0
+
+
+def test_operations_are_counted_in_the_order_of_their_starts() -> None:
+    """Threads may enter them in another order."""
+    assert entered((2.0, 2.0, 4.0, 0.0), (0.0, 3.0, 3.0, 0.0)).busy() == 4.0
+
+
+def test_seconds_in_which_two_threads_wait_are_exposed_once() -> None:
+    """Both wait from 2 to 3; the second also before that, inside its own operation."""
+    ledger = entered((0.0, 3.0, 2.0, 1.0), (0.0, 4.0, 1.0, 2.0))
+    assert ledger.busy() == 4.0
+    assert ledger.hidden() == 2.0
 
 
 def test_finishing_tells_the_duration_and_the_wait() -> None:

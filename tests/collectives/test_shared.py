@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Group, Ledger, RecordingGroup, SharedGroup, group_over
+from echelon.collectives import Group, Ledger, RecordingGroup, group_over
+from echelon.collectives.shared.group import SharedGroup
+from echelon.collectives.shared.header import Header
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.slots import COLLECTIVE, LANE, Label, Outbox
+from echelon.collectives.shared.slots import COLLECTIVE, LANE, RingWriter
 from echelon.launching import Ranks
 
 from .test_groups import DTYPES, each_rank, one_of_each
@@ -391,16 +393,16 @@ def test_memory_is_kept_while_an_operation_uses_it(warm_ranks: Warm, direct: boo
 def pinned() -> None:
     """No device here: tensors of rank 0 say that they are pinned. Peers must not be told to read them."""
     group = world(True)
-    told: set[int] = set()
-    publish = Outbox.publish
+    published: set[int] = set()
+    publish = RingWriter.publish
 
-    def overheard(self: Outbox, label: Label) -> None:
-        told.add(label.address)
-        publish(self, label)
+    def record(self: RingWriter, header: Header) -> None:
+        published.add(header.address)
+        publish(self, header)
 
     if group.rank == 0:
         torch.Tensor.is_pinned = lambda *_: True  # type: ignore[method-assign,assignment]
-        Outbox.publish = overheard  # type: ignore[method-assign]
+        RingWriter.publish = record  # type: ignore[method-assign]
     tensor, whole = torch.ones(15 * DIRECT), torch.zeros(30 * DIRECT)
     group.all_reduce(tensor)
     group.all_gather(whole, tensor)
@@ -411,7 +413,7 @@ def pinned() -> None:
     else:
         group.recv(tensor.zero_(), 0)
     assert tensor.unique().tolist() == [4.0]
-    assert told.isdisjoint({tensor.data_ptr(), whole.data_ptr()})
+    assert published.isdisjoint({tensor.data_ptr(), whole.data_ptr()})
 
 
 def test_pinned_memory_is_copied_aside(direct: bool) -> None:

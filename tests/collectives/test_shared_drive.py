@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Group, Handle, Ledger, SharedGroup, group_over
+from echelon.collectives import Group, Handle, Ledger, group_over
+from echelon.collectives.shared.group import SharedGroup
 from echelon.collectives.shared.slots import LANE
 from echelon.launching import PeerLost, Ranks
 
@@ -25,7 +26,7 @@ SMALL, SLOT, LARGE = 3, LANE.slot_bytes // 4, 1_000_000  # elements; the last is
 
 def helper_calls(group: SharedGroup) -> list[int]:
     """Grows with every call for the helper."""
-    call, calls = group._link._drive._call, []
+    call, calls = group._link._progress_loop._background_call, []
     notify = call.notify
 
     def counted(n: int = 1) -> None:
@@ -105,8 +106,8 @@ def helper_goes_on_behind() -> bool:
         group.recv(tensor, 1)
         dist.barrier()
         time.sleep(0.3)
-        assert behind._pending is not None
-        done = behind._pending.done_at() is not None  # without anybody's look
+        assert behind._work is not None
+        done = behind._work.done_at() is not None  # without anybody's look
         behind.wait()
         return done
     group.send(torch.ones(SMALL), 0)
@@ -222,7 +223,7 @@ def closed_under_a_driver() -> tuple[list[str], float, int]:
         begun = time.perf_counter()
         results = several_waiters(group, 3)
         seconds = time.perf_counter() - begun
-        group._link._drive._helper.join(5)
+        group._link._progress_loop._background_thread.join(5)
         dist.barrier()
         return results, seconds, threads() - before
     dist.barrier()

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Ledger, SharedGroup, TorchGroup, group_over
-from echelon.collectives.shared import meeting
+from echelon.collectives import Ledger, TorchGroup, group_over
+from echelon.collectives.shared import handshake, rendezvous
+from echelon.collectives.shared.group import SharedGroup
 from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 
@@ -153,7 +155,7 @@ def abandoned() -> None:
     group._link.close()
     with pytest.raises(PeerLost):
         handle.wait()
-    with pytest.raises(PeerLost, match="destroyed"):
+    with pytest.raises(PeerLost, match="closed"):
         group.all_reduce(torch.zeros(3))
 
 
@@ -206,8 +208,8 @@ def goes_on_after_an_error(sizes: list[int]) -> list[str]:
 @pytest.mark.parametrize("sizes", [[10, 20], [20, 10], [40_000, 5]])
 def test_nothing_goes_on_after_an_error(warm_ranks: Warm, sizes: list[int]) -> None:
     for results in warm_ranks(2).run(goes_on_after_an_error, sizes):
-        assert results[0] == "Mismatch"
-        assert set(results) <= {"Mismatch", "PeerLost"}
+        assert results[0] == "MismatchError"
+        assert set(results) <= {"MismatchError", "PeerLost"}
 
 
 def differs_in(what: str) -> list[str]:
@@ -232,8 +234,8 @@ def differs_in(what: str) -> list[str]:
 )
 def test_ranks_that_differ_in_more_than_size_are_told(warm_ranks: Warm, what: str) -> None:
     results = warm_ranks(2).run(differs_in, what)
-    assert results[1][0] == "Mismatch", "at once, before any data of another turn is taken"
-    assert "message" in what or set(results[0][-1:]) <= {"Mismatch", "PeerLost"}
+    assert results[1][0] == "MismatchError", "at once, before any data of another turn is taken"
+    assert "message" in what or set(results[0][-1:]) <= {"MismatchError", "PeerLost"}
 
 
 def one_gone_one_late(length: int) -> str:
@@ -342,7 +344,7 @@ def out_of_step() -> None:
 
 
 def test_ranks_that_do_different_things_are_told() -> None:
-    told = pytest.raises(RankFailed, match=r"Mismatch: .*(all_reduce of 40|all_gather of 32) bytes")
+    told = pytest.raises(RankFailed, match=r"MismatchError: .*(all_reduce of 40|all_gather of 32) bytes")
     with told, Ranks(2, deadline=30.0) as ranks:
         ranks.run(out_of_step)
 
@@ -372,7 +374,7 @@ def leaves_one_running() -> list[str]:
     """The names of its sockets, as the host knows them."""
     group = new_group()
     group.recv(torch.zeros(3), 1 - group.rank, wait=False)
-    names = [speaker._connection.getsockname() for speaker in group._link._speakers.values()]
+    names = [peer._connection.getsockname() for peer in group._link._sockets.values()]
     return [name[1:].decode() for name in names if name]
 
 
@@ -409,11 +411,11 @@ def kind_of_group(change: Callable[[], None]) -> str:
 
 
 def switch_off() -> None:
-    os.environ[meeting.SWITCH] = "gloo"
+    os.environ[rendezvous.SWITCH] = "gloo"
 
 
 def another_host() -> None:
-    meeting._BOOT_ID = Path("/proc/sys/kernel/ostype")  # any text that is not this host's
+    handshake._BOOT_ID = Path("/proc/sys/kernel/ostype")  # any text that is not this host's
 
 
 def another_network() -> None:
@@ -424,14 +426,14 @@ def another_network() -> None:
         def connect(self, _: object) -> None:
             raise ConnectionRefusedError
 
-    meeting.socket.socket = Elsewhere  # type: ignore[misc]
+    socket.socket = Elsewhere  # type: ignore[misc]
 
 
 def no_reading() -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    meeting.read_memory = refuse
+    rendezvous.read_memory = refuse
 
 
 def fails(*_: object, **__: object) -> None:
@@ -447,34 +449,33 @@ def no_words() -> None:
 
 
 def no_sockets() -> None:
-    meeting.socket.socket = fails  # type: ignore[assignment,misc]
+    socket.socket = fails  # type: ignore[assignment,misc]
 
 
 def no_mapping() -> None:
-    meeting.mmap = fails  # type: ignore[assignment,misc]
+    handshake.mmap = fails  # type: ignore[assignment,misc]
 
 
 def no_passing() -> None:
     socket.send_fds = fails
 
 
-def visited() -> None:
-    """Strangers that read the name in /proc/net/unix fill the listener's queue, and say nothing."""
-    real = meeting._prepare
-    strangers = []
+def fill_queue() -> None:
+    """Strangers that read the name in /proc/net/unix fill the listener's queue, and send nothing."""
+    prepare, strangers = handshake.Host.__init__, []
 
-    def prepare(*args: object) -> object:
-        prepared = real(*args)  # type: ignore[arg-type]
+    def prepare_and_fill(self: handshake.Host, *args: Any) -> None:
+        prepare(self, *args)
         while True:
             stranger = socket.socket(socket.AF_UNIX)
             stranger.setblocking(False)
             try:
-                stranger.connect(prepared[1].getsockname())  # type: ignore[union-attr]
+                stranger.connect(self._listener.getsockname())
             except BlockingIOError:
-                return prepared
+                return
             strangers.append(stranger)
 
-    meeting._prepare = prepare  # type: ignore[assignment]
+    handshake.Host.__init__ = prepare_and_fill  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def visited() -> None:
         (no_sockets, "TorchGroup"),
         (no_mapping, "TorchGroup"),
         (no_passing, "TorchGroup"),
-        (visited, "TorchGroup"),
+        (fill_queue, "TorchGroup"),
         (switch_off, "TorchGroup"),
         (another_host, "TorchGroup"),
         (another_network, "TorchGroup"),
@@ -499,21 +500,19 @@ def test_all_ranks_go_the_same_way_when_one_cannot(change: Callable[[], None], k
 
 def meets_strangers() -> str:
     """Some call before the ranks do: one silent, one with a wrong secret, one that is no rank."""
-    real = meeting._prepare
-    strangers = []
+    prepare, strangers = handshake.Host.__init__, []
 
-    def prepare(*args: object) -> object:
-        prepared = real(*args)  # type: ignore[arg-type]
-        for hello in (b"", meeting._HELLO.pack(2, b"guess"), meeting._HELLO.pack(-7, b"")):
+    def prepare_and_call(self: handshake.Host, *args: Any) -> None:
+        prepare(self, *args)
+        for hello in (b"", handshake._HELLO.pack(2, b"guess"), handshake._HELLO.pack(-7, b"")):
             strangers.append(socket.socket(socket.AF_UNIX))
-            strangers[-1].connect(prepared[1].getsockname())  # type: ignore[union-attr]
+            strangers[-1].connect(self._listener.getsockname())
             strangers[-1].send(hello)
-        return prepared
 
     if dist.get_rank() == 0:
-        meeting._prepare = prepare  # type: ignore[assignment]
-        real_listen = socket.socket.listen
-        socket.socket.listen = lambda self, _: real_listen(self, 10)  # type: ignore[method-assign,misc]
+        handshake.Host.__init__ = prepare_and_call  # type: ignore[method-assign]
+        listen = socket.socket.listen
+        socket.socket.listen = lambda self, _: listen(self, 10)  # type: ignore[method-assign,misc]
     group = new_group()
     tensor = torch.ones(5)
     group.all_reduce(tensor)
@@ -527,7 +526,7 @@ def test_strangers_are_turned_away() -> None:
 
 def unknown_switch() -> str:
     if dist.get_rank() == 1:
-        os.environ[meeting.SWITCH] = "shard"
+        os.environ[rendezvous.SWITCH] = "shard"
     with pytest.raises(UserError) as caught:
         new_group()
     return str(caught.value)

@@ -160,7 +160,7 @@ def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
 
 
 def test_a_plan_needs_its_ranks() -> None:
-    with pytest.raises(echelon.UserError, match="takes 2 ranks, and 1 are here"):
+    with pytest.raises(echelon.UserError, match="needs 2 ranks, but 1 is running"):
         engine_for("data=2")
 
 

@@ -39,7 +39,7 @@ def test_one_process_alone_is_a_mesh_of_one() -> None:
 
 
 def test_a_plan_for_more_ranks_than_there_are_is_refused() -> None:
-    with pytest.raises(UserError, match=r"takes 4 ranks, and 1 are here.*ranks=4"):
+    with pytest.raises(UserError, match=r"needs 4 ranks, but 1 is running.*ranks=4"):
         Mesh.join(Plan(data=4))
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives import Ledger, RecordingGroup
-from echelon.collectives.group import Pending, Reduction
+from echelon.collectives import Ledger, RecordingGroup, Reduction, Work
 from echelon.tensor_parallel.modules import Column
 from echelon.tensor_parallel.regions import Region
 
@@ -82,7 +81,7 @@ def test_a_region_is_copied_without_what_entered() -> None:
 class Doubling(RecordingGroup):  # type: ignore[misc] # final: for all but this test
     """Doubles what it sums, as two equal ranks would."""
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         tensor.mul_(2)
         return super()._all_reduce(tensor, op)
 

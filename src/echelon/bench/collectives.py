@@ -17,7 +17,6 @@ from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.collectives import (
     Group,
     Ledger,
-    SharedGroup,
     TorchGroup,
     group_over,
     naive_all_reduce,
@@ -59,9 +58,9 @@ def measure(size: int, rounds: int) -> Measured:
         "ring": partial(ring_all_reduce, group, buffer),
         "naive": partial(naive_all_reduce, group, buffer),
     }
-    shared = group_over("data", dist.group.WORLD, group.ledger)
-    if isinstance(shared, SharedGroup):
-        contenders["shared"] = partial(shared.all_reduce, buffer)
+    chosen = group_over("data", dist.group.WORLD, group.ledger)
+    if not isinstance(chosen, TorchGroup):
+        contenders["shared"] = partial(chosen.all_reduce, buffer)
     sent = {name: _sent_by(work, group) for name, work in contenders.items()}
     meeting = {name: timed(work, before=group.barrier) for name, work in contenders.items()}
     return Measured(alternate(meeting, rounds), sent)

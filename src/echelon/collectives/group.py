@@ -1,10 +1,10 @@
-"""The Group: ranks along one axis, and what they can do together.
+"""The Group: ranks along one axis, and their operations.
 
-All bytes between ranks go through a Group, so one place counts them, checks them and knows what a rank is
-waiting for. A subclass only moves: it implements the underscored methods, one for each operation.
+All bytes between ranks go through a Group. So one place checks and counts them, and knows what a rank waits
+for. A subclass only moves bytes: it implements the underscored methods, one for each operation.
 
-Ranks are numbered within the group, 0 … size−1. Every operation blocks by default; with `wait=False` it
-returns at once and the Handle's `wait()` must be called before the tensors are touched again.
+Ranks are numbered within the group, 0 … size−1. Every operation blocks by default. With `wait=False` it
+returns at once, and the caller must call `wait()` of the Handle before it uses the tensors again.
 """
 
 import time
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from echelon.collectives.ledger import Ledger, Move, Traffic
@@ -19,48 +20,56 @@ from echelon.launching import pulse
 
 Reduction = Literal["sum", "mean", "min", "max"]
 
+# How two parts are combined; a mean is the sum, divided at the end.
+COMBINE: dict[Reduction, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
-class Pending(ABC):
-    """What a subclass returns for an operation it has begun."""
+
+class Work(ABC):
+    """An operation that a subclass has begun."""
 
     @abstractmethod
     def wait(self) -> None:
         """Return when the operation is complete."""
 
-    def in_background(self) -> None:  # noqa: B027 (most do anyway)
-        """Its caller does other work now: it shall go on by itself."""
+    def in_background(self) -> None:  # noqa: B027 (most operations advance anyway)
+        """Advance it while its caller does other work."""
 
     def done_at(self) -> float | None:
-        """When it was complete, if that is known better than by when `wait` returned."""
+        """When it was complete (time.perf_counter); None if only the return of `wait` is known."""
         return None
 
     def done(self) -> bool:
-        """Whether it is known to be complete, without waiting."""
+        """Whether it is known to be complete; does not wait."""
         return False
 
 
 @final
 class Handle:
-    """An operation under way. `wait()` any number of times; the first one closes its entry in the ledger."""
+    """The caller's end of an operation. The first `wait()` closes its ledger entry; more are harmless."""
 
-    def __init__(self, pending: Pending | None, ledger: Ledger, move: Move | None) -> None:
-        self._pending, self._ledger, self._move = pending, ledger, move
+    def __init__(self, work: Work | None, ledger: Ledger, move: Move | None) -> None:
+        self._work, self._ledger, self._move = work, ledger, move
 
     def wait(self) -> None:
-        if self._pending is None or self._move is None:
+        if self._work is None or self._move is None:
             return
         since = time.perf_counter()
         pulse.entered(f"{self._move.operation} {self._move.axis}")
         try:
-            self._pending.wait()
+            self._work.wait()
         finally:
             pulse.left()
-        self._ledger.finish(self._move, waited_since=since, done=self._pending.done_at())
-        self._pending = self._move = None
+        self._ledger.finish(self._move, waited_since=since, done=self._work.done_at())
+        self._work = self._move = None
 
     def done(self) -> bool:
-        """Whether it is known to be complete: then `wait` returns at once."""
-        return self._pending is None or self._pending.done()
+        """Whether it is known to be complete, so that `wait` returns at once."""
+        return self._work is None or self._work.done()
 
 
 class Group(ABC):
@@ -69,8 +78,19 @@ class Group(ABC):
     def __init__(self, axis: str, rank: int, size: int, ledger: Ledger) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
+        self._is_closed = False
 
-    # What is the same for every kind of group: check, count, begin, perhaps wait.
+    def close(self) -> None:
+        """Release this rank's process group, threads, sockets and shared memory of the group.
+
+        Any number of times, also when peers are gone. Unfinished operations fail, here and on the peers, and
+        other Group objects over the same process group end too. The world's process group itself stays.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+
+    # The same for every kind of group: check, count, begin, wait.
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """Every rank ends with the reduction of all ranks' `tensor`, in place."""
@@ -105,7 +125,7 @@ class Group(ABC):
         *,
         wait: bool = True,
     ) -> Handle:
-        """Rank r's part q of `tensor` becomes rank q's part r of `output`; parts are rows (even if None)."""
+        """Rank r's part q of `tensor` becomes rank q's part r of `output`; parts are rows (equal if None)."""
         to_all = self._rows("all_to_all input", tensor, input_rows)
         from_all = self._rows("all_to_all output", output, output_rows)
         traffic = Traffic(
@@ -120,27 +140,27 @@ class Group(ABC):
             lambda: self._all_to_all(output, tensor, from_all, to_all),
             output,
             tensor,
-            # One rank's parts may all be empty while another's are not: everyone takes part.
+            # One rank's parts may all be empty while another's are not, so every rank takes part.
             skip_empty=False,
         )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
-        """Every rank ends with the `source`'s tensor, in place."""
-        traffic = self._one_way(tensor.nbytes, from_me=source == self.rank)
+        """Every rank ends with the tensor of `source`, in place."""
+        traffic = self._one_way(tensor.nbytes, outgoing=source == self.rank)
         return self._do("broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor)
 
     def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
-        """The `target` ends with the reduction of all ranks' `tensor`; the others' is then undefined."""
-        traffic = self._one_way(tensor.nbytes, from_me=target != self.rank)
+        """The `target` ends with the reduction of all ranks' `tensor`; the others' tensors are undefined."""
+        traffic = self._one_way(tensor.nbytes, outgoing=target != self.rank)
         return self._do("reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor)
 
     def scatter(
         self, output: Tensor, tensor: Tensor | None = None, source: int = 0, *, wait: bool = True
     ) -> Handle:
-        """Rank r ends with part r of the `source`'s `tensor` (None elsewhere) in `output`."""
+        """Rank r ends with part r of the `tensor` of `source` (None elsewhere) in `output`."""
         if tensor is not None:
             self._check_parts("scatter", whole=tensor, part=output)
-        traffic = self._parts(output, many=source == self.rank, outward=source == self.rank)
+        traffic = self._parts(output, is_root=source == self.rank, outgoing=source == self.rank)
         tensors = [output] if tensor is None else [output, tensor]
         return self._do("scatter", traffic, wait, lambda: self._scatter(output, tensor, source), *tensors)
 
@@ -150,60 +170,65 @@ class Group(ABC):
         """The `target` ends with all ranks' `tensor`, one after the other, in `output` (None elsewhere)."""
         if output is not None:
             self._check_parts("gather", whole=output, part=tensor)
-        traffic = self._parts(tensor, many=target == self.rank, outward=target != self.rank)
+        traffic = self._parts(tensor, is_root=target == self.rank, outgoing=target != self.rank)
         tensors = [tensor] if output is None else [tensor, output]
         return self._do("gather", traffic, wait, lambda: self._gather(tensor, output, target), *tensors)
 
     def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
         """Send to `target`, which must `recv` the same number of elements of the same type."""
-        traffic = self._one_way(tensor.nbytes, from_me=True)
+        traffic = self._one_way(tensor.nbytes, outgoing=True)
         return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor)
 
     def recv(self, tensor: Tensor, source: int, *, wait: bool = True) -> Handle:
         """Receive from `source` into `tensor`."""
-        traffic = self._one_way(tensor.nbytes, from_me=False)
+        traffic = self._one_way(tensor.nbytes, outgoing=False)
         return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor)
 
     def barrier(self) -> None:
-        """Return when every rank of the group has come here."""
+        """Return when every rank of the group has called this."""
         self._do("barrier", Traffic(0, 0, 0), True, self._barrier, skip_empty=False)
 
-    # What a kind of group must say for itself.
+    # Different for every kind of group.
+
+    def _close(self) -> None:  # noqa: B027 (a group may hold nothing)
+        """Release what this kind of group holds."""
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending: ...
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work: ...
     @abstractmethod
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Pending: ...
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Work: ...
     @abstractmethod
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending: ...
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work: ...
     @abstractmethod
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int]
-    ) -> Pending: ...
+    ) -> Work: ...
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, source: int) -> Pending: ...
+    def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
     @abstractmethod
-    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Pending: ...
+    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Work: ...
     @abstractmethod
-    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Pending: ...
+    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Work: ...
     @abstractmethod
-    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Pending: ...
+    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Work: ...
     @abstractmethod
-    def _send(self, tensor: Tensor, target: int) -> Pending: ...
+    def _send(self, tensor: Tensor, target: int) -> Work: ...
     @abstractmethod
-    def _recv(self, tensor: Tensor, source: int) -> Pending: ...
+    def _recv(self, tensor: Tensor, source: int) -> Work: ...
     @abstractmethod
-    def _barrier(self) -> Pending: ...
+    def _barrier(self) -> Work: ...
 
     def _do(
         self,
         operation: str,
         traffic: Traffic,
         wait: bool,
-        begin: Callable[[], Pending],
+        begin: Callable[[], Work],
         *tensors: Tensor,
         skip_empty: bool = True,
     ) -> Handle:
+        if self._is_closed:
+            raise RuntimeError(f"{operation} along {self.axis}: the group is closed; make a new engine")
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError(
@@ -213,24 +238,24 @@ class Group(ABC):
         if skip_empty and traffic.payload == 0:
             return Handle(None, self.ledger, None)
         start = time.perf_counter()
-        pending = begin()
-        if self.size == 1:  # nothing leaves this rank: nothing to enter, nothing to wait for
-            pending.wait()
+        work = begin()
+        if self.size == 1:  # nothing leaves this rank, so the ledger has no entry
+            work.wait()
             return Handle(None, self.ledger, None)
-        handle = Handle(pending, self.ledger, self.ledger.begin(self.axis, operation, traffic, start))
+        handle = Handle(work, self.ledger, self.ledger.begin(self.axis, operation, traffic, start))
         if wait:
             handle.wait()
         else:
-            pending.in_background()
+            work.in_background()
         return handle
 
-    def _one_way(self, payload: int, *, from_me: bool) -> Traffic:
-        return Traffic(payload, payload if from_me else 0, 0 if from_me else payload)
+    def _one_way(self, payload: int, *, outgoing: bool) -> Traffic:
+        return Traffic(payload, payload if outgoing else 0, 0 if outgoing else payload)
 
-    def _parts(self, part: Tensor, *, many: bool, outward: bool) -> Traffic:
+    def _parts(self, part: Tensor, *, is_root: bool, outgoing: bool) -> Traffic:
         payload = self.size * part.nbytes
-        mine = (self.size - 1 if many else 1) * part.nbytes
-        return Traffic(payload, mine if outward else 0, 0 if outward else mine)
+        share = (self.size - 1 if is_root else 1) * part.nbytes
+        return Traffic(payload, share if outgoing else 0, 0 if outgoing else share)
 
     def _check_parts(self, operation: str, *, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
@@ -239,11 +264,11 @@ class Group(ABC):
                 f"{whole.numel()} elements of {whole.dtype} and parts of {part.numel()} of {part.dtype}"
             )
 
-    def _rows(self, what: str, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
+    def _rows(self, name: str, tensor: Tensor, rows: Sequence[int] | None) -> list[int]:
         counts = [tensor.shape[0] // self.size] * self.size if rows is None else list(rows)
         if len(counts) != self.size or sum(counts) != tensor.shape[0]:
             raise ValueError(
-                f"{what} along {self.axis}: {tensor.shape[0]} rows must be cut into {self.size} parts, "
+                f"{name} along {self.axis}: {tensor.shape[0]} rows must be split into {self.size} parts, "
                 f"got {'even parts' if rows is None else counts}"
             )
         return counts

@@ -1,21 +1,21 @@
-"""The ledger: what a rank moved, by axis, operation and subject, how long it took and who waited for it.
+"""The ledger: the bytes that a rank moved, by axis, operation and subject, and the time that took.
 
-Bytes are counted by rule, not by peeking at a backend. `payload` is the whole buffer of the operation;
-`sent` and `received` are what this rank must pass on at least, N ranks in the group:
+Bytes follow from a rule, not from a look at the backend. `payload` is the whole buffer of the operation;
+`sent` and `received` are the least that this rank must move, with N ranks in the group:
 
     all_reduce      2(N−1)/N · payload each way     (ring: reduce-scatter, then all-gather)
     reduce_scatter   (N−1)/N · payload each way     (payload: the whole input)
     all_gather       (N−1)/N · payload each way     (payload: the whole output)
-    all_to_all      what is for others / from others
+    all_to_all      the parts for the others / from the others
     broadcast       the source sends payload, the others receive it
     reduce          the others send payload, the target receives it
-    scatter, gather the source sends, the target receives, all parts but its own
+    scatter, gather the source sends, the target receives, all parts but one
     send, recv      payload
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,7 +31,10 @@ class Traffic(NamedTuple):
 
 @dataclass(slots=True)
 class Move:
-    """One operation: begun at `start` (time.perf_counter), done `seconds` later, `waited` of them idle."""
+    """One operation: begun at `start` (time.perf_counter), done `seconds` later.
+
+    Its caller waited for `waited` seconds, from `wait_start` on.
+    """
 
     axis: str
     operation: str
@@ -39,12 +42,13 @@ class Move:
     traffic: Traffic
     start: float
     seconds: float = 0.0
+    wait_start: float = 0.0
     waited: float = 0.0
 
 
 @dataclass(slots=True)
 class Total:
-    """The sum over all moves of one operation along one axis about one subject."""
+    """The sum over all moves with one axis, operation and subject."""
 
     count: int = 0
     payload: int = 0
@@ -56,27 +60,27 @@ class Total:
 
 @dataclass
 class Ledger:
-    """All that one rank moved: totals since the start, and each move of the current step."""
+    """Everything that one rank moved: totals since the start, and each move of the current step."""
 
     totals: dict[tuple[str, str, str], Total] = field(default_factory=lambda: defaultdict(Total))
     moves: list[Move] = field(default_factory=list)
     subject: str = ""
 
     def start_step(self) -> None:
-        """Forget the moves of the step before (their totals stay)."""
+        """Drop the moves of the previous step; the totals stay."""
         self.moves = []
 
     @contextmanager
     def about(self, subject: str) -> Iterator[None]:
-        """What is begun inside is entered under `subject`: gradients, parameters, metrics …"""
-        before, self.subject = self.subject, subject
+        """Operations that begin inside are entered under `subject`: gradients, parameters, metrics …"""
+        previous, self.subject = self.subject, subject
         try:
             yield
         finally:
-            self.subject = before
+            self.subject = previous
 
     def begin(self, axis: str, operation: str, traffic: Traffic, start: float | None = None) -> Move:
-        """Enter an operation that was issued at `start` (or now)."""
+        """Enter an operation that began at `start` (or now)."""
         move = Move(axis, operation, self.subject, traffic, time.perf_counter() if start is None else start)
         self.moves.append(move)
         total = self._total_of(move)
@@ -87,34 +91,30 @@ class Ledger:
         return move
 
     def finish(self, move: Move, *, waited_since: float, done: float | None = None) -> None:
-        """Close a move: the caller began to wait at `waited_since`; it was complete at `done` (or now)."""
+        """Close a move: the caller waited from `waited_since` until now; complete at `done` (or now)."""
         now = time.perf_counter()
         move.seconds = (now if done is None else done) - move.start
-        move.waited = now - waited_since
+        move.wait_start, move.waited = waited_since, now - waited_since
         total = self._total_of(move)
         total.seconds += move.seconds
         total.waited += move.waited
 
     def busy(self) -> float:
-        """Seconds of this step in which something was under way; what overlaps counts once."""
-        seconds, end = 0.0, float("-inf")
-        for move in sorted(self.moves, key=lambda move: move.start):
-            seconds += max(0.0, move.start + move.seconds - max(end, move.start))
-            end = max(end, move.start + move.seconds)
-        return seconds
+        """Seconds of this step in which an operation was unfinished; overlapping ones count once."""
+        return _covered_seconds((move.start, move.seconds) for move in self.moves)
 
     def hidden(self) -> float:
-        """Of the busy seconds, those in which this rank did something else than wait."""
-        return max(0.0, self.busy() - sum(move.waited for move in self.moves))
+        """Of the busy seconds, those in which no caller waited."""
+        return max(0.0, self.busy() - _covered_seconds((move.wait_start, move.waited) for move in self.moves))
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None
     ) -> Total:
-        """The sum of the totals that match; None matches everything."""
+        """The sum of the totals that match; None matches all."""
         result = Total()
         for key, part in self.totals.items():
-            wanted = zip((axis, operation, subject), key, strict=True)
-            if all(want in (None, has) for want, has in wanted):
+            pairs = zip((axis, operation, subject), key, strict=True)
+            if all(wanted in (None, actual) for wanted, actual in pairs):
                 for name in Total.__slots__:
                     setattr(result, name, getattr(result, name) + getattr(part, name))
         return result
@@ -129,3 +129,12 @@ class Ledger:
 
     def _total_of(self, move: Move) -> Total:
         return self.totals[move.axis, move.operation, move.subject]
+
+
+def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals, each (start, seconds)."""
+    covered, end = 0.0, float("-inf")
+    for start, seconds in sorted(intervals):
+        covered += max(0.0, start + seconds - max(end, start))
+        end = max(end, start + seconds)
+    return covered

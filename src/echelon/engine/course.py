@@ -63,7 +63,7 @@ class Course(ABC):
         task = Task(
             held.stages, held.replicas, self._count_loss, self._around, self._make_update, within.counts
         )
-        wire = Wire(mesh.group("pipeline"), mesh.back, mesh.device)
+        wire = Wire(mesh.group("pipeline"), mesh.backward_group, mesh.device)
         self._interpreter = Interpreter(task, wire, mesh.device, self._versions())
 
     @abstractmethod

@@ -125,7 +125,7 @@ def _groups(ties: list[Tie], program: Program, mesh: Mesh) -> list[tuple[Tie, Gr
     """Each tie of trained weights with the ranks that hold it: one group for each set of stages."""
     trained = [tie for tie in ties if tie.parameter.requires_grad]
     places = [frozenset(_position(program, mesh, stage) for stage in tie.stages) for tie in trained]
-    made = {positions: mesh.among(positions) for positions in dict.fromkeys(places)}
+    made = {positions: mesh.group_of_stages(positions) for positions in dict.fromkeys(places)}
     return [(tie, made[positions]) for tie, positions in zip(trained, places, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Ranks and where they stand: the pure layout of a plan, and the mesh of real groups over it."""
+"""The positions of ranks: the pure layout of a plan, and the mesh of real groups over it."""
 
 from echelon.mesh.layout import Layout, Position
 from echelon.mesh.mesh import Mesh, this_device

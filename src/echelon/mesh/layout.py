@@ -1,7 +1,7 @@
-"""The layout: which rank stands where. Pure arithmetic over a plan; no process group, no torch.
+"""The layout: the position of every rank. Pure arithmetic over a plan; no process group, no torch.
 
-Ranks are numbered with the pipeline outermost and tensor innermost, so that tensor ranks, which talk the
-most, are neighbours on a host. `data=2 tensor=2 pipeline=2`:
+Ranks are numbered with `pipeline` outermost and `tensor` innermost, so that tensor ranks, which communicate
+the most, are neighbours on a host. `data=2 tensor=2 pipeline=2`:
 
     rank        0  1  2  3  4  5  6  7
     pipeline    0  0  0  0  1  1  1  1
@@ -14,8 +14,8 @@ A stage with more replicas than the others has a longer data axis. `pipeline=3-1
     pipeline    0  0  0  1
     data        0  1  2  0
 
-Experts are spread over neighbouring data ranks: along `expert` run the ranks that hold different experts,
-along `expert_data` those that hold the same ones.
+Experts are spread over neighbouring data ranks: the ranks along `expert` hold different experts, those along
+`expert_data` the same ones.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from typing import NamedTuple
 from echelon.plan import Plan
 
 AXES = ("pipeline", "data", "context", "tensor")
-TOGETHER = ("weights", "stage", "all")  # several axes in one
+COMBINED_AXES = ("weights", "stage", "all")  # each is several axes in one
 
-# Ranks are in one group along an axis when they agree on all of these.
-_AGREE = {
+# Ranks are in the same group along an axis when these coordinates are equal.
+_EQUAL_COORDINATES = {
     "all": (),
-    "stage": ("pipeline",),  # those that have a part in the same stages
-    "weights": ("pipeline", "tensor"),  # those that have the same weights: data and context together
+    "stage": ("pipeline",),  # the ranks that hold parts of the same stages
+    "weights": ("pipeline", "tensor"),  # the ranks with the same weights: data and context together
     "pipeline": ("replica", "context", "tensor"),
     "data": ("pipeline", "context", "tensor"),
     "context": ("pipeline", "data", "tensor"),
@@ -42,7 +42,7 @@ _AGREE = {
 
 
 class Position(NamedTuple):
-    """Where a rank stands along every axis. `replica` counts copies of the whole pipeline."""
+    """The coordinates of a rank along every axis. `replica` counts copies of the whole pipeline."""
 
     pipeline: int
     data: int
@@ -55,7 +55,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of all ranks of a plan, and the groups they form."""
+    """The positions of all ranks of a plan, and their groups."""
 
     plan: Plan
 
@@ -75,8 +75,8 @@ class Layout:
         """All groups of ranks along `axis`; each rank is in exactly one of them."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank, position in enumerate(self.positions):
-            place = tuple(getattr(position, name) for name in _AGREE[axis])
-            members.setdefault(place, []).append(rank)
+            key = tuple(getattr(position, name) for name in _EQUAL_COORDINATES[axis])
+            members.setdefault(key, []).append(rank)
         return tuple(tuple(ranks) for ranks in members.values())
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def even(self) -> bool:
-        """Whether every stage has the same ranks, so that the layout is a plain grid."""
+        """Whether every stage has the same number of ranks, so that the layout is a grid."""
         return len(set(self.plan.replicas)) == 1
 
     @property

@@ -1,41 +1,40 @@
-"""The mesh: this process's place in a layout, and its groups along each axis, over torch's process groups.
+"""The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
-An even layout is a torch DeviceMesh, so that anything in torch that wants one can have it. A layout whose
-stages have different replicas is no grid; its groups are made one by one.
-"""
-
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.errors import UserError
 from echelon.launching import join
-from echelon.mesh.layout import AXES, TOGETHER, Layout, Position
+from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
 from echelon.plan import Plan
 
 
 class Mesh:
-    """Where this process stands in `plan`, with a Group for each axis, all writing into one ledger."""
+    """This process's position in `plan`, with a Group for each axis, all writing into one ledger."""
 
     def __init__(self, plan: Plan, groups: dict[str, Group], rank: int, device: torch.device) -> None:
         self.plan, self.rank, self.device = plan, rank, device
         self.layout = Layout(plan)
         self.ledger = next(iter(groups.values())).ledger
-        self.back = groups.pop("back", groups["pipeline"])  # the same ranks; for messages to lower ones
+        self._open_groups = list(groups.values())
+        # The same ranks as `pipeline`; for messages to lower ones.
+        self.backward_group = groups.pop("backward", groups["pipeline"])
         self._groups = groups
 
     @classmethod
     def join(cls, plan: Plan) -> "Mesh":
-        """Join the ranks that are there: launched, under torchrun, or this process alone."""
+        """Join the running ranks: launched, under torchrun, or this process alone."""
         join()
-        there = dist.get_world_size() if dist.is_initialized() else 1
-        if there != plan.ranks:
+        running = dist.get_world_size() if dist.is_initialized() else 1
+        if running != plan.ranks:
             raise UserError(
-                f"plan '{plan}' takes {plan.ranks} ranks, and {there} are here; start it with "
-                f"echelon.launch(fn, ranks={plan.ranks}) or torchrun --nproc-per-node {plan.ranks}"
+                f"plan '{plan}' needs {plan.ranks} ranks, but {running} {'is' if running == 1 else 'are'} "
+                f"running; start it with echelon.launch(fn, ranks={plan.ranks}) or "
+                f"torchrun --nproc-per-node {plan.ranks}"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
         return cls(plan, _real_groups(Layout(plan), rank), rank, this_device())
@@ -60,83 +59,90 @@ class Mesh:
 
     def group(self, axis: str) -> Group:
         """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
-        `stage` (with a part in the same stages), `all`."""
-        return self._groups[_alias(self.layout, axis)]
+        `stage` (the ranks with parts of the same stages), `all`."""
+        return self._groups[_first_equal_axis(self.layout, axis)]
 
-    def among(self, stages: Collection[int]) -> Group:
+    def group_of_stages(self, stages: Collection[int]) -> Group:
         """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
 
-        Where all stages have as many replicas, those of the same number along `data`.
+        Where all stages have as many replicas, those with the same number along `data`.
         """
         columns: dict[tuple[int, ...], list[int]] = {}
-        for rank, its in enumerate(self.layout.positions):
-            if its.pipeline in stages:
-                place = (its.data if self.layout.even else its.replica, its.context, its.tensor)
-                columns.setdefault(place, []).append(rank)
-        groups = tuple(tuple(ranks) for ranks in columns.values())
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        mine = next((ranks for ranks in groups if self.rank in ranks), None)
-        if mine is None:
+        for rank, position in enumerate(self.layout.positions):
+            if position.pipeline in stages:
+                replica = position.data if self.layout.even else position.replica
+                columns.setdefault((replica, position.context, position.tensor), []).append(rank)
+        process_group = _new_process_group(columns.values(), self.rank)
+        if process_group is None:
             return RecordingGroup("tied", ledger=self.ledger)
-        return group_over("tied", made[mine], self.ledger)
+        group = group_over("tied", process_group, self.ledger)
+        self._open_groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Close all groups of this mesh, any number of times, also when peers are gone.
+
+        Without this, the threads, sockets and shared memory of a mesh stay until the process ends, because
+        torch keeps every process group in a global table.
+        """
+        with ExitStack() as stack:  # closes the others even if one raises
+            while self._open_groups:
+                stack.callback(self._open_groups.pop().close)
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
-    together = tuple(axis for axis in TOGETHER if _alias(layout, axis) == axis)
-    return (*AXES, *together, *(("expert", "expert_data") if layout.plan.expert > 1 else ()))
+    combined = tuple(axis for axis in COMBINED_AXES if _first_equal_axis(layout, axis) == axis)
+    return (*AXES, *combined, *(("expert", "expert_data") if layout.plan.expert > 1 else ()))
 
 
-def _alias(layout: Layout, axis: str) -> str:
-    """The first axis with the same groups: several together are often just one."""
-    if axis not in TOGETHER:
+def _first_equal_axis(layout: Layout, axis: str) -> str:
+    """The first axis with the same groups: a combined axis often equals a single one."""
+    if axis not in COMBINED_AXES:
         return axis
-    return next(each for each in (*_BY_CUSTOM, *TOGETHER) if layout.groups(each) == layout.groups(axis))
+    candidates = (*_PREFERRED_AXES, *COMBINED_AXES)
+    return next(other for other in candidates if layout.groups(other) == layout.groups(axis))
 
 
-_BY_CUSTOM = ("data", "context", "tensor", "pipeline")  # all alone, one is named by data
-
-
-def _grid_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes whose groups are lines of the grid: replicas of a stage share one pipeline."""
-    return AXES if set(layout.plan.replicas) == {1} else AXES[1:]
+_PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is a group along `data`
 
 
 def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
     ledger = Ledger()
-    grid = _device_mesh(layout) if layout.even and layout.plan.ranks > 1 else None
-    groups: dict[str, Group] = {}
-    for axis in _axes_of(layout):
-        sizes = {len(ranks) for ranks in layout.groups(axis)}
-        if sizes == {1}:
-            groups[axis] = RecordingGroup(axis, ledger=ledger)
-        elif grid is not None and axis in _grid_axes(layout):
-            groups[axis] = group_over(axis, grid.get_group(axis), ledger)
-        else:
-            groups[axis] = group_over(axis, _new_group(layout.groups(axis), rank), ledger)
-    if layout.plan.stages > 1 and dist.get_backend() == "nccl":  # where a pair of ranks has one queue
-        groups["back"] = group_over("pipeline", _new_group(layout.groups("pipeline"), rank), ledger)
+    with ExitStack() as stack:  # closes what was made if a later group fails
+        groups: dict[str, Group] = {}
+        for axis in _axes_of(layout):
+            groups[axis] = _real_group(axis, layout, rank, ledger)
+            stack.callback(groups[axis].close)
+        if layout.plan.stages > 1 and dist.get_backend() == "nccl":  # NCCL has one queue per pair of ranks
+            groups["backward"] = _real_group("pipeline", layout, rank, ledger)
+        stack.pop_all()
     return groups
 
 
-def _device_mesh(layout: Layout) -> DeviceMesh:
-    """The grid over the axes that have more than one rank: an axis of one needs no process group."""
-    axes = [(axis, size) for axis, size in zip(AXES, layout.shape, strict=True) if size > 1]
-    ranks = torch.arange(layout.plan.ranks).reshape([size for _, size in axes])
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return DeviceMesh(kind, ranks, mesh_dim_names=tuple(axis for axis, _ in axes))
+def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
+    all_ranks = layout.groups(axis)
+    if all(len(ranks) == 1 for ranks in all_ranks):
+        return RecordingGroup(axis, ledger=ledger)
+    process_group = _new_process_group(all_ranks, rank)
+    assert process_group is not None
+    return group_over(axis, process_group, ledger)
 
 
-def _new_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
-    # Every process makes every group, in the same order: that is how torch agrees on them.
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-    mine = next(ranks for ranks in groups if rank in ranks)
-    return made[mine]
+def _new_process_group(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """The process group of this rank, or None if it is in none of the `groups`.
+
+    Every process makes every group, in the same order: torch names a group by the number of groups before it.
+    """
+    own_group: dist.ProcessGroup | None = None
+    for ranks in groups:
+        process_group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own_group = process_group
+    return own_group
 
 
 def this_device() -> torch.device:
-    """Where this process computes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    """The device on which this process computes."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

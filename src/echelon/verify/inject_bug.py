@@ -6,8 +6,7 @@ Each function takes a finished engine and breaks it. `echelon verify --inject-bu
 from collections.abc import Callable
 from typing import Any
 
-from echelon.collectives import Handle
-from echelon.collectives.local import Done
+from echelon.collectives import CompletedWork, Handle
 from echelon.data_parallel import Sync, Synchronous
 from echelon.engine import Engine
 from echelon.errors import UserError
@@ -39,7 +38,7 @@ def _skip_bucket(engine: Engine) -> None:
         operation, traffic, wait, begin, *tensors = args
         sent = any(move.subject == "gradients" for move in group.ledger.moves)
         if group.ledger.subject == "gradients" and not sent:
-            begin = Done
+            begin = CompletedWork
         return do(operation, traffic, wait, begin, *tensors, **options)
 
     group._do = do_all_but_the_first  # type: ignore[method-assign]

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.group import Group, Pending, Reduction
+from echelon.collectives.group import Group, Reduction, Work
 from echelon.collectives.ledger import Ledger
-from echelon.collectives.shared import steps
-from echelon.collectives.shared.lines import Line, Steps
+from echelon.collectives.shared import operations
 from echelon.collectives.shared.link import Link
-from echelon.collectives.shared.meeting import Meeting, agree, meet
-from echelon.collectives.torch_group import Then, TorchGroup
+from echelon.collectives.shared.operation_queue import OperationQueue, Steps
+from echelon.collectives.shared.rendezvous import open_link
+from echelon.collectives.torch_group import ChainedWork, TorchGroup
 
 _REDUCED = {
     torch.float64,
@@ -27,14 +27,14 @@ _REDUCED = {
     torch.uint8,
 }
 
-# A link lives as long as its process group; None where the ranks are not all on this host.
+# Groups over one process group share its link; None where its ranks cannot share memory.
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.WeakKeyDictionary()
 
 
 def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
     """The Group over `process_group`: through shared memory where that is Gloo on one host.
 
-    All ranks of the process group must call this, as the first time they meet here.
+    All ranks of the process group must call this, because the first call connects them.
     """
     if process_group not in _links:
         _links[process_group] = _new_link(process_group)
@@ -46,108 +46,101 @@ def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> G
 def _new_link(process_group: dist.ProcessGroup) -> Link | None:
     if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
         return None
-    with torch.device("cpu"), torch.inference_mode(False):  # whatever the default is
-        meeting = meet(process_group)
-        if meeting is None:
-            return None
-        link = _link_or_none(process_group, meeting)
-        everywhere = agree(link is not None, process_group)
-    if link is None or not everywhere:
-        if link is not None:
-            link.close()
-        for met in meeting.peers:
-            met.socket.close()
-        return None
-    weakref.finalize(process_group, link.close)  # also at exit
+    link = open_link(process_group)
+    if link is not None:
+        link.finalizer = weakref.finalize(process_group, link.close)  # also at exit
     return link
-
-
-def _link_or_none(process_group: dist.ProcessGroup, meeting: Meeting) -> Link | None:
-    """None where the system has no descriptor or no thread left."""
-    backend = process_group._get_backend(torch.device("cpu"))
-    try:
-        return Link(process_group.rank(), meeting, backend.options._timeout.total_seconds())
-    except (OSError, RuntimeError):
-        return None
 
 
 @final
 class SharedGroup(Group):
-    """The ranks of one process group, all on this host; what is rare goes through `over_torch`."""
+    """The ranks of one process group, all on this host; rare operations go through `over_torch`."""
 
     def __init__(self, over_torch: TorchGroup, link: Link) -> None:
         super().__init__(over_torch.axis, over_torch.rank, over_torch.size, over_torch.ledger)
-        self.process_group = over_torch.process_group
         self._over_torch, self._link = over_torch, link
         self._where = f"rank {self.rank} of {self.size} along {self.axis}"
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Pending:
-        if not _reducible(tensor, op):
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self._over_torch.process_group
+
+    def _close(self) -> None:
+        _links.pop(self.process_group, None)
+        self._link.close()
+        del self._link  # and with it the mapped memory
+        self._over_torch.close()
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        if not _is_reducible(tensor, op):
             return self._over_torch._all_reduce(tensor, op)
-        return self._collective(steps.all_reduce(self._link, tensor, op))
+        return self._collective(operations.all_reduce(self._link, tensor, op))
 
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Pending:
-        if not _reducible(tensor, op) or not _on_host(output):
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: Reduction) -> Work:
+        if not _is_reducible(tensor, op) or not _is_on_host(output):
             return self._over_torch._reduce_scatter(output, tensor, op)
-        return self._collective(steps.reduce_scatter(self._link, output, tensor, op))
+        return self._collective(operations.reduce_scatter(self._link, output, tensor, op))
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Pending:
-        if not _on_host(tensor, output):
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        if not _is_on_host(tensor, output):
             return self._over_torch._all_gather(output, tensor)
-        return self._collective(steps.all_gather(self._link, output, tensor))
+        return self._collective(operations.all_gather(self._link, output, tensor))
 
-    def _broadcast(self, tensor: Tensor, source: int) -> Pending:
-        if not _on_host(tensor):
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        if not _is_on_host(tensor):
             return self._over_torch._broadcast(tensor, source)
-        return self._collective(steps.broadcast(self._link, tensor, source))
+        return self._collective(operations.broadcast(self._link, tensor, source))
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int]
-    ) -> Pending:
+    ) -> Work:
         return self._over_torch._all_to_all(output, tensor, output_rows, input_rows)
 
-    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Pending:
+    def _reduce(self, tensor: Tensor, target: int, op: Reduction) -> Work:
         return self._over_torch._reduce(tensor, target, op)
 
-    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Pending:
+    def _scatter(self, output: Tensor, tensor: Tensor | None, source: int) -> Work:
         return self._over_torch._scatter(output, tensor, source)
 
-    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Pending:
+    def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Work:
         return self._over_torch._gather(tensor, output, target)
 
-    # The two ends of a message may be on different devices: all of them go the same way, over the host.
+    # The two ends of a message may be on different devices, so all messages go through the host.
 
-    def _send(self, tensor: Tensor, target: int) -> Pending:
-        return self._begin(self._link.sends[target], steps.send(self._link, _resolved(tensor), target))
+    def _send(self, tensor: Tensor, target: int) -> Work:
+        steps = operations.send(self._link, _resolved(tensor), target)
+        return self._begin(self._link.sends[target], steps)
 
-    def _recv(self, tensor: Tensor, source: int) -> Pending:
-        line = self._link.receives[source]
+    def _recv(self, tensor: Tensor, source: int) -> Work:
+        queue = self._link.receives[source]
         if tensor.is_cpu:
-            return self._begin(line, steps.recv(self._link, tensor, source))
-        place = tensor.data  # its memory of now
-        host = torch.empty_like(place, device="cpu")
-        return Then(self._begin(line, steps.recv(self._link, host, source)), lambda: place.copy_(host))
+            return self._begin(queue, operations.recv(self._link, tensor, source))
+        destination = tensor.data  # the memory that it has now
+        incoming = torch.empty_like(destination, device="cpu")
+        work = self._begin(queue, operations.recv(self._link, incoming, source))
+        return ChainedWork(work, lambda: destination.copy_(incoming))
 
-    def _barrier(self) -> Pending:
+    def _barrier(self) -> Work:
         return self._over_torch._barrier()
 
-    def _collective(self, operation: Steps) -> Pending:
-        return self._begin(self._link.collectives, operation)
+    def _collective(self, steps: Steps) -> Work:
+        return self._begin(self._link.collectives, steps)
 
-    def _begin(self, line: Line, operation: Steps) -> Pending:
-        return self._link.submit(line, operation, self._where)
+    def _begin(self, queue: OperationQueue, steps: Steps) -> Work:
+        return self._link.submit(queue, steps, self._where)
 
 
-def _on_host(*tensors: Tensor) -> bool:
+def _is_on_host(*tensors: Tensor) -> bool:
     return all(tensor.is_cpu for tensor in tensors)
 
 
 def _resolved(tensor: Tensor) -> Tensor:
-    """On the host, with its values in its memory: conjugates and negatives are only marked there."""
+    """On the host, with the values in memory: a conjugate or negative view only marks them."""
     if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
-def _reducible(tensor: Tensor, op: Reduction) -> bool:
-    return _on_host(tensor) and tensor.dtype in _REDUCED and (op != "mean" or tensor.dtype.is_floating_point)
+def _is_reducible(tensor: Tensor, op: Reduction) -> bool:
+    has_mean = op != "mean" or tensor.dtype.is_floating_point
+    return _is_on_host(tensor) and tensor.dtype in _REDUCED and has_mean
