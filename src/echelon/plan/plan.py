@@ -71,8 +71,8 @@ class Plan:
         """How many replicas each pipeline stage has, within one replica along `data`."""
         if isinstance(self.pipeline, str):
             raise UserError(
-                f"plan '{self}': pipeline=auto has stages when a model was measured, not before; let "
-                "parallelize resolve it, or say the stages, like pipeline=2"
+                f"plan '{self}': pipeline=auto has no stages until a model was measured; let "
+                "parallelize resolve it, or give the stages, like pipeline=2"
             )
         return (1,) * self.pipeline if isinstance(self.pipeline, int) else self.pipeline
 

@@ -1,13 +1,13 @@
-"""Rules between the fields of a plan: which combinations have no meaning, and why.
+"""Rules between the fields of a plan: which combinations are invalid, and why.
 
-Each rule reads the fields that stand beside it in the table below, valid one by one, and returns the error
-as a sentence, or None. What has a meaning but is not built yet is not refused here: the engine says so.
+A rule is checked once each of its fields is valid on its own. A valid combination that is not implemented yet
+is refused by the engine, not here.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, AUTO
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, AUTO, FIELDS
 
 if TYPE_CHECKING:
     from echelon.plan.plan import Plan
@@ -17,8 +17,8 @@ def _expert_divides_data(plan: "Plan") -> str | None:
     if plan.data % plan.expert == 0:
         return None
     return (
-        f"expert={plan.expert} data={plan.data}: experts are spread over the data ranks, so expert must "
-        f"divide data; set data to a multiple of {plan.expert}"
+        f"expert={plan.expert} data={plan.data}: experts are spread over the data ranks, and {plan.data} "
+        f"is not divisible by {plan.expert}; set data to a multiple of {plan.expert}"
     )
 
 
@@ -31,7 +31,7 @@ def _staleness_needs_async(plan: "Plan") -> str | None:
     )
 
 
-def _server_holds_all(plan: "Plan") -> str | None:
+def _server_has_no_shards(plan: "Plan") -> str | None:
     if plan.sync == "all-reduce" or plan.zero == 0:
         return None
     return (
@@ -40,34 +40,35 @@ def _server_holds_all(plan: "Plan") -> str | None:
     )
 
 
-def _chunks_are_interleaved(plan: "Plan") -> str | None:
+def _chunks_need_interleaved(plan: "Plan") -> str | None:
     if (plan.chunks > 1) == (plan.schedule == "interleaved") or plan.schedule_is_file:
         return None
     return (
-        f"schedule={plan.schedule} chunks={plan.chunks}: several chunks a rank and the interleaved schedule "
-        "go together; use schedule=interleaved with chunks=2 or more, or chunks=1 with another schedule"
+        f"schedule={plan.schedule} chunks={plan.chunks}: several chunks per rank and the interleaved "
+        "schedule go together; use schedule=interleaved with chunks=2 or more, or chunks=1 with another "
+        "schedule"
     )
 
 
-def _interleaved_rounds(plan: "Plan") -> str | None:
+def _interleaved_needs_full_rounds(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" or plan.microbatches % plan.stages == 0:
         return None
     return (
         f"microbatches={plan.microbatches} pipeline={plan.stages}: the interleaved schedule sends "
-        f"microbatches in rounds of one a stage; set microbatches to a multiple of {plan.stages}"
+        f"microbatches in rounds of one per stage; set microbatches to a multiple of {plan.stages}"
     )
 
 
-def _interleaved_is_even(plan: "Plan") -> str | None:
+def _interleaved_needs_even_stages(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" or isinstance(plan.pipeline, int):
         return None
     return (
-        f"schedule=interleaved pipeline={'-'.join(map(str, plan.pipeline))}: a rank holds chunks of the "
+        f"schedule=interleaved pipeline={_show_stages(plan)}: a rank holds chunks of the "
         f"whole model, so every stage has the same ranks; use pipeline={plan.stages}, or schedule=1f1b"
     )
 
 
-def _two_buffers_suffice(plan: "Plan") -> str | None:
+def _two_versions_need_microbatches(plan: "Plan") -> str | None:
     if plan.schedule != "pipedream-2bw" or plan.microbatches >= plan.stages:
         return None
     return (
@@ -76,7 +77,7 @@ def _two_buffers_suffice(plan: "Plan") -> str | None:
     )
 
 
-def _stashed_versions_are_whole(plan: "Plan") -> str | None:
+def _stashed_versions_need_weights(plan: "Plan") -> str | None:
     if plan.schedule not in ASYNCHRONOUS_SCHEDULES or plan.zero < 3:
         return None
     return (
@@ -85,47 +86,47 @@ def _stashed_versions_are_whole(plan: "Plan") -> str | None:
     )
 
 
-def _versions_are_one_rank_s(plan: "Plan") -> str | None:
+def _asynchronous_schedules_need_even_stages(plan: "Plan") -> str | None:
     if plan.schedule not in ASYNCHRONOUS_SCHEDULES or set(plan.replicas) == {1}:
         return None
     return (
-        f"schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: replicas of a stage that "
+        f"schedule={plan.schedule} pipeline={_show_stages(plan)}: replicas of a stage that "
         "take microbatches in turn would be at different weight versions; use schedule=1f1b, or the same "
         f"replicas for every stage: pipeline={plan.stages} data=N"
     )
 
 
-def _gathers_are_alike(plan: "Plan") -> str | None:
+def _zero3_needs_even_stages(plan: "Plan") -> str | None:
     if plan.zero < 3 or set(plan.replicas) == {1}:
         return None
     return (
-        f"zero=3 pipeline={'-'.join(map(str, plan.replicas))}: replicas gather weights together, and those "
+        f"zero=3 pipeline={_show_stages(plan)}: replicas gather weights together, and those "
         "that take microbatches in turn use them at different times; use zero=2, or the same replicas for "
         f"every stage: pipeline={plan.stages} data=N"
     )
 
 
-def _replicas_meet_in_every_backward(plan: "Plan") -> str | None:
-    alone = plan.schedule == "naive" or plan.schedule_is_file
-    if plan.zero < 2 or not alone or set(plan.replicas) == {1}:
+def _zero2_needs_replicas_in_step(plan: "Plan") -> str | None:
+    one_at_a_time = plan.schedule == "naive" or plan.schedule_is_file
+    if plan.zero < 2 or not one_at_a_time or set(plan.replicas) == {1}:
         return None
     return (
-        f"zero={plan.zero} schedule={plan.schedule} pipeline={'-'.join(map(str, plan.replicas))}: with "
-        "zero=2 replicas meet in every backward pass, and here one may wait for another's forward meanwhile; "
-        "use zero=1, or schedule=1f1b"
+        f"zero={plan.zero} schedule={plan.schedule} pipeline={_show_stages(plan)}: with "
+        "zero=2 replicas of a stage reduce gradients together in every backward pass, and in this schedule "
+        "one may wait for the other's forward meanwhile; use zero=1, or schedule=1f1b"
     )
 
 
-def _one_asynchrony(plan: "Plan") -> str | None:
+def _one_kind_of_asynchrony(plan: "Plan") -> str | None:
     if plan.sync != "async" or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
         return None
     return (
-        f"sync=async schedule={plan.schedule}: workers that push when they are done have no pipeline that "
-        "never drains; use sync=all-reduce, or schedule=1f1b"
+        f"sync=async schedule={plan.schedule}: asynchronous workers hold whole models, and this schedule "
+        "is for stages; use sync=all-reduce, or schedule=1f1b"
     )
 
 
-def _weights_stay_for_both_halves(plan: "Plan") -> str | None:
+def _zero3_needs_whole_backwards(plan: "Plan") -> str | None:
     if plan.zero < 3 or plan.schedule != "zero-bubble":
         return None
     return (
@@ -134,16 +135,16 @@ def _weights_stay_for_both_halves(plan: "Plan") -> str | None:
     )
 
 
-def _workers_have_whole_models(plan: "Plan") -> str | None:
+def _async_workers_need_whole_models(plan: "Plan") -> str | None:
     if plan.sync != "async" or plan.stages == 1:
         return None
     return (
-        f"sync=async pipeline={'-'.join(map(str, plan.replicas))}: an asynchronous worker pulls a whole "
-        "model, of one version; use pipeline=1, or schedule=pipedream for asynchronous stages"
+        f"sync=async pipeline={_show_stages(plan)}: an asynchronous worker pulls a whole model "
+        "of one version; use pipeline=1, or schedule=pipedream for asynchronous stages"
     )
 
 
-def _chunks_need_ranks(plan: "Plan") -> str | None:
+def _chunks_need_stages(plan: "Plan") -> str | None:
     if plan.chunks == 1 or plan.stages > 1 or plan.schedule_is_file:
         return None
     return (
@@ -161,19 +162,24 @@ def _sequence_needs_tensor(plan: "Plan") -> str | None:
     )
 
 
-def _workers_are_single_ranks(axis: str) -> Callable[["Plan"], str | None]:
-    def rule(plan: "Plan") -> str | None:
-        if plan.sync != "async" or getattr(plan, axis) == 1:
-            return None
-        return (
-            f"sync=async {axis}={getattr(plan, axis)}: an asynchronous worker pulls and pushes at will, "
-            f"and ranks that share a layer would be at different versions; use sync=all-reduce, or {axis}=1"
-        )
-
-    return rule
+def _async_workers_share_no_matrix(plan: "Plan") -> str | None:
+    return _async_workers_are_single_ranks(plan, "tensor", plan.tensor)
 
 
-def _compiled_backwards_are_one(plan: "Plan") -> str | None:
+def _async_workers_share_no_sequence(plan: "Plan") -> str | None:
+    return _async_workers_are_single_ranks(plan, "context", plan.context)
+
+
+def _async_workers_are_single_ranks(plan: "Plan", axis: str, degree: int) -> str | None:
+    if plan.sync != "async" or degree == 1:
+        return None
+    return (
+        f"sync=async {axis}={degree}: asynchronous workers pull and push at any time, so ranks that share a "
+        f"layer would be at different weight versions; use sync=all-reduce, or {axis}=1"
+    )
+
+
+def _compile_needs_whole_backwards(plan: "Plan") -> str | None:
     if not plan.compile or plan.schedule != "zero-bubble":
         return None
     return (
@@ -182,58 +188,71 @@ def _compiled_backwards_are_one(plan: "Plan") -> str | None:
     )
 
 
-# The fields that a rule reads, and the rule.
-_RULES: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
-    (("data", "expert"), _expert_divides_data),
-    (("sync", "staleness"), _staleness_needs_async),
-    (("sync", "zero"), _server_holds_all),
-    (("schedule", "chunks"), _chunks_are_interleaved),
-    (("schedule", "microbatches", "pipeline"), _interleaved_rounds),
-    (("schedule", "pipeline"), _interleaved_is_even),
-    (("schedule", "microbatches", "pipeline"), _two_buffers_suffice),
-    (("schedule", "zero"), _stashed_versions_are_whole),
-    (("schedule", "pipeline"), _versions_are_one_rank_s),
-    (("zero", "pipeline"), _gathers_are_alike),
-    (("schedule", "zero"), _weights_stay_for_both_halves),
-    (("zero", "schedule", "pipeline"), _replicas_meet_in_every_backward),
-    (("sync", "schedule"), _one_asynchrony),
-    (("sync", "pipeline"), _workers_have_whole_models),
-    (("chunks", "pipeline", "schedule"), _chunks_need_ranks),
-    (("sequence", "tensor"), _sequence_needs_tensor),
-    (("sync", "tensor"), _workers_are_single_ranks("tensor")),
-    (("sync", "context"), _workers_are_single_ranks("context")),
-    (("compile", "schedule"), _compiled_backwards_are_one),
-)
-
-
-def _auto_cuts_one_stage_a_rank(plan: "Plan") -> str | None:
+def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" and not plan.schedule_is_file:
         return None
     return (
-        f"pipeline=auto schedule={plan.schedule}: measuring finds one stage for each rank, and this schedule "
-        "says itself where stages are; use another schedule, or say the stages, like pipeline=2"
+        f"pipeline=auto schedule={plan.schedule}: measuring finds one stage per rank, and this schedule "
+        "places the stages itself; use another schedule, or give the stages, like pipeline=2"
     )
 
 
-def _auto_splits_whole_models(plan: "Plan") -> str | None:
+def _auto_needs_synchronous_training(plan: "Plan") -> str | None:
     if plan.sync != "async":
         return None
     return "pipeline=auto sync=async: an asynchronous worker pulls a whole model; use pipeline=1"
 
 
-# For plans whose stages are not known yet; what they become is a plan of its own, and judged then.
-_RULES_OF_AUTO: tuple[tuple[tuple[str, ...], Callable[["Plan"], str | None]], ...] = (
-    (("pipeline", "schedule"), _auto_cuts_one_stage_a_rank),
-    (("pipeline", "sync"), _auto_splits_whole_models),
+def _show_stages(plan: "Plan") -> str:
+    return FIELDS["pipeline"].show(plan.pipeline)
+
+
+class Rule(NamedTuple):
+    """A function that returns the error of a plan, or None, and the fields that it reads."""
+
+    error: Callable[["Plan"], str | None]
+    fields: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.error.__name__.removeprefix("_")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(_expert_divides_data, ("data", "expert")),
+    Rule(_staleness_needs_async, ("sync", "staleness")),
+    Rule(_server_has_no_shards, ("sync", "zero")),
+    Rule(_chunks_need_interleaved, ("schedule", "chunks")),
+    Rule(_interleaved_needs_full_rounds, ("schedule", "microbatches", "pipeline")),
+    Rule(_interleaved_needs_even_stages, ("schedule", "pipeline")),
+    Rule(_two_versions_need_microbatches, ("schedule", "microbatches", "pipeline")),
+    Rule(_stashed_versions_need_weights, ("schedule", "zero")),
+    Rule(_asynchronous_schedules_need_even_stages, ("schedule", "pipeline")),
+    Rule(_zero3_needs_even_stages, ("zero", "pipeline")),
+    Rule(_zero3_needs_whole_backwards, ("schedule", "zero")),
+    Rule(_zero2_needs_replicas_in_step, ("zero", "schedule", "pipeline")),
+    Rule(_one_kind_of_asynchrony, ("sync", "schedule")),
+    Rule(_async_workers_need_whole_models, ("sync", "pipeline")),
+    Rule(_chunks_need_stages, ("chunks", "pipeline", "schedule")),
+    Rule(_sequence_needs_tensor, ("sequence", "tensor")),
+    Rule(_async_workers_share_no_matrix, ("sync", "tensor")),
+    Rule(_async_workers_share_no_sequence, ("sync", "context")),
+    Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
+)
+
+# For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
+AUTO_RULES: tuple[Rule, ...] = (
+    Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
+    Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 
 
 def broken_rules(plan: "Plan", invalid: Collection[str] = ()) -> Iterator[str]:
-    """The error of every rule that `plan` breaks; a rule that reads a `invalid` field is left out."""
-    rules = _RULES
+    """The error of every rule that `plan` breaks. A rule that reads an `invalid` field is skipped."""
+    rules = RULES
     if plan.pipeline == AUTO:
-        rules = (*(rule for rule in _RULES if "pipeline" not in rule[0]), *_RULES_OF_AUTO)
-    for fields, rule in rules:
-        error = rule(plan) if not set(fields) & set(invalid) else None
+        rules = (*(rule for rule in RULES if "pipeline" not in rule.fields), *AUTO_RULES)
+    for rule in rules:
+        error = rule.error(plan) if not set(rule.fields) & set(invalid) else None
         if error is not None:
             yield error

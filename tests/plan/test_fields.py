@@ -1,0 +1,85 @@
+"""Each field reads its values from text and from Python values, and prints them again."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from echelon.plan import Plan
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, AUTO, FIELDS, FLUSHED_SCHEDULES, SCHEDULES
+from tests.plan.examples import errors_of
+
+
+def test_values_are_normalised() -> None:
+    assert Plan.parse("recompute=budget:2GiB").recompute == "budget:2147483648"
+    assert Plan.parse("recompute=budget:500M").recompute == "budget:500000000"
+    assert Plan.parse("recompute=budget:1TiB").recompute == "budget:1099511627776"
+    assert Plan.parse("offload=activations,optimizer").offload == ("optimizer", "activations")
+    assert Plan(offload=("none",)).offload == ()
+    assert Plan.parse("sync=async data=2").staleness == math.inf
+    assert str(Plan.parse("data=2 sync=async staleness=2")) == "data=2 sync=async staleness=2"
+    assert Plan.parse("schedule='my plans/a.txt'").schedule == "my plans/a.txt"
+
+
+def test_every_field_has_a_reader() -> None:
+    assert [field.name for field in dataclasses.fields(Plan)] == list(FIELDS)
+
+
+@pytest.mark.parametrize("budget", ["9" * 400, "9" * 5000, "0", "0.4", "1e-3", "2PiB", "", "elephants"])
+def test_budgets_that_are_none(budget: str) -> None:
+    (error,) = errors_of(f"recompute=budget:{budget}")
+    assert "like budget:2GiB" in error
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("data", "4", 4),
+        ("pipeline", "3", 3),
+        ("pipeline", "3-1", (3, 1)),
+        ("pipeline", "auto", AUTO),
+        ("sync", "async", "async"),
+        ("staleness", "inf", math.inf),
+        ("staleness", "2", 2),
+        ("zero", "3", 3),
+        ("schedule", "a b.txt", "a b.txt"),
+        ("sequence", "true", True),
+        ("precision", "bf16", "bf16"),
+        ("recompute", "budget:1024", "budget:1024"),
+        ("offload", "optimizer,activations", ("optimizer", "activations")),
+    ],
+)
+def test_text_is_read_and_shown_again(field: str, text: str, value: Any) -> None:
+    assert FIELDS[field].read(text) == value
+    assert FIELDS[field].show(value) == text
+    assert FIELDS[field].read(value) == value, "a value that was read is read again"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data=1.5",
+        "data=",
+        "pipeline=3-0",
+        "pipeline=2-",
+        "sync=never",
+        "staleness=-1",
+        "zero=4",
+        "zero=-1",
+        "schedule=gpipe2",
+        "chunks=0",
+        "sequence=yes",
+        "precision=fp8",
+        "recompute=some",
+        "offload=weights",
+        "compress=zip",
+    ],
+)
+def test_other_text_is_refused_with_what_is_allowed(word: str) -> None:
+    (error,) = errors_of(word)
+    assert error.startswith(f"{word}: must be ")
+
+
+def test_every_schedule_is_flushed_or_asynchronous() -> None:
+    assert sorted(SCHEDULES) == sorted({*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES})

@@ -1,0 +1,201 @@
+"""Every rule refuses what it should, names a fix that works, and is missed when it is gone."""
+
+import pytest
+from hypothesis import given
+
+from echelon.plan import Plan, rules
+from echelon.plan.plan import _draft
+from echelon.plan.rules import AUTO_RULES, RULES, Rule
+from tests.plan.examples import errors_of, plan_values
+
+# By rule: a plan that breaks this rule alone, words of the error, and the plan after the fix that it names.
+EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
+    "expert_divides_data": [
+        ("expert=2", "1 is not divisible by 2", "data=2 expert=2"),
+        ("data=3 expert=2", "set data to a multiple of 2", "data=4 expert=2"),
+    ],
+    "staleness_needs_async": [
+        ("staleness=2", "add sync=async", "staleness=2 sync=async"),
+        ("data=2 sync=parameter-server staleness=0", "drop staleness", "data=2 sync=parameter-server"),
+    ],
+    "server_has_no_shards": [
+        ("data=2 sync=async zero=1", "use zero=0", "data=2 sync=async"),
+        ("data=2 sync=parameter-server zero=2", "or sync=all-reduce", "data=2 zero=2"),
+    ],
+    "chunks_need_interleaved": [
+        (
+            "pipeline=2 chunks=2 microbatches=2",
+            "use schedule=interleaved",
+            "pipeline=2 chunks=2 microbatches=2 schedule=interleaved",
+        ),
+        (
+            "pipeline=2 schedule=interleaved microbatches=2",
+            "chunks=2 or more",
+            "pipeline=2 schedule=interleaved microbatches=2 chunks=2",
+        ),
+    ],
+    "interleaved_needs_full_rounds": [
+        (
+            "pipeline=2 schedule=interleaved chunks=2 microbatches=3",
+            "set microbatches to a multiple of 2",
+            "pipeline=2 schedule=interleaved chunks=2 microbatches=4",
+        ),
+    ],
+    "interleaved_needs_even_stages": [
+        (
+            "pipeline=2-1 schedule=interleaved chunks=2 microbatches=2",
+            "every stage has the same ranks; use pipeline=2",
+            "pipeline=2 schedule=interleaved chunks=2 microbatches=2",
+        ),
+    ],
+    "two_versions_need_microbatches": [
+        (
+            "pipeline=4 schedule=pipedream-2bw microbatches=2",
+            "set microbatches=4 or more",
+            "pipeline=4 schedule=pipedream-2bw microbatches=4",
+        ),
+    ],
+    "stashed_versions_need_weights": [
+        (
+            "pipeline=2 data=2 zero=3 schedule=pipedream",
+            "use zero=1",
+            "pipeline=2 data=2 zero=1 schedule=pipedream",
+        ),
+        ("data=2 zero=3 schedule=pipedream-vertical", "or schedule=1f1b", "data=2 zero=3"),
+    ],
+    "asynchronous_schedules_need_even_stages": [
+        (
+            "pipeline=2-1 schedule=pipedream-vertical microbatches=2",
+            "different weight versions; use schedule=1f1b",
+            "pipeline=2-1 microbatches=2",
+        ),
+        ("pipeline=2-2 schedule=pipedream", "pipeline=2 data=N", "pipeline=2 data=2 schedule=pipedream"),
+    ],
+    "zero3_needs_even_stages": [
+        ("pipeline=2-1 zero=3", "use zero=2", "pipeline=2-1 zero=2"),
+        ("pipeline=2-2 zero=3", "pipeline=2 data=N", "pipeline=2 data=2 zero=3"),
+    ],
+    "zero3_needs_whole_backwards": [
+        ("data=2 zero=3 schedule=zero-bubble", "use zero=2", "data=2 zero=2 schedule=zero-bubble"),
+    ],
+    "zero2_needs_replicas_in_step": [
+        ("pipeline=2-1 zero=2 schedule=naive", "use zero=1", "pipeline=2-1 zero=1 schedule=naive"),
+        ("pipeline=2-1 zero=2 schedule=order.txt", "or schedule=1f1b", "pipeline=2-1 zero=2"),
+    ],
+    "one_kind_of_asynchrony": [
+        ("data=2 sync=async schedule=pipedream", "use sync=all-reduce", "data=2 schedule=pipedream"),
+    ],
+    "async_workers_need_whole_models": [
+        (
+            "data=2 sync=async pipeline=2",
+            "sync=async pipeline=2: an asynchronous worker",
+            "data=2 sync=async",
+        ),
+    ],
+    "chunks_need_stages": [
+        (
+            "chunks=2 schedule=interleaved",
+            "set pipeline=2 or more",
+            "chunks=2 schedule=interleaved pipeline=2 microbatches=2",
+        ),
+    ],
+    "sequence_needs_tensor": [("sequence=true", "set tensor=2 or more", "sequence=true tensor=2")],
+    "async_workers_share_no_matrix": [
+        ("data=2 sync=async tensor=2", "use sync=all-reduce, or tensor=1", "data=2 tensor=2"),
+    ],
+    "async_workers_share_no_sequence": [
+        ("data=2 sync=async context=2", "use sync=all-reduce, or context=1", "data=2 context=2"),
+    ],
+    "compile_needs_whole_backwards": [
+        (
+            "pipeline=2 schedule=zero-bubble compile=true",
+            "use schedule=1f1b, or drop compile",
+            "pipeline=2 schedule=1f1b compile=true",
+        ),
+    ],
+    "auto_needs_one_stage_per_rank": [
+        (
+            "pipeline=auto schedule=interleaved chunks=2",
+            "give the stages",
+            "pipeline=2 schedule=interleaved chunks=2 microbatches=2",
+        ),
+        ("pipeline=auto schedule=order.txt", "use another schedule", "pipeline=auto"),
+    ],
+    "auto_needs_synchronous_training": [
+        ("pipeline=auto sync=async", "use pipeline=1", "pipeline=1 sync=async"),
+    ],
+}
+
+
+def test_every_rule_has_an_example_and_every_example_a_rule() -> None:
+    names = [rule.name for rule in (*RULES, *AUTO_RULES)]
+    assert len(set(names)) == len(names)
+    assert set(EXAMPLES) == set(names)
+
+
+@pytest.mark.parametrize("rule", [*RULES, *AUTO_RULES], ids=lambda rule: rule.name)
+def test_a_rule_refuses_its_examples_and_they_pass_without_it(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refused, words, fixed in EXAMPLES[rule.name]:
+        (error,) = errors_of(refused)
+        assert words in error
+        assert isinstance(Plan.parse(fixed), Plan), "the fix that the message names"
+    monkeypatch.setattr(rules, "RULES", tuple(other for other in RULES if other != rule))
+    monkeypatch.setattr(rules, "AUTO_RULES", tuple(other for other in AUTO_RULES if other != rule))
+    for refused, _, _ in EXAMPLES[rule.name]:
+        assert isinstance(Plan.parse(refused), Plan), "no other rule refuses it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chunks=2 schedule=order.txt",  # a file says itself how many chunks a rank has
+        "pipeline=2 chunks=2 schedule=order.txt",
+        "pipeline=2 zero=3",
+        "pipeline=2-1 zero=1 schedule=naive",
+        "pipeline=2-1 zero=2 schedule=gpipe",
+        "pipeline=2 zero=2 schedule=pipedream",
+        "pipeline=2 schedule=pipedream-2bw microbatches=2",
+        "data=4 expert=4",
+        "data=2 sync=async staleness=0 schedule=gpipe",
+        "pipeline=auto zero=3 schedule=gpipe",
+        "compile=true schedule=gpipe",
+    ],
+)
+def test_what_is_just_inside_a_rule_is_accepted(text: str) -> None:
+    assert Plan.parse(text).schedule
+
+
+def test_every_broken_rule_is_listed() -> None:
+    assert len(errors_of("expert=2 staleness=1 chunks=2 pipeline=2")) == 3
+
+
+def test_auto_is_not_checked_by_rules_that_need_its_stages() -> None:
+    # `plan.stages` of pipeline=auto raises, so a rule that asked for it would hide the other errors.
+    errors = errors_of("pipeline=auto schedule=interleaved chunks=2 microbatches=3 sync=async zero=3")
+    assert [error.split(":")[0] for error in errors] == [
+        "zero=3 sync=async",
+        "pipeline=auto schedule=interleaved",
+        "pipeline=auto sync=async",
+    ]
+
+
+class WatchedPlan:
+    """A plan that notes which of its fields are read."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.read = plan, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        derived = {"stages": "pipeline", "replicas": "pipeline", "schedule_is_file": "schedule"}
+        self.read.add(derived.get(name, name))
+        return getattr(self.plan, name)
+
+
+@given(plan_values)
+def test_rules_read_no_field_but_those_they_name(fields: dict[str, object]) -> None:
+    for rule in RULES:
+        watched = WatchedPlan(_draft(fields))
+        rule.error(watched)  # type: ignore[arg-type]
+        assert watched.read <= set(rule.fields), rule
