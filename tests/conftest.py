@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, launch, preload
+from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.verify import Case, contract
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from echelon.engine import TRAINING_MODULES
 from echelon.errors import UserError
-from echelon.launching import Ranks, preload
+from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
 from echelon.verify import verify
 from tests.fuzz.case import case_of

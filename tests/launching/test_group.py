@@ -1,7 +1,9 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from echelon.launching import launch
+from echelon.launching import Ranks, launch
 from echelon.launching.group import choose_backend, timeout
 
 from . import tasks
@@ -24,8 +26,12 @@ def test_nccl_only_with_a_device_for_every_rank(
     assert choose_backend(asked, local_ranks) == chosen
 
 
-def test_bytes_of_different_length_are_gathered() -> None:
-    assert launch(tasks.gather_bytes, 3) == [[b"", b"xxx", b"xxxxxx"]] * 3
+@pytest.mark.parametrize("lengths", [[0, 3, 6], [1024, 1025, 0], [5000, 1, 1024], [0, 0, 0]])
+def test_bytes_of_different_length_are_gathered(
+    lengths: list[int], warm_ranks: Callable[[int], Ranks]
+) -> None:
+    expected = [bytes((rank + index) % 251 for index in range(length)) for rank, length in enumerate(lengths)]
+    assert warm_ranks(3).run(tasks.gather_bytes, lengths) == [expected] * 3
 
 
 def test_never_is_a_long_time() -> None:

@@ -18,8 +18,7 @@ from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.replicas import Peer
 from echelon.bench.trainers import make_batch
-from echelon.engine import TRAINING_MODULES
-from echelon.launching import preload
+from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 
 _RANKS = 2

@@ -21,8 +21,8 @@ from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.bench.stages import PEERS, by_step, make_engine, spans_of, torch_step
 from echelon.bench.trainers import Batch, make_batch
-from echelon.engine import TRAINING_MODULES, Engine
-from echelon.launching import preload
+from echelon.engine import Engine
+from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import Program, Span, build, measured, simulate

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from echelon.bench.stages import by_step, make_engine, spans_of
 from echelon.bench.trainers import make_batch
-from echelon.engine import TRAINING_MODULES
-from echelon.launching import Ranks, preload
+from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS, Costs, Program, Span, Timeline, measured, simulate

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from echelon.bench import footprint, trainers
 from echelon.bench.compare import Row, compare, slowest
 from echelon.bench.harness import alternate, measuring_ranks, timed
-from echelon.engine import TRAINING_MODULES
-from echelon.launching import preload
+from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 
 _SAMPLES = 8  # a rank

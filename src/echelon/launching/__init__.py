@@ -7,12 +7,13 @@ Importing this imports no torch.
 from echelon.launching.channel import is_launched_rank, tell
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.launcher import launch
-from echelon.launching.member import preload, start_early
+from echelon.launching.preloading import TRAINING_MODULES, preload, start_early
 from echelon.launching.pulse import beat, entered, left
 from echelon.launching.ranks import Ranks
 from echelon.launching.torchrun import join
 
 __all__ = [
+    "TRAINING_MODULES",
     "PeerLost",
     "RankFailed",
     "RankHung",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked so
 
 _FOREVER = timedelta(days=365)
+_SHORT_BYTES = 1024  # gathered in one operation
 
 
 def timeout(seconds: float | None) -> timedelta:
@@ -61,13 +62,17 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> lis
     """The `data` of every rank of `group` (or of all), in rank order, on every one of them."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     ranks = dist.get_world_size(group)
-    size = torch.tensor([len(data)], device=device)
-    sizes = [torch.empty_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(each) for each in sizes]
 
-    padded = bytearray(data.ljust(max(lengths), b"\0"))  # all_gather wants one length for all
-    part = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    parts = [torch.empty_like(part) for _ in range(ranks)]
-    dist.all_gather(parts, part, group=group)
-    return [each.cpu().numpy().tobytes()[:length] for each, length in zip(parts, lengths, strict=True)]
+    def all_gather(part: bytes, size: int) -> list[bytes]:
+        padded = bytearray(part.ljust(size, b"\0"))  # torch wants the same size on all ranks
+        local = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        gathered = [torch.empty_like(local) for _ in range(ranks)]
+        dist.all_gather(gathered, local, group=group)
+        return [each.cpu().numpy().tobytes() for each in gathered]
+
+    # With 32 ranks on 2 cores one operation takes 0.1 s, so short data goes along with its length.
+    first = all_gather(len(data).to_bytes(8, "little") + data[:_SHORT_BYTES], 8 + _SHORT_BYTES)
+    lengths = [int.from_bytes(each[:8], "little") for each in first]
+    missing = max(lengths) - _SHORT_BYTES
+    rest = all_gather(data[_SHORT_BYTES:], missing) if missing > 0 else [b""] * ranks
+    return [(head[8:] + tail)[:length] for head, tail, length in zip(first, rest, lengths, strict=True)]

@@ -10,6 +10,14 @@ from echelon.launching.ranks import Ranks
 T = TypeVar("T")
 
 
+def request_training_modules() -> None:
+    """In a rank: let the fork server load what training needs, for later launches (`fork_server.py`)."""
+    # The fork server and its ranks alone may import this.
+    from echelon.launching import fork_server
+
+    fork_server.request_training_modules()
+
+
 def launch(
     fn: Callable[..., T],
     ranks: int,
@@ -30,4 +38,5 @@ def launch(
     guard.refuse_while_main_is_imported()
     call = pack_call(fn, args)  # before anything is started
     with Ranks(ranks, backend=backend, deadline=deadline) as started:
+        started.run(request_training_modules)
         return started.run_packed(call)

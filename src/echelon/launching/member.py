@@ -4,21 +4,17 @@ What a rank does inside is in `worker.py`; what its messages mean for the run is
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.forkserver import ensure_running
 
 from echelon.launching import failure, guard, worker
 from echelon.launching.channel import STOP, Answer, Told
 from echelon.launching.failure import Failure, Kind
+from echelon.launching.preloading import fork_server_context
 from echelon.launching.transport import unpack
-
-# Imported once in the fork server, these are there at once in every rank.
-_preloaded = ["torch", "torch.distributed", "echelon.launching.group", "echelon.launching.worker"]
 
 Message = Answer | Told | Failure
 
@@ -27,24 +23,11 @@ _STOP_SECONDS = 10.0  # for a rank that was asked to stop
 _STACKS_SECONDS = 1.0
 
 
-def preload(*modules: str) -> None:
-    """Have `modules` imported once for all ranks to come; call it before the first launch of the process."""
-    _preloaded.extend(module for module in modules if module not in _preloaded)
-
-
-def start_early(*modules: str) -> None:
-    """As `preload`, and begin with it, beside what this process itself has to import."""
-    preload(*modules)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded)
-    ensure_running()
-
-
 class Member:
     """One rank: `start` it, `call` it, `hear` it; `stop_all` or `kill_all` end it."""
 
     def __init__(self, seat: worker.Seat) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_preloaded)
+        context = fork_server_context()
         self.rank = seat.rank
         self._seat = seat
         self._connection, self._theirs = context.Pipe()

@@ -72,6 +72,9 @@ def _answer(channel: Channel, call: bytes) -> None:
 
 def _settle(seat: Seat) -> None:
     """Make this process, forked from a server with an old world view, look like a child of the parent."""
+    from echelon.launching import fork_server  # which this process has inherited
+
+    fork_server.leave_server()
     os.chdir(seat.working_directory)
     os.environ.clear()
     os.environ.update(seat.environment | _rank_environment(seat))

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from echelon import __version__
-from echelon.engine import TRAINING_MODULES
 from echelon.engine.auto import ranks_here
-from echelon.launching import Ranks, is_launched_rank, join, preload, tell
+from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, tell
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.train.events import Event, Starting

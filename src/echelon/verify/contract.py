@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from echelon.engine import TRAINING_MODULES, parallelize
+from echelon.engine import parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.launching import Ranks, launch, preload
+from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS
 from echelon.verify.case import Case

@@ -1,0 +1,39 @@
+"""What the fork server imports, so that ranks start with it loaded: chosen here, in the launching process.
+
+The fork server's own side is `fork_server.py`.
+"""
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+
+# What a rank that trains needs: the first step of a torch optimizer imports torch._dynamo. Together they
+# take a second and a half to import. These are names, because this package lies below the engine.
+TRAINING_MODULES = ("echelon.engine", "torch._dynamo")
+
+_modules = [
+    "torch",
+    "torch.distributed",
+    "echelon.launching.fork_server",
+    "echelon.launching.group",
+    "echelon.launching.worker",
+]
+
+
+def preload(*modules: str) -> None:
+    """Add to what the fork server imports at its start; call this before the first launch of the process."""
+    _modules.extend(module for module in modules if module not in _modules)
+
+
+def start_early(*modules: str) -> None:
+    """Like `preload`, and start the fork server now, so that it imports while this process does too."""
+    preload(*modules)
+    fork_server_context()
+    ensure_running()
+
+
+def fork_server_context() -> ForkServerContext:
+    """The way to start processes from the fork server with its preloaded modules."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_modules)
+    return context

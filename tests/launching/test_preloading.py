@@ -1,0 +1,14 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "preloaded.py"
+
+
+@pytest.mark.parametrize("function", ["preload", "start_early"])
+def test_a_rank_starts_with_what_was_preloaded_and_nothing_else(function: str) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, function], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[True, True, False]]
