@@ -14,8 +14,8 @@ import torch
 
 import echelon
 from echelon.errors import UserError
-from echelon.models import load_hf
-from echelon.train import divergence, trainer
+from echelon.models import build, load_hf, save_hf
+from echelon.train import trainer
 from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import DataJob, Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
@@ -122,11 +122,36 @@ def test_a_training_that_diverges_says_so(tmp_path: Path) -> None:
         json.loads(line, parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite")])
-def test_every_number_that_must_be_finite(value: float, word: str) -> None:
-    divergence.refuse_divergence(Job(), 3, loss=1.0)
-    with pytest.raises(UserError, match=f"the gradient norm became {word} at step 3; .*clip .now 1.0"):
-        divergence.refuse_divergence(Job(), 3, loss=1.0, gradient_norm=value)
+def job_whose_validation_meets_a_nan(folder: Path) -> Job:
+    """The embedding of Z is NaN. Z is only in the end of the corpus, which is kept for validation."""
+    model = build(ModelJob(preset="llama-tiny", layers=1, width=32, heads=2, ffn=64).config())
+    with torch.no_grad():
+        model.embedding.tokens.weight[ord("Z")] = math.nan
+    save_hf(model, folder / "weights")
+    (folder / "some.txt").write_text("abcdefgh" * 100 + "aZ" * 100, encoding="utf-8")
+    data = DataJob(source=str(folder / "some.txt"), validation_fraction=0.2)
+    return small_job(
+        folder / "runs", data=data, model=ModelJob(weights=str(folder / "weights")), evaluate_every=2
+    )
+
+
+def test_a_validation_loss_of_nan_ends_the_run_and_is_reported(tmp_path: Path) -> None:
+    # The check of the validation loss could be deleted, and no test failed.
+    events: list[Event] = []
+    with pytest.raises(UserError, match="the validation loss became NaN at step 2; lower optimizer"):
+        train(job_whose_validation_meets_a_nan(tmp_path), events.append)
+    assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2]
+    assert all(math.isfinite(event.loss) for event in events if isinstance(event, Stepped))
+    (evaluated,) = (event for event in events if isinstance(event, Evaluated))
+    assert math.isnan(evaluated.loss), "whoever watches is shown the number"
+    (folder,) = (tmp_path / "runs").iterdir()
+    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert about["state"] == "failed"
+    assert "the validation loss became NaN at step 2" in about["reason"]
+    assert "summary" not in about
+    assert not (folder / "model").exists()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[-1]) == {"kind": "evaluation", "step": 2, "loss": None}
 
 
 def test_a_logbook_that_cannot_start_marks_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
