@@ -147,16 +147,16 @@ class Course(ABC):
         if 0 in self._held.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._held.program.stages - 1 in self._held.stages:
-            if self._within.probe is not None:
-                self._within.probe.keep(part[1])
+            if self._within.loss_check is not None:
+                self._within.loss_check.check_targets(part[1])
             targets = to_device(targets, self._mesh.device)
         return Microbatch(inputs, targets, weight, look, scope)
 
     def _count_loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
         result = self._within.loss(output, microbatch.targets)
         check_loss(result)
-        if self._within.probe is not None:
-            self._within.probe.judge(output, microbatch.targets, result)
+        if self._within.loss_check is not None:
+            self._within.loss_check.check_result(output, microbatch.targets, result)
         total, count = total_and_count(result, microbatch.targets)
         # The samples that a mean counts are shared by the ranks along `context`.
         weight = microbatch.weight / (1 if isinstance(result, tuple) else self._mesh.plan.context)

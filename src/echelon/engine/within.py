@@ -14,8 +14,8 @@ from echelon.context_parallel import RingView, positions, take
 from echelon.data_parallel import Bond, Sync, Tied
 from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss
-from echelon.engine.mixing import check_masks, check_positions, check_split
-from echelon.engine.probing import Probe
+from echelon.engine.loss_check import LossCheck
+from echelon.engine.sequence_checks import check_masks, check_positions, check_split
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -45,7 +45,7 @@ class Within:
             check_split(model, before, self.sharded, mesh.plan)
         self.loss = self._loss(loss)
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
-        self.probe = Probe(loss, mesh.plan.context) if unknown else None
+        self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)
 
     # Tensor.

@@ -1,9 +1,9 @@
-"""What layers must not do on a part of the whole: mix positions by themselves, or draw masks of their own.
+"""What layers must not do with a part of the whole: mix its positions, or draw masks of their own.
 
-With `context`, a rank has a part of the positions; with `sequence`, that is so between the split parts of
-layers. Attention here asks its view (echelon.sequence) for the others. A forward cannot be read, so what
-mixes is known by class; and a model in which nothing asks must be made of modules that work on each position
-by itself.
+With `context`, a rank holds a part of the positions; with `sequence`, it does so between the split parts of
+layers. Attention asks its view (echelon.sequence) for the other positions. The code of a forward cannot be
+read, so modules that mix positions are known by class. A model in which no module asks a view must be made of
+modules that work on each position separately.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,7 +34,7 @@ _MIXERS = (
     _NormBase,  # of batches and instances
 )
 
-# What works on each position by itself; of these classes and no subclass, whose forward may be another.
+# These work on each position separately. Subclasses are not included: their forward may do something else.
 _BY_POSITION = (
     *(nn.Linear, nn.Embedding, nn.Identity, nn.RMSNorm, nn.LayerNorm, nn.Dropout, nn.AlphaDropout),
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh),
@@ -42,34 +42,37 @@ _BY_POSITION = (
     nn.PReLU,
 )
 
-_MEND = (
-    "let attention ask its view (self.view = echelon.sequence.WHOLE, and then self.view.attend(query, key, "
+_FIX = (
+    "let attention ask its view (self.view = echelon.sequence.WHOLE, then self.view.attend(query, key, "
     "value): docs/context.md)"
 )
 
 
+# With `context`.
+
+
 def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuse layers that would mix the positions of a part along `context`, as if it were the whole."""
+    """Refuse layers that would mix the positions of a rank's part as if it were the whole sequence."""
     if plan.context == 1:
         return
     errors = [
-        f"{name} ({type(module).__name__}) mixes positions, and with context={plan.context} a rank has a "
-        f"part of them; {_MEND}, or use context=1"
+        f"{name} ({type(module).__name__}) mixes positions, and with context={plan.context} a rank has only "
+        f"a part of them; {_FIX}, or use context=1"
         for name, module in _mixers(layers)
     ]
-    raise_errors(f"plan '{plan}'", errors or _silent_errors(layers, plan))
+    raise_errors(f"plan '{plan}'", errors or _errors_without_view(layers, plan))
 
 
 def _mixers(layers: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """What mixes positions by its class, with a name; of mixers in each other the outermost."""
-    found: list[tuple[str, nn.Module]] = []
+    """The modules that mix positions, known by class, with names; of nested ones the outermost."""
+    mixers: list[tuple[str, nn.Module]] = []
     for number, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            place = f"layer {number}{'.' * bool(name)}{name}"
-            inside = any(place.startswith(f"{outer}.") for outer, _ in found)
-            if not inside and _mixes(module):
-                found.append((place, module))
-    return found
+            path = f"layer {number}{'.' * bool(name)}{name}"
+            is_nested = any(path.startswith(f"{outer}.") for outer, _ in mixers)
+            if not is_nested and _mixes(module):
+                mixers.append((path, module))
+    return mixers
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -80,8 +83,8 @@ def _mixes(module: nn.Module) -> bool:
     return isinstance(module, _MIXERS)
 
 
-def _silent_errors(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
-    """A error, if nothing in the layers asks a view and something may mix positions all the same."""
+def _errors_without_view(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
+    """An error if no module of the layers asks a view, and some module may still mix positions."""
     modules = [module for layer in layers for module in layer.modules()]
     if any(isinstance(getattr(module, "view", None), View) for module in modules):
         return []
@@ -90,22 +93,30 @@ def _silent_errors(layers: Sequence[nn.Module], plan: Plan) -> list[str]:
         return []
     return [
         f"context={plan.context}: no module of its layers asks a view, so if {', '.join(unknown)} mixes "
-        f"positions, it would do so within each rank's part; {_MEND}; a module that mixes none may say so by "
-        "the same attribute; or use context=1"
+        f"positions, it would do so only within each rank's part; {_FIX}; a module that mixes none can say "
+        "so by the same attribute; or use context=1"
     ]
 
 
 def _works_by_position(module: nn.Module) -> bool:
     if type(module).forward is nn.Sequential.forward:
         return True
-    if type(module) is nn.PReLU and module.num_parameters > 1:  # one for each place of dim 1
+    if type(module) is nn.PReLU and module.num_parameters > 1:  # one weight for each index of dim 1
         return False
     return type(module) in _BY_POSITION and replaced_forward(module) is None
 
 
-def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharded, plan: Plan) -> None:
-    """Refuse, with `sequence`, what is not split and would be given a part of the sequence: a last layer
-    whose output the loss wants whole, and modules that may mix positions. `before` are those that see all."""
+# With `sequence`.
+
+
+def check_split(
+    model: nn.Module, whole_sequence: Collection[nn.Module], sharded: Sharded, plan: Plan
+) -> None:
+    """Refuse modules that are not split, and that would wrongly get a part of the sequence.
+
+    These are a last layer whose output the loss needs whole, and modules that may mix positions. The modules
+    in `whole_sequence` get all of it.
+    """
     errors = []
     if not sharded.splits_logits:
         errors.append(
@@ -114,46 +125,49 @@ def check_split(model: nn.Module, before: Collection[nn.Module], sharded: Sharde
             "parallelize(table=…) takes, or use sequence=false"
         )
     split = {parameter for name, parameter in model.named_parameters() if name in sharded.shards}
-    found: list[str] = []
+    refused: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not inside and module not in before and _may_mix(module) and split.isdisjoint(module.parameters()):
-            found.append(name)
-            errors.append(
-                f"{name} ({type(module).__name__}) has matrices, of which none is split, so it would be "
-                "given a part of the sequence, and be wrong if it attends; make them 'column' and 'row' in "
-                "the table, or use sequence=false"
-            )
+        if module in whole_sequence or not _may_mix(module) or not split.isdisjoint(module.parameters()):
+            continue
+        if any(name.startswith(f"{outer}.") for outer in refused):
+            continue
+        refused.append(name)
+        errors.append(
+            f"{name} ({type(module).__name__}) has matrices, of which none is split, so it would get only a "
+            "part of the sequence, and be wrong if it attends; make them 'column' and 'row' in the table, or "
+            "use sequence=false"
+        )
     raise_errors(f"plan '{plan}'", errors)
 
 
 def _may_mix(module: nn.Module) -> bool:
-    """Whether a module has matrices inside, and a forward of its own to do with them what it likes."""
+    """Whether a module contains matrices, and a forward of its own that may do anything with them."""
     if is_matrix(module) or _works_by_position(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return any(map(is_matrix, module.modules()))
 
 
+# With `tensor`.
+
+
 def check_masks(model: nn.Module, plan: Plan) -> None:
-    """Refuse dropout whose masks come from each rank's own generator, where ranks must drop the same."""
+    """Refuse dropout that draws from each rank's own generator, where all ranks must drop the same."""
     if plan.tensor == 1:
         return
-    drops = [
+    by_torch = [
         name or "the model"
         for name, module in model.named_modules()
         if isinstance(module, _DropoutNd) and module.p > 0 and not is_keyed(module)
     ]
-    inside = [
-        name
-        for name in unkeyed_dropout(model)
-        if name not in drops and not draws_by_head(model.get_submodule("" if name == "the model" else name))
-    ]
+    modules = {name or "the model": module for name, module in model.named_modules()}
+    inside = [name for name in unkeyed_dropout(model) if name not in by_torch]
+    inside = [name for name in inside if not draws_by_head(modules[name])]
     errors = []
-    if drops:
+    if by_torch:
         errors.append(
-            f"dropout of {', '.join(drops)} is drawn by torch (seed=None, or a class with a forward of its "
-            "own), and ranks along tensor would drop different elements of states that must be equal; give "
-            "parallelize a seed and use nn.Dropout, or set p to 0"
+            f"dropout of {', '.join(by_torch)} is drawn by torch (seed=None, or a forward of its own), and "
+            "ranks along tensor would drop different elements of states that must be equal; give parallelize "
+            "a seed and use nn.Dropout, or set p to 0"
         )
     if inside:
         errors.append(

@@ -1,0 +1,137 @@
+"""Layers that are wrong with a part of the sequence, or with masks of their own. Each was accepted once."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from echelon.dropout import key_dropout
+from echelon.engine.within import Within
+from echelon.errors import UserError
+from echelon.mesh import Mesh
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.plan import Plan
+from echelon.sequence import WHOLE
+from echelon.tensor_parallel import Table
+from echelon.verify import Case, assert_equal
+from echelon.wrapping import Wrapping
+from tests.cases import adamw
+from tests.contract_models import token_loss
+from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
+
+
+def within(model: nn.Module, plan: str, loss: Any = cross_entropy, table: Table | None = None) -> Within:
+    return Within(model, Mesh.pretend(Plan.parse(plan), 0), loss, table, Wrapping())
+
+
+def gpt(**changes: Any) -> nn.Module:
+    return build(ModelConfig("gpt", 2, 16, 4, vocab=VOCAB, sequence=SEQUENCE, **changes))
+
+
+WHOLE_LOGITS = {"head.projection": "replicated"}
+
+
+# Masks that ranks must share.
+
+
+class OwnDropout(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 0
+
+
+def test_ranks_that_split_layers_must_drop_the_same() -> None:
+    """With seed=None each rank drew its own masks for hidden states that must be equal."""
+    with pytest.raises(UserError, match=r"embedding\.dropout, blocks\.0.*give parallelize a seed"):
+        within(gpt(dropout=0.1), "tensor=2")
+    within(gpt(dropout=0.1), "context=2")
+    model = gpt(dropout=0.1)
+    key_dropout(model, Wrapping())
+    within(model, "tensor=2")
+    model.blocks[0].mlp_dropout = OwnDropout(0.1)
+    with pytest.raises(UserError, match=r"dropout of blocks\.0\.mlp_dropout is drawn by torch"):
+        within(model, "tensor=2")
+
+
+def test_dropout_inside_torchs_own_modules() -> None:
+    model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.LSTM(16, 16, 2, dropout=0.1))
+    with pytest.raises(UserError, match=r"1 draw at random inside.*set their rates to 0"):
+        within(model, "tensor=2", table={"*": "replicated"})
+
+
+# Positions that are mixed within a part of the sequence.
+
+
+class Attends(nn.Module):
+    """Attention as everybody writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.projection(x)[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)[:, 0]
+
+
+class Asks(Attends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = WHOLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view.attend(*self.projection(x)[:, None].chunk(3, -1))[:, 0]
+
+
+def between(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCAB, 16), *layers, nn.Linear(16, VOCAB))
+
+
+def test_attention_that_asks_no_view_is_refused_with_context() -> None:
+    """Each rank attended within its own part."""
+    with pytest.raises(UserError, match=r"no module .* asks a view, so if Attends .*docs/context.md"):
+        within(between(Attends()), "context=2", token_loss)
+    within(between(Attends()), "tensor=2", token_loss, {"*": "replicated"})
+    within(between(Asks()), "context=2", token_loss)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        nn.MultiheadAttention(16, 2),
+        nn.TransformerEncoderLayer(16, 2, 16),
+        nn.GRU(16, 16),
+        nn.Conv1d(16, 16, 3),
+        nn.LayerNorm((16, 16)),
+    ],
+)
+def test_modules_that_mix_positions_by_themselves(mixer: nn.Module) -> None:
+    kind = type(mixer).__name__
+    with pytest.raises(UserError, match=rf"layer 2 \({kind}\) mixes positions, and with context=2"):
+        within(between(Asks(), mixer), "context=2", token_loss)
+
+
+def by_position() -> nn.Module:
+    return between(nn.Sequential(nn.LayerNorm(16), nn.Dropout(0.1), nn.Linear(16, 16)), nn.Tanh())
+
+
+@pytest.mark.usefixtures("warm_contract")
+@pytest.mark.parametrize("make", [by_position, partial(between, Asks())])
+def test_models_that_mix_nothing_or_ask_are_equal_to_one_device(make: Callable[[], nn.Module]) -> None:
+    assert_equal(Case(make, tokens, token_loss, adamw, steps=3), "context=2")
+
+
+def test_a_sequence_that_would_stay_in_parts_is_refused() -> None:
+    """The loss was given a part of the positions and all targets."""
+    with pytest.raises(UserError, match="make that projection 'vocabulary'"):
+        within(gpt(), "tensor=2 sequence=true", table=WHOLE_LOGITS)
+    whole = {"blocks.*.attention.*": "replicated"}
+    with pytest.raises(UserError, match=r"blocks\.0\.attention \(Attention\) has matrices, of which none"):
+        within(gpt(), "tensor=2 sequence=true", table=whole)
+    within(gpt(), "tensor=2", table=whole)
+    ends = {"0": "vocabulary", "3": "vocabulary", "*": "replicated"}
+    within(between(nn.Sequential(nn.Linear(16, 16)), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
+    with pytest.raises(UserError, match=r"1 \(Attends\) has matrices"):
+        within(between(Attends(), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
