@@ -1,7 +1,7 @@
-"""What torch.compile must not look into: messages between ranks, and numbers that change with every step.
+"""Functions that torch.compile must not trace: messages between ranks, and numbers that change every step.
 
-A compiled layer is recorded once and replayed. A message in it would be recorded as one of a single rank,
-and a step's number as a constant. A function that is `untraced` splits the recording: it runs each time.
+A compiled layer is traced once and replayed. A message would be traced as one of a single rank, and the
+number of a step as a constant. An `untraced` function splits the trace: it runs each time.
 """
 
 from collections.abc import Callable
@@ -14,5 +14,5 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator. Unlike torch.compiler.disable, it does not import the compiler where nobody compiles."""
+    """A decorator. Unlike torch.compiler.disable, it imports no compiler where nothing is compiled."""
     return _disable_dynamo(function)

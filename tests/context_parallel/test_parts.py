@@ -1,4 +1,4 @@
-"""Who holds which positions, as literal tables, and that everyone has the same work."""
+"""Which rank holds which positions, as literal tables, and that all ranks have the same work."""
 
 import pytest
 import torch
@@ -41,11 +41,11 @@ def test_a_part_is_contiguous_whatever_the_whole_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "ranks", "mend"), [(10, 2, "8 or 12"), (3, 2, "4"), (7, 3, "6 or 12"), (8, 3, "6 or 12")]
+    ("length", "ranks", "fix"), [(10, 2, "8 or 12"), (3, 2, "4"), (7, 3, "6 or 12"), (8, 3, "6 or 12")]
 )
-def test_a_length_that_cannot_be_cut_is_refused(length: int, ranks: int, mend: str) -> None:
-    rule = f"a sequence of {length} positions with context={ranks}: it is cut into {2 * ranks} equal chunks"
-    with pytest.raises(UserError, match=f"{rule}, .* a multiple of {2 * ranks}, such as {mend}$"):
+def test_a_length_that_cannot_be_split_is_refused(length: int, ranks: int, fix: str) -> None:
+    rule = f"a sequence of {length} positions with context={ranks} is not divisible by {2 * ranks}"
+    with pytest.raises(UserError, match=f"{rule}: .* two of {2 * ranks} equal chunks; .* length of {fix}$"):
         take(torch.zeros(1, length), 0, ranks)
 
 
@@ -69,8 +69,8 @@ def test_blocks_are_the_causal_rule_and_nothing_else(ranks: int) -> None:
     length = 6
     for rank in range(ranks):
         for source in range(ranks):
-            here, there = positions(length, rank, ranks), positions(length, source, ranks)
-            assert torch.equal(sees(block_of(rank, source, length), length), here[:, None] >= there)
+            queries, keys = positions(length, rank, ranks), positions(length, source, ranks)
+            assert torch.equal(sees(block_of(rank, source, length), length), queries[:, None] >= keys)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])

@@ -71,8 +71,8 @@ def attended(case: Case) -> list[Tensor]:
 
 
 def differences(case: Case, by_rank: list[list[Tensor]]) -> list[float]:
-    made = [put_together(parts, dim=2) for parts in zip(*by_rank, strict=True)]
-    return [float((x - y).abs().max()) for x, y in zip(made, case.wanted(), strict=True)]
+    results = [put_together(parts, dim=2) for parts in zip(*by_rank, strict=True)]
+    return [float((x - y).abs().max()) for x, y in zip(results, case.wanted(), strict=True)]
 
 
 SHAPES = {
@@ -102,7 +102,7 @@ def test_one_rank_takes_a_sequence_of_any_length() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_messages_larger_than_any_buffer_do_not_block_the_ring(warm_ranks: Warm, ranks: int) -> None:
-    case = Case(ranks, heads=2, kv_heads=2, chunk=300, width=256)  # 2.4 MB a message
+    case = Case(ranks, heads=2, kv_heads=2, chunk=300, width=256)  # 2.4 MB per message
     assert max(differences(case, warm_ranks(ranks).run(attended, case))) <= 1e-12
 
 
@@ -251,7 +251,7 @@ def inputs_unchanged(case: Case) -> bool:
     return all(torch.equal(x, y) for x, y in zip((*inputs, gradient), before, strict=True))
 
 
-def test_nothing_that_was_given_is_changed(warm_ranks: Warm) -> None:
+def test_inputs_are_not_changed(warm_ranks: Warm) -> None:
     assert all(warm_ranks(2).run(inputs_unchanged, Case(2)))
 
 
@@ -303,21 +303,21 @@ def test_every_run_has_the_same_bits(warm_ranks: Warm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "told"),
+    ("shapes", "message"),
     [
-        (((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), "make 4 heads a multiple of 3"),
-        (((1, 4, 4, 8), (1, 2, 4, 8), (1, 4, 4, 8)), "key and value of one shape"),
-        (((4, 4, 8), (4, 4, 8), (4, 4, 8)), r"must be \[batch, heads, sequence, width\]"),
+        (((1, 4, 4, 8), (1, 3, 4, 8), (1, 3, 4, 8)), "4 heads are not divisible by 3 key/value heads"),
+        (((1, 4, 4, 8), (1, 2, 4, 8), (1, 4, 4, 8)), "key and value of the same shape"),
+        (((4, 4, 8), (4, 4, 8), (4, 4, 8)), r"all must be \[batch, heads, sequence, width\]"),
         (((1, 4, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8)), "only the number of heads may differ"),
         (((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "a sequence of 6 positions with context=2"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         ring_attention(*map(torch.zeros, shapes), RecordingGroup("context", 0, 2))
 
 
-def test_all_errors_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     query, key, value = replace(Case(1), heads=3).whole()[:3]
-    with pytest.raises(UserError, match=r"2 errors(.|\n)*multiple of 2(.|\n)*torch.float64.*of one type"):
+    with pytest.raises(UserError, match=r"2 errors(.|\n)*not divisible by 2(.|\n)*torch.float64.*one dtype"):
         ring_attention(query.float(), key, value, RecordingGroup("context"))

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from echelon.context_parallel import tiles
-from echelon.context_parallel.tiles import Asked, Gradients, add_gradients, attend, merge
+from echelon.context_parallel.tiles import Gradients, QueryState, add_gradients, attend, merge
 
 
 @pytest.fixture(params=[1, 2, 3, 256])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_ROWS", request.param)
+    monkeypatch.setattr(tiles, "_MAX_ROWS", request.param)
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -29,8 +29,8 @@ def test_a_block_is_attention(causal: bool) -> None:
     with torch.no_grad():
         out, sums = attend(query, key, value, causal=causal, scale=0.3)
         into = Gradients(*(torch.zeros_like(x) for x in (query, key, value)))
-        asked = Asked(query, gradient, sums, (gradient * out).sum(-1))
-        add_gradients(into, asked, key, value, causal=causal, scale=0.3)
+        queries = QueryState(query, gradient, sums, (gradient * out).sum(-1))
+        add_gradients(into, queries, key, value, causal=causal, scale=0.3)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
     for made, like in zip(into, (query, key, value), strict=True):
         torch.testing.assert_close(made, like.grad, rtol=0, atol=1e-13)
@@ -69,6 +69,6 @@ def test_narrow_types_are_accumulated_in_float32(dtype: torch.dtype) -> None:
 def test_tiles_hold_a_bounded_number_of_scores() -> None:
     query, key = torch.empty(2, 4, 1 << 20, 1, device="meta"), torch.empty(2, 2, 1 << 16, 1, device="meta")
     sizes = {2 * 4 * (rows.stop - rows.start) * seen for rows, seen in tiles._tiles(query, key, False)}
-    assert max(sizes) <= tiles._SCORES
+    assert max(sizes) <= tiles._MAX_SCORES
     few = list(tiles._tiles(query[:, :, :700], key[:, :, :700], True))
     assert few == [(slice(0, 256), 256), (slice(256, 512), 512), (slice(512, 700), 700)]

@@ -1,8 +1,8 @@
-"""Who holds which positions of a sequence, and who attends to what. Pure: no rank needs to be there.
+"""Which rank holds which positions of a sequence, and which positions attend to which. Pure functions.
 
-A sequence is cut into 2C equal chunks, and rank r holds the chunks r and 2C−1−r, one after the other. Early
-positions attend to little and late ones to much: one of each makes every rank's work the same. For C = 3,
-with what each chunk attends to (■ all, ◣ up to the same position):
+A sequence is split into 2C equal chunks, and rank r holds the chunks r and 2C−1−r, one after the other. Early
+positions attend to few others and late ones to many: one chunk of each makes every rank's work equal. For
+C = 3, the chunks that each chunk attends to (■ all of it, ◣ up to the same position):
 
                   chunk 0 1 2 3 4 5
     rank 0   chunk 0    ◣
@@ -23,45 +23,45 @@ from echelon.errors import UserError
 
 
 class Block(NamedTuple):
-    """The local positions of a rank, `queries`, that attend to `keys` among those of another rank."""
+    """The local positions `queries` of a rank that attend to the local positions `keys` of another rank."""
 
     queries: slice
     keys: slice
-    causal: bool  # each to those up to its own place; else each to all
+    causal: bool  # each query to the keys up to its own position; else each to all
 
 
 def positions(length_here: int, rank: int, ranks: int, device: torch.device | str | None = None) -> Tensor:
-    """The places in the whole sequence of the `length_here` positions that `rank` holds, [length_here].
+    """The positions in the whole sequence of the `length_here` tokens that `rank` holds, [length_here].
 
     positions(4, rank=1, ranks=2)                   # [2, 3, 4, 5] of 8
     """
     starts = _starts(length_here * ranks, rank, ranks)
-    each = length_here // len(starts)
-    return torch.cat([torch.arange(start, start + each, device=device) for start in starts])
+    chunk = length_here // len(starts)
+    return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
 
 
 def take(tensor: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
-    """What `rank` holds of a whole tensor whose dim `dim` is the sequence: a contiguous copy.
+    """The part that `rank` holds of a tensor whose dim `dim` is the whole sequence: a contiguous copy.
 
     tokens, targets = (take(whole, group.rank, group.size) for whole in batch)
     """
     length = tensor.shape[dim]
     starts = _starts(length, rank, ranks)
-    each = length // ranks // len(starts)
-    return torch.cat([tensor.narrow(dim, start, each) for start in starts], dim).contiguous()
+    chunk = length // ranks // len(starts)
+    return torch.cat([tensor.narrow(dim, start, chunk) for start in starts], dim).contiguous()
 
 
 def put_together(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The whole tensor again, from what ranks 0 … C−1 hold of it."""
-    places = [positions(part.shape[dim], rank, len(parts)) for rank, part in enumerate(parts)]
-    return torch.cat(list(parts), dim).index_select(dim, torch.cat(places).argsort().to(parts[0].device))
+    """The whole tensor, from the parts of ranks 0 … C−1: the inverse of `take`."""
+    order = torch.cat([positions(part.shape[dim], rank, len(parts)) for rank, part in enumerate(parts)])
+    return torch.cat(list(parts), dim).index_select(dim, order.argsort().to(parts[0].device))
 
 
 def block_of(rank: int, source: int, length: int) -> Block:
-    """What the `length` positions of `rank` attend to among those of `source`: see the grid above.
+    """Which of the `length` positions of `rank` attend to which of `source`: see the grid above.
 
-    Against itself a rank's chunks are a sequence in order. Below, its own chunks stand between the two of the
-    source; above, the two of the source stand between its own.
+    The two chunks of one rank are a sequence in order. The chunks of a higher rank lie between the two of a
+    lower one.
     """
     first, second, both = slice(0, length // 2), slice(length // 2, length), slice(0, length)
     if source == rank:
@@ -70,19 +70,19 @@ def block_of(rank: int, source: int, length: int) -> Block:
 
 
 def check_length(length: int, ranks: int) -> None:
-    """Refuse a sequence that cannot be cut into equal chunks; one rank alone holds any, uncut."""
+    """Refuse a sequence that cannot be split into equal chunks. One rank alone does not split it."""
     chunks = 2 * ranks
     if ranks > 1 and length % chunks:
         below = length - length % chunks
-        mend = f"{below} or {below + chunks}" if below else str(chunks)
+        fix = f"{below} or {below + chunks}" if below else str(chunks)
         raise UserError(
-            f"a sequence of {length} positions with context={ranks}: it is cut into {chunks} equal chunks, "
-            f"two a rank; make its length a multiple of {chunks}, such as {mend}"
+            f"a sequence of {length} positions with context={ranks} is not divisible by {chunks}: each rank "
+            f"takes two of {chunks} equal chunks; use a length of {fix}"
         )
 
 
 def _starts(length: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Where in the sequence the chunks of `rank` begin."""
+    """Where the chunks of `rank` begin in the sequence."""
     check_length(length, ranks)
     if ranks == 1:
         return (0,)

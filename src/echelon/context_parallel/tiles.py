@@ -1,12 +1,12 @@
-"""Attention of some queries to some keys on plain torch, a tile of scores at a time.
+"""Attention of some queries to some keys in plain torch, one tile of scores at a time.
 
-`attend` also returns the log of the sum that each query's softmax was divided by. With it, results over
-several sets of keys become one (`merge`), and `add_gradients` makes the probabilities again.
+`attend` also returns the log-sum of each query: the log of its softmax's denominator. With it, `merge` joins
+results over several sets of keys, and `add_gradients` computes the probabilities again.
 
     query, out [batch, heads, s, width]    key, value [batch, kv_heads, t, width]    sums [batch, heads, s]
 
-Queries of the heads that share a key/value head stand below each other as rows of one matrix: keys are never
-repeated, and their gradients sum over those heads by themselves. What is computed is float32 at least.
+The queries of heads that share a key/value head are rows of one matrix: keys are never repeated, and their
+gradients are summed over those heads by the product. Everything is computed in float32 or wider.
 """
 
 from collections.abc import Iterator
@@ -15,28 +15,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SCORES = 1 << 22  # in a tile, at most (or those of one position)
-_ROWS = 256  # positions in a tile, at most: on the diagonal, smaller tiles waste less on what is masked
+_MAX_SCORES = 1 << 22  # of a tile (or those of one position, if they are more)
+_MAX_ROWS = 256  # positions of a tile: on the diagonal, smaller tiles waste less on masked scores
 
 
 class Gradients(NamedTuple):
-    """Wide, in the shapes of what they are for."""
+    """Gradients of query, key and value, in the wide type."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
 
-class Asked(NamedTuple):
-    """Queries, and what is known of their merged result; all but `query` wide."""
+class QueryState(NamedTuple):
+    """Queries, and what the backward pass needs of their merged result; all but `query` in the wide type."""
 
     query: Tensor
     gradient: Tensor  # of the result
     sums: Tensor
     delta: Tensor  # result · gradient, [batch, heads, s]
 
-    def at(self, places: slice) -> "Asked":
-        return Asked(*(x[:, :, places] for x in self))
+    def at(self, positions: slice) -> "QueryState":
+        return QueryState(*(x[:, :, positions] for x in self))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -45,7 +45,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Result and log-sums, both wide. If `causal`, queries and keys are the same positions."""
+    """Result and log-sums, both in the wide type. If `causal`, queries and keys are the same positions."""
     key, value = key.to(wide(key.dtype)), value.to(wide(value.dtype))
     out = torch.empty(query.shape, dtype=key.dtype, device=key.device)
     sums = out.new_empty(query.shape[:-1])
@@ -60,47 +60,47 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
 
 
 def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
-    """Make `out` and `sums`, in place, those of the same queries over both sets of keys."""
+    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys."""
     both = torch.logaddexp(sums, other_sums)
     out.mul_((sums - both).exp_()[..., None]).add_(other_out.mul_((other_sums - both).exp_()[..., None]))
     sums.copy_(both)
 
 
 def add_gradients(
-    into: Gradients, asked: Asked, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    into: Gradients, queries: QueryState, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> None:
-    """Add to `into` what these keys and values have to do with the gradient of the merged result."""
+    """Add to `into` the gradients that these keys and values contribute."""
     key, value = key.to(wide(key.dtype)), value.to(wide(value.dtype))
-    query, gradient, sums, delta = (_grouped(x, key) for x in asked)
+    query, gradient, sums, delta = (_grouped(x, key) for x in queries)
     for_query = _grouped(into.query, key)
-    for rows, seen in _tiles(asked.query, key, causal):
-        queries, outer = query[..., rows, :].to(key.dtype), gradient[..., rows, :]
+    for rows, seen in _tiles(queries.query, key, causal):
+        tile, outer = query[..., rows, :].to(key.dtype), gradient[..., rows, :]
         keys, values = key[:, :, :seen], value[:, :, :seen]
-        probabilities = _scores(queries, keys, causal, scale).sub_(sums[..., rows, None]).exp_()
-        into.value[:, :, :seen] += _summed(probabilities, outer)
+        probabilities = _scores(tile, keys, causal, scale).sub_(sums[..., rows, None]).exp_()
+        into.value[:, :, :seen] += _sum_products(probabilities, outer)
         for_scores = _times(outer, values.mT).sub_(delta[..., rows, None]).mul_(probabilities).mul_(scale)
-        into.key[:, :, :seen] += _summed(for_scores, queries)
+        into.key[:, :, :seen] += _sum_products(for_scores, tile)
         for_query[..., rows, :] += _times(for_scores, keys)
 
 
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
-    """[batch, heads, …] -> [batch, kv_heads, heads that share one, …], the same memory."""
+    """[batch, heads, …] -> [batch, kv_heads, heads per kv_head, …], in the same memory."""
     grouped: Tensor = x.unflatten(1, (key.shape[1], -1))
     return grouped
 
 
 def _tiles(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Which queries at a time, and how many of the keys, from the first on, they attend to."""
+    """The queries of each tile, and the number of keys, from the first on, that they attend to."""
     batch, heads, length, _ = query.shape
     most = key.shape[2]
-    rows = max(1, min(_ROWS, _SCORES // max(1, batch * heads * most)))
+    rows = max(1, min(_MAX_ROWS, _MAX_SCORES // max(1, batch * heads * most)))
     for begin in range(0, length, rows):
         end = min(begin + rows, length)
         yield slice(begin, end), end if causal else most
 
 
 def _scores(queries: Tensor, keys: Tensor, causal: bool, scale: float) -> Tensor:
-    """[batch, kv_heads, sharing, rows, keys], −inf for those that come later."""
+    """[batch, kv_heads, heads per kv_head, rows, keys], −inf for later keys."""
     scores = _times(queries * scale, keys.mT)
     if causal:  # then the last keys are the queries' own positions
         rows = scores.shape[-2]
@@ -110,11 +110,11 @@ def _scores(queries: Tensor, keys: Tensor, causal: bool, scale: float) -> Tensor
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """[batch, kv_heads, sharing, rows, x] times [batch, kv_heads, x, y]."""
+    """[batch, kv_heads, heads per kv_head, rows, x] times [batch, kv_heads, x, y]."""
     product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
     return product
 
 
-def _summed(left: Tensor, right: Tensor) -> Tensor:
-    """Products over all rows of all that share: [batch, kv_heads, x, y]."""
+def _sum_products(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ · right over all rows of all heads per kv_head: [batch, kv_heads, x, y]."""
     return left.flatten(2, 3).mT @ right.flatten(2, 3)

@@ -1,4 +1,4 @@
-"""What layers see of a sequence that goes round a ring."""
+"""The view of layers on a sequence that the ranks of a ring share."""
 
 from typing import final
 

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
 from echelon.errors import UserError
+from echelon.targets import IGNORED_TARGET
 
-_IGNORED = -100
 _SUBJECT = "loss"
 
 SplitLoss = Callable[[Any, Any, Group], tuple[Tensor, Tensor | int]]
@@ -34,7 +34,7 @@ def vocabulary_cross_entropy(output: Any, targets: Tensor, group: Group) -> tupl
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     cross_entropy: Any = _CrossEntropy.apply
     total: Tensor = cross_entropy(wide, targets.flatten(), group)
-    return total, (targets != _IGNORED).sum()
+    return total, (targets != IGNORED_TARGET).sum()
 
 
 # By the full name of the loss of one rank: what takes split logits in its place.
@@ -53,7 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
         begin, vocab = logits.shape[1] * group.rank, logits.shape[1] * group.size
-        counted = targets != _IGNORED
+        counted = targets != IGNORED_TARGET
         if targets.device.type == "cpu" and not bool(((targets >= 0) & (targets < vocab) | ~counted).all()):
             raise IndexError(f"a target is not in the vocabulary of {vocab}")
         places = targets - begin

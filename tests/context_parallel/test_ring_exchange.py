@@ -1,4 +1,4 @@
-"""The order of messages in a ring: it must not block, even where a rank's go strictly one after the other."""
+"""The order of messages in a ring: it must not block where a rank's messages run one after the other."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ import torch
 
 from echelon.collectives import RecordingGroup
 from echelon.context_parallel import ring_attention
-from echelon.context_parallel.passing import pass_on, rounds
+from echelon.context_parallel.ring_exchange import rounds, start_exchange
 
 
 def messages(rank: int, ranks: int) -> deque[tuple[str, int]]:
@@ -25,23 +25,23 @@ def test_messages_that_go_one_after_the_other_do_not_block(ranks: int) -> None:
     queues = [messages(rank, ranks) for rank in range(ranks)]
     assert {len(queue) for queue in queues} == {6 * (ranks - 1)}
     while any(queues):
-        meeting = [
+        pairs = [
             (rank, queue[0][1])
             for rank, queue in enumerate(queues)
             if queue and queue[0][0] == "send" and (peer := queues[queue[0][1]]) and peer[0] == ("recv", rank)
         ]
-        assert meeting, f"blocked: {[queue[0] if queue else None for queue in queues]}"
-        for pair in meeting:
+        assert pairs, f"blocked: {[queue[0] if queue else None for queue in queues]}"
+        for pair in pairs:
             for rank in pair:
                 queues[rank].popleft()
 
 
-def test_the_next_is_on_its_way_while_one_is_used() -> None:
+def test_the_next_tensor_travels_while_one_is_used() -> None:
     group = RecordingGroup("context", rank=1, size=3)
     seen = [(source, len(group.ledger.moves)) for source, _ in rounds(group, torch.zeros(2))]
     assert seen == [(1, 2), (0, 4), (2, 4)]
 
 
-def test_what_is_sent_is_kept_until_it_has_left() -> None:
+def test_a_tensor_is_kept_until_it_is_sent() -> None:
     tensor = torch.zeros(2)
-    assert pass_on(RecordingGroup("context", 0, 2), tensor).outgoing is tensor
+    assert start_exchange(RecordingGroup("context", 0, 2), tensor).outgoing is tensor
