@@ -71,6 +71,12 @@ def test_seconds_in_which_two_threads_wait_are_exposed_once() -> None:
     assert ledger.hidden() == 2.0
 
 
+def test_a_wait_after_the_end_hides_nothing() -> None:
+    """The operation ended at 1. A caller that asks for it from 2 to 5 does not wait for communication."""
+    ledger = entered((0.0, 1.0, 2.0, 3.0))
+    assert ledger.hidden() == ledger.busy() == 1.0
+
+
 def test_finishing_tells_the_duration_and_the_wait() -> None:
     ledger = Ledger()
     begun = time.perf_counter() - 2.0

@@ -1,12 +1,18 @@
 """The mesh over real processes, and pretended."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from echelon.errors import UserError
-from echelon.launching import Ranks
+from echelon.launching import PeerLost, RankFailed, Ranks
 from echelon.mesh import Layout, Mesh
 from echelon.plan import Plan
 
@@ -21,6 +27,7 @@ def members(text: str) -> dict[str, list[int]]:
         group.all_gather(ranks, torch.tensor([mesh.rank]))
         found[axis] = ranks.tolist()
         assert ranks[group.rank] == mesh.rank
+    mesh.close()
     return found
 
 
@@ -48,3 +55,123 @@ def test_a_pretended_mesh_stands_anywhere() -> None:
     assert mesh.position[:4] == (7, 63, 0, 7)
     mesh.group("tensor").all_reduce(torch.ones(8))
     assert mesh.ledger.total("tensor").sent == 2 * 7 * 4
+
+
+class Resources(NamedTuple):
+    """What a process holds of the system."""
+
+    threads: int
+    descriptors: int
+    shared_memory: int
+
+    @classmethod
+    def now(cls) -> "Resources":
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        shared = [line for line in maps if "memfd:" in line or "/dev/shm" in line]
+        return cls(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(shared))
+
+
+def use(mesh: Mesh) -> None:
+    """Something of every kind over every group: staged, read directly, and through the backend."""
+    for axis in mesh.axes:
+        group = mesh.group(axis)
+        for length in (3, 100_000):
+            group.all_reduce(torch.ones(length))
+        group.broadcast(torch.ones(3), wait=False).wait()
+        group.barrier()
+    mesh.group_of_stages([0]).all_reduce(torch.ones(3))
+
+
+def makes_and_closes(text: str, count: int) -> tuple[Resources, Resources, Resources]:
+    """What this process holds while the first mesh is open, after it, and after all of them."""
+    for number in range(count):
+        mesh = Mesh.join(Plan.parse(text))
+        use(mesh)
+        if number == 0:
+            during = Resources.now()
+        mesh.close()
+        mesh.close()  # again is harmless
+        if number == 0:
+            after_first = Resources.now()
+    return during, after_first, Resources.now()
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["data=2 tensor=2", "pipeline=2 data=2"])
+def test_closed_meshes_leave_nothing_behind(text: str, count: int) -> None:
+    """3,700 idle threads were seen where meshes were made one after the other and never closed."""
+    with Ranks(4, deadline=300.0) as ranks:
+        results = ranks.run(makes_and_closes, text, count)
+    for during, after_first, after_all in results:
+        assert all(held > left for held, left in zip(during, after_first, strict=True)), (
+            "else this sees nothing"
+        )
+        assert all(left <= first for left, first in zip(after_all, after_first, strict=True))
+
+
+def uses_a_closed_mesh() -> None:
+    first = Mesh.join(Plan(data=2))
+    second = Mesh.join(Plan(data=2))
+    first.close()
+    with pytest.raises(RuntimeError, match="all_reduce along data: the group is closed"):
+        first.group("data").all_reduce(torch.ones(3))
+    use(second)  # does not depend on the first
+    second.close()
+    dist.barrier()  # the world belongs to the launcher
+
+
+def test_a_closed_mesh_is_refused_and_others_go_on(warm_ranks: Callable[[int], Ranks]) -> None:
+    warm_ranks(2).run(uses_a_closed_mesh)
+
+
+def closes_beside_the_dead(transport: str) -> None:
+    os.environ["ECHELON_TRANSPORT"] = transport
+    before = Resources.now()
+    mesh = Mesh.join(Plan(data=3))
+    use(mesh)
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost):
+        mesh.group("data").all_reduce(torch.ones(3))
+    begun = time.monotonic()
+    mesh.close()
+    mesh.close()
+    in_time = time.monotonic() - begun < 10
+    nothing_left = all(after <= held for after, held in zip(Resources.now(), before, strict=True))
+    raise PeerLost(f"closed in time: {in_time}, nothing left: {nothing_left}")
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_mesh_closes_when_a_peer_is_dead(transport: str) -> None:
+    with pytest.raises(RankFailed) as caught, Ranks(3, deadline=60.0) as ranks:
+        ranks.run(closes_beside_the_dead, transport)
+    assert caught.value.rank == 1
+    assert "SIGKILL" in caught.value.reason
+    reports = [other for other in caught.value.others if "closed in time" in other]
+    assert reports, caught.value.others
+    assert all("closed in time: True, nothing left: True" in report for report in reports), reports
+
+
+def closes_while_another_waits() -> str:
+    """Rank 1 closes its mesh. Rank 0, which waits for it, learns that and can close too."""
+    mesh = Mesh.join(Plan(data=2))
+    group = mesh.group("data")
+    said = ""
+    if mesh.rank == 0:
+        with pytest.raises(PeerLost) as caught:
+            group.recv(torch.ones(3), 1)
+        said = str(caught.value)
+    mesh.close()
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_closes_first_is_lost_to_those_who_wait(warm_ranks: Callable[[int], Ranks]) -> None:
+    assert "lost a peer: rank 1 is gone" in warm_ranks(2).run(closes_while_another_waits)[0]
+
+
+def test_a_pretended_mesh_can_be_closed() -> None:
+    mesh = Mesh.pretend(Plan(data=2), rank=0)
+    mesh.close()
+    with pytest.raises(RuntimeError, match="the group is closed"):
+        mesh.group("data").all_reduce(torch.ones(3))

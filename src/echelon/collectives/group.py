@@ -83,8 +83,9 @@ class Group(ABC):
     def close(self) -> None:
         """Release this rank's process group, threads, sockets and shared memory of the group.
 
-        Any number of times, also when peers are gone. Unfinished operations fail, here and on the peers, and
-        other Group objects over the same process group end too. The world's process group itself stays.
+        Any number of times, also when peers are gone. Wait for your operations first: unfinished ones fail,
+        here and on the peers, and Gloo returns from its own only when they have ended. Other Group objects
+        over the same process group end too. The process group of the world itself stays.
         """
         if not self._is_closed:
             self._is_closed = True

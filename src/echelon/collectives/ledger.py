@@ -105,7 +105,9 @@ class Ledger:
 
     def hidden(self) -> float:
         """Of the busy seconds, those in which no caller waited."""
-        return max(0.0, self.busy() - _covered_seconds((move.wait_start, move.waited) for move in self.moves))
+        busy = [(move.start, move.seconds) for move in self.moves]
+        waits = [(move.wait_start, move.waited) for move in self.moves]
+        return _covered_seconds(busy + waits) - _covered_seconds(waits)
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None

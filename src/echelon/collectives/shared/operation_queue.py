@@ -4,6 +4,7 @@ An operation is a coroutine that runs until it needs something from a peer.
 """
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any, NoReturn, Protocol, final
@@ -46,6 +47,7 @@ class Operation(Work):
         except StopIteration:
             self._finish(None)
         except Exception as error:
+            _forget_locals(error)
             self._finish(error)
         return self._done_at is not None
 
@@ -78,6 +80,14 @@ class Operation(Work):
     def _finish(self, error: Exception | None) -> None:
         self.error, self._done_at = error, time.perf_counter()
         self._runner.wake_waiters(self)
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Drop the variables in the error's traceback: the error is kept, and would keep the link's memory too."""
+    reason: BaseException | None = error
+    while reason is not None:
+        traceback.clear_frames(reason.__traceback__)
+        reason = reason.__cause__ or reason.__context__
 
 
 def raise_from(error: Exception, where: str) -> NoReturn:
