@@ -157,6 +157,44 @@ def test_the_start_is_that_of_one_device(warm_ranks: Warm) -> None:
         assert told.keys() == whole.keys()
 
 
+class Shifted(nn.Module):
+    """Has buffers: one that is saved, one that is not, and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 5)
+        self.register_buffer("shift", torch.randn(6))
+        self.register_buffer("scale", torch.randn(6), persistent=False)
+        self.register_buffer("order", torch.randperm(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x * self.scale + self.shift)[:, self.order]
+        return self.last(self.down(torch.tanh(self.up(x))))
+
+
+def start_of_buffers(plan: str) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """The buffers that this rank trains with, the whole state, and the loss of a step."""
+    torch.manual_seed(torch.distributed.get_rank())
+    table = {"up": "column", "down": "row", "last": "replicated"}
+    engine = echelon.parallelize(Shifted(), plan, optimizer=adamw, loss=mean_loss, table=table)
+    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    return buffers, engine.full_state_dict(), engine.step(vectors(0)).loss
+
+
+def test_buffers_start_as_those_of_the_first_rank(warm_ranks: Warm) -> None:
+    """Every rank's hidden states go through its own buffers, and the sum over ranks would mix them."""
+    torch.manual_seed(0)
+    model = Shifted()
+    inputs, targets = vectors(0)
+    loss = mean_loss(model(inputs), targets).item()
+    for buffers, state, loss_of_step in warm_ranks(2).run(start_of_buffers, "tensor=2"):
+        expected = dict(model.named_buffers())
+        assert buffers.keys() == expected.keys()
+        assert all(torch.equal(buffer, expected[name]) for name, buffer in buffers.items())
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+        assert loss_of_step == pytest.approx(loss, rel=1e-5)
+
+
 def used_before(plan: str) -> list[float]:
     torch.manual_seed(0)
     model = gpt()
