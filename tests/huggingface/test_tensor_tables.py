@@ -45,7 +45,7 @@ def test_every_family_has_a_table_and_every_line_fits_one_of_its_models() -> Non
     for table in TENSOR_TABLES.values():
         classes = {name for name, other in TENSOR_TABLES.items() if other is table}
         unused = [
-            {pattern for pattern, _ in Styles(model, table).idle()}
+            {pattern for pattern, _ in Styles(model, table).unused()}
             for model in models
             if type(model).__name__ in classes
         ]

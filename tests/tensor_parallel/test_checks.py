@@ -1,4 +1,4 @@
-"""What a table cannot do: each was once accepted, and trained otherwise than one device."""
+"""Tables that are refused: each was accepted once, and did not train as one device does."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def refused(model: nn.Module, table: Table, *, sequence: bool = False) -> list[s
     return list(caught.value.errors)
 
 
-# Members of a list, whose names differ by a number alone, were taken for alike: the first was judged.
+# Members of a list, whose names differ only by a number, were taken for alike: only the first was checked.
 
 
 def test_every_member_of_a_list_must_be_known() -> None:
@@ -39,10 +39,10 @@ def test_every_member_of_a_list_must_divide() -> None:
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 33))
     errors = refused(model, {"0": "vocabulary", "1": "vocabulary"})
     assert [error.split(":")[0] for error in errors] == ["1.weight", "1.bias"]
-    assert "its vocabulary is 33, which 2 does not divide; pad the vocabulary to 34" in errors[0]
+    assert "its vocabulary of 33 is not divisible by 2; pad the vocabulary to 34" in errors[0]
 
 
-def test_members_that_are_alike_are_told_once() -> None:
+def test_members_that_are_alike_are_reported_once() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6)) for _ in range(3)))
     errors = refused(model, {})
     assert [error.split(" ")[0] for error in errors] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
@@ -56,10 +56,10 @@ def test_members_that_are_alike_are_told_once() -> None:
 
 
 @pytest.mark.parametrize("between", [nn.Dropout(0.1), nn.PReLU()])
-def test_the_advice_tells_what_is_between_a_column_and_a_row_apart(between: nn.Module) -> None:
+def test_the_advice_names_the_style_between_a_column_and_a_row(between: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))
     (error,) = refused(model, {"0": "column", "2": "row"})
-    assert "add '1': 'replicated' (or 'inner', if it stands between a column and a row" in error
+    assert "add '1': 'replicated' (or 'inner', if it is between a column and a row" in error
     split(model, {"0": "column", "1": "inner", "2": "row"})
 
 
@@ -77,7 +77,7 @@ def test_inner_is_for_what_works_on_each_feature() -> None:
 def test_the_dropout_inside_of_torchs_layers_is_inner(kind: type[nn.Module]) -> None:
     table = {"linear1": "column", "linear2": "row", "dropout": "replicated", "*": "replicated"}
     assert refused(kind(4, 2, 8), table) == [
-        "dropout: stands between a column and a row, and cannot be 'replicated'; make it 'inner'"
+        "dropout: is between a column and a row, and cannot be 'replicated'; make it 'inner'"
     ]
     split(kind(4, 2, 8), table | {"dropout": "inner"})
 
@@ -115,19 +115,19 @@ class Shifted(nn.Embedding):
 @pytest.mark.parametrize("style", ["column", "row", "vocabulary"])
 def test_a_forward_of_its_own_is_not_taken_away(style: str) -> None:
     assert refused(nn.Sequential(Scaled(4, 4)), {"0": style}) == [
-        f"0 (Scaled): cannot be '{style}': it would lose the forward of its own; make it 'replicated', or a "
-        "plain nn.Linear"
+        f"0 (Scaled): cannot be '{style}': its own forward would be lost; make it 'replicated', or a plain "
+        "nn.Linear"
     ]
     split(nn.Sequential(Renamed(4, 4)), {"0": style})
 
 
-def test_nor_that_of_an_embedding_or_an_instance() -> None:
+def test_a_forward_of_an_embedding_or_an_instance_is_not_taken_away() -> None:
     (error,) = refused(nn.Sequential(Shifted(4, 4)), {"0": "vocabulary"})
     assert error.endswith("make it 'replicated', or a plain nn.Embedding")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].forward = torch.tanh  # type: ignore[assignment]
     (error,) = refused(model, {"0": "column", "1": "column"})
-    assert error.startswith("1 (Linear): cannot be 'column': it would lose the forward of its own")
+    assert error.startswith("1 (Linear): cannot be 'column': its own forward would be lost")
 
 
 def test_what_is_split_already_is_not_split_again() -> None:
@@ -142,10 +142,10 @@ def test_what_is_split_already_is_not_split_again() -> None:
 
 def test_a_weight_that_is_computed_cannot_be_cut() -> None:
     (error,) = refused(nn.Sequential(weight_norm(nn.Linear(4, 4))), {"0": "column", "0.*": "replicated"})
-    assert "its weight is made of other parameters" in error
+    assert "its weight is computed from other parameters" in error
 
 
-# What is shared.
+# Sharing.
 
 
 def tied(first: nn.Module, second: nn.Module) -> nn.Sequential:
@@ -166,7 +166,7 @@ def test_tied_weights_have_gradients_of_one_kind(style: str, sequence: bool) -> 
     (error,) = refused(tied(nn.PReLU(), nn.PReLU()), {n: table[n] for n in "01"}, sequence=sequence)
     assert error == (
         "0 and 1 share a parameter, and a rank has all of its gradient in one of them, but a part of it in "
-        "the other; give each its own"
+        "the other; do not share it"
     )
 
 
@@ -184,8 +184,8 @@ def test_with_split_sequences_the_first_layer_shares_no_module(shared: nn.Module
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.Tanh()))
     (error,) = refused(model, {"*.0": "replicated"}, sequence=True)
     assert error == (
-        f"0.0 ({type(shared).__name__}): is in the first layer, which sees whole sequences, and in a later "
-        "one, which with sequence=true sees a part of them; give each its own, or use sequence=false"
+        f"0.0 ({type(shared).__name__}): is in the first layer, which gets whole sequences, and in a later "
+        "one, which with sequence=true gets a part of them; give each layer its own, or use sequence=false"
     )
     split(model, {"*.0": "replicated"})
 
@@ -195,7 +195,7 @@ def test_what_mixes_positions_needs_them_all(mixing: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(4, 4), mixing)
     (error,) = refused(model, {"*": "replicated"}, sequence=True)
     assert error == (
-        f"1 ({type(mixing).__name__}): needs all positions, and with sequence=true has a part; use "
+        f"1 ({type(mixing).__name__}): needs all positions, and with sequence=true gets a part; use "
         "sequence=false"
     )
     split(nn.Sequential(mixing, nn.Linear(4, 4)), {"*": "replicated"}, sequence=True)
@@ -216,16 +216,16 @@ class Heads(nn.Linear):
         self.num_heads = heads
 
 
-def test_lines_that_fit_nothing_are_told_with_what_is_near() -> None:
+def test_lines_that_match_nothing_are_reported_with_names_that_are_near() -> None:
     model = nn.Sequential()
     model.add_module("layers", nn.ModuleList([Heads(4)]))
     table = {"layers.*": "column", "leyers.*": "column", "layers.*.n_heads": "divided", "x": "row"}
     assert refused(model, table) == [
-        "'leyers.*': 'column' in the table fits no module of the model; drop it, or mend the name (near: "
+        "'leyers.*': 'column' in the table matches no module of the model; drop it, or fix the name (near: "
         "layers.*, layers.0, layers)",
-        "'layers.*.n_heads': 'divided' in the table fits no number of the model; drop it, or mend the name "
+        "'layers.*.n_heads': 'divided' in the table matches no number of the model; drop it, or fix the name "
         "(near: layers.*.num_heads, layers.0.num_heads, layers.*.in_features)",
-        "'x': 'row' in the table fits no module of the model; drop it, or mend the name",
+        "'x': 'row' in the table matches no module of the model; drop it, or fix the name",
     ]
 
 
@@ -236,9 +236,9 @@ def test_a_number_is_divided_once() -> None:
 
 
 @pytest.mark.parametrize("value", ["four", 2.0, 0, -3, True])
-def test_only_numbers_that_count_are_divided(value: object) -> None:
+def test_only_positive_integers_are_divided(value: object) -> None:
     (error,) = refused(nn.Sequential(Heads(value)), {"0": "column", "0.num_heads": "divided"})
-    assert error == f"0.num_heads={value!r}: only a number that counts something can be 'divided'; drop it"
+    assert error == f"0.num_heads={value!r}: only a positive integer can be 'divided'; drop it"
 
 
 def test_a_number_that_is_none_stays() -> None:

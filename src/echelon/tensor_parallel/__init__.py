@@ -1,11 +1,11 @@
 """Tensor parallelism: the matrices of a model split over ranks, by a table of its modules.
 
-styles    what can be done with a module, and the tables of the models that are known
+styles    what a table can say of a module, and the tables of known models
 shards    which part of a parameter a rank holds
-moves     what ranks do together: gather and sum
-columns   matrices that share an input, whose gradient is summed behind those of the weights
-regions   the ways into and out of the split part of a layer
-modules   what split modules compute
+moves     collectives: gather and sum
+columns   matrices of one input: the sum of its gradient runs behind other work
+regions   the entries and exits of the split part of a layer
+modules   the forward passes of split modules
 loss      the cross-entropy of logits that are split by vocabulary
 checks    what cannot be split, and why
 split     applies a table to a model

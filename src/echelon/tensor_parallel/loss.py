@@ -4,7 +4,7 @@ With l the logits of a token, m the largest of them and y its target,
 
     − log softmax(l)[y] = log Σ exp(l − m) + m − l[y]
 
-Each rank has some of l: ranks exchange m, then Σ and l[y], three numbers a token.
+Each rank has a part of l. Ranks exchange m, then Σ and l[y]: three numbers per token.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ SplitLoss = Callable[[Any, Any, Group], tuple[Tensor, Tensor | int]]
 
 
 def vocabulary_cross_entropy(output: Any, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """As echelon.models.cross_entropy, for logits [..., vocab / ranks] of this rank's part."""
+    """echelon.models.cross_entropy for this rank's part of the logits, [..., vocab / ranks]."""
     logits: Tensor = getattr(output, "logits", output)
     if logits.shape[:-1] != targets.shape:
         raise UserError(
-            f"cross_entropy: logits are {list(logits.shape[:-1])} without the vocabulary, targets "
-            f"{list(targets.shape)}: targets must have the shape of logits without the last dim"
+            f"cross_entropy: targets must have the shape of the logits without the last dim, "
+            f"{list(logits.shape[:-1])}, and have {list(targets.shape)}; reshape them"
         )
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     cross_entropy: Any = _CrossEntropy.apply
@@ -37,18 +37,18 @@ def vocabulary_cross_entropy(output: Any, targets: Tensor, group: Group) -> tupl
     return total, (targets != IGNORED_TARGET).sum()
 
 
-# By the full name of the loss of one rank: what takes split logits in its place.
+# Losses over split logits, by the full name of the loss over whole logits that they replace.
 SPLIT_LOSSES: dict[str, SplitLoss] = {"echelon.models.loss.cross_entropy": vocabulary_cross_entropy}
 
 
 def split_loss(loss: Callable[..., Any]) -> SplitLoss | None:
-    """What takes split logits in place of `loss`, if there is such a thing."""
+    """The version of `loss` that takes split logits; None if there is none."""
     name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__qualname__', '')}"
     return SPLIT_LOSSES.get(name)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """[tokens, vocab / ranks], [tokens] -> their summed loss."""
+    """[tokens, vocab / ranks], [tokens] -> the sum of their losses."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
@@ -56,25 +56,25 @@ class _CrossEntropy(torch.autograd.Function):
         counted = targets != IGNORED_TARGET
         if targets.device.type == "cpu" and not bool(((targets >= 0) & (targets < vocab) | ~counted).all()):
             raise IndexError(f"a target is not in the vocabulary of {vocab}")
-        places = targets - begin
-        elsewhere = (places < 0) | (places >= logits.shape[1])
-        places = places.masked_fill(elsewhere, 0)
+        columns = targets - begin
+        elsewhere = (columns < 0) | (columns >= logits.shape[1])
+        columns = columns.masked_fill(elsewhere, 0)
         with group.ledger.about(_SUBJECT):
             largest = logits.amax(1)
             group.all_reduce(largest, "max")
             powers = (logits - largest[:, None]).exp_()
-            chosen = logits.gather(1, places[:, None])[:, 0].masked_fill(elsewhere, 0)
+            chosen = logits.gather(1, columns[:, None])[:, 0].masked_fill(elsewhere, 0)
             both = torch.stack([powers.sum(1), chosen])
             group.all_reduce(both)
         sums, chosen = both
-        ctx.save_for_backward(powers.div_(sums[:, None]), places, elsewhere | ~counted, counted)
+        ctx.save_for_backward(powers.div_(sums[:, None]), columns, elsewhere | ~counted, counted)
         losses: Tensor = sums.log() + largest - chosen
         return losses.masked_fill(~counted, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        softmax, places, other, counted = ctx.saved_tensors
+        softmax, columns, elsewhere, counted = ctx.saved_tensors
         result = softmax.clone()
-        result.scatter_add_(1, places[:, None], other.to(result.dtype).sub(1)[:, None])
+        result.scatter_add_(1, columns[:, None], elsewhere.to(result.dtype).sub(1)[:, None])
         return result.mul_(counted[:, None]).mul_(gradient), None, None

@@ -1,4 +1,4 @@
-"""What the ranks that share a layer do together: gather parts, and sum."""
+"""The collectives of ranks that share a layer: gather parts, and sum."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ _SUBJECT = "tensor parallelism"
 
 @untraced
 def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Every rank's part, one after the other along `dim`."""
+    """The parts of all ranks, one after the other along `dim`."""
     parts = x.new_empty(group.size, *x.shape)
     with group.ledger.about(_SUBJECT):
         group.all_gather(parts, x.contiguous())
@@ -20,37 +20,38 @@ def gathered(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def summed_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks."""
-    mine, handle = start_sum_of_part(x, group, dim, wait=True)
+    """This rank's part, along `dim`, of the sum over ranks."""
+    part, handle = start_sum_of_part(x, group, dim, wait=True)
     handle.wait()
-    return mine
+    return part
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, in the memory of `x` where that is in one piece."""
+    """The sum over ranks, in the memory of `x` if that is contiguous."""
     total, handle = start_sum(x, group, wait=True)
     handle.wait()
     return total
 
 
 def start_sum(x: Tensor, group: Group, *, wait: bool = False) -> tuple[Tensor, Handle]:
-    """Where the sum will be, and what to wait for."""
+    """Start to sum over ranks: the tensor that will hold the sum, and what to wait for."""
     x = x.contiguous()
     with group.ledger.about(_SUBJECT):
         return x, group.all_reduce(x, wait=wait)
 
 
 def start_sum_of_part(x: Tensor, group: Group, dim: int = 1, *, wait: bool = False) -> tuple[Tensor, Handle]:
-    check_divides(x, group, dim)
+    """Start to sum over ranks: the tensor that will hold this rank's part, and what to wait for."""
+    check_divisible(x, group, dim)
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
-    mine = torch.empty_like(parts[0])
+    part = torch.empty_like(parts[0])
     with group.ledger.about(_SUBJECT):
-        return mine, group.reduce_scatter(mine, parts, wait=wait)
+        return part, group.reduce_scatter(part, parts, wait=wait)
 
 
-def check_divides(x: Tensor, group: Group, dim: int) -> None:
+def check_divisible(x: Tensor, group: Group, dim: int) -> None:
     if x.shape[dim] % group.size:
         raise UserError(
-            f"sequence=true tensor={group.size} with a sequence of {x.shape[dim]}: every rank takes an equal "
-            f"part of it; give sequences of a multiple of {group.size}, or use sequence=false"
+            f"sequence=true tensor={group.size}: a sequence of {x.shape[dim]} is not divisible by "
+            f"{group.size}; use sequences of a multiple of {group.size}, or sequence=false"
         )

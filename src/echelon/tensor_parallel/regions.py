@@ -1,15 +1,15 @@
-"""The ways into and out of the split part of a layer, where the ranks of a group talk.
+"""The entries and exits of the split part of a layer, where the ranks of a group communicate.
 
         hidden states ──enter──> column · row ──leave──> hidden states
 
-without sequence parallelism: hidden states are whole on every rank,
-    enter   forward: nothing            backward: sum of the gradients
-    leave   forward: sum                backward: nothing
+Without sequence parallelism, hidden states are whole on every rank:
+    enter   forward: nothing                     backward: all-reduce of the gradients
+    leave   forward: all-reduce                  backward: nothing
 
-with it, every rank has a part of the sequence (dim 1), and the same bytes are moved,
-    enter   forward: gather             backward: sum, of which each keeps its part
-    leave   forward: the same sum       backward: gather
-    part    forward: take this rank's   backward: gather
+With it, every rank has a part of the sequence (dim 1), and the same bytes are sent:
+    enter   forward: all-gather                  backward: reduce-scatter
+    leave   forward: reduce-scatter              backward: all-gather
+    part    forward: take this rank's part       backward: all-gather
 """
 
 import weakref
@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from echelon.collectives import Group
 from echelon.tensor_parallel.columns import SharedInput
-from echelon.tensor_parallel.moves import check_divides, gathered, summed, summed_part
+from echelon.tensor_parallel.moves import check_divisible, gathered, summed, summed_part
 from echelon.tracing import untraced
 
 
@@ -31,23 +31,23 @@ class Region:
 
     def __init__(self, group: Group, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
-        self.overlaps = False  # whether sums of gradients may go on while weights' gradients are computed
+        self.overlaps = False  # whether sums of gradients run while gradients of weights are computed
         self.shared_input = SharedInput()
-        self._last = _Last()
+        self._last = _LastEntry()
 
     @untraced
     def enter(self, x: Tensor, *, dim: int | None = 1, to_matrices: bool = False) -> Tensor:
-        """What a split module works on. `dim` counts positions; None: each rank has them all.
+        """The input of a split module. `dim` counts positions; None: every rank has all of them.
 
-        `to_matrices`: it is multiplied by matrices and nothing else. They make their gradients anew, so that
-        the sum can take place in that memory. What others pass back may be somebody else's too.
+        `to_matrices`: it is only multiplied by matrices. Their gradients are in new memory, so that the sum
+        can be computed in place. Other operations may pass back memory that is used elsewhere too.
 
-        Modules that are given the same hidden states (query, key, value) share one way in, and so one sum.
+        Modules with the same hidden states as input (query, key, value) share one entry, and so one sum.
         """
         if self.has_entered(x):
             return x
         key = (x._version, torch.is_grad_enabled(), dim, to_matrices)
-        entered = self._last.made_from(x, key)
+        entered = self._last.find(x, key)
         if entered is None:
             split = self.sequence and dim is not None
             entered = (
@@ -57,39 +57,39 @@ class Region:
         return entered
 
     def has_entered(self, x: Tensor) -> bool:
-        """Whether the module around the one that is given `x` has entered with it."""
-        return self._last.is_made(x)
+        """Whether `x` is the result of an entry, by the module around the one that has it as input."""
+        return self._last.is_entered(x)
 
     @untraced
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
-        """The sum over ranks of what a split module made; `x` is used up."""
+        """The sum over ranks of the outputs of a split module. It may overwrite `x`."""
         split = self.sequence and dim is not None
         return _call(_Scatter, x, self.group, dim) if split else _call(_Leave, x, self.group)
 
     @untraced
     def part(self, x: Tensor) -> Tensor:
-        """This rank's part of a sequence that all ranks have whole."""
+        """This rank's part of a sequence that every rank has whole."""
         return _call(_Part, x, self.group, 1)
 
     @untraced
     def join_logits(self, logits: Tensor) -> Tensor:
-        """All logits, from every rank's part of the vocabulary, for a loss that every rank computes."""
+        """All logits, from every rank's part of the vocabulary, for a loss that all ranks compute."""
         return _call(_Join, logits, self.group)
 
 
-class _Last:
-    """The way in that was made last, for as long as what went in is there. Copies of it start with none."""
+class _LastEntry:
+    """The last entry, kept for as long as its source is alive. A copy starts without one."""
 
     def __init__(self) -> None:
         self._source: weakref.ref[Tensor] | None = None
         self._key: tuple[object, ...] = ()
         self._entered: Tensor | None = None
 
-    def made_from(self, x: Tensor, key: tuple[object, ...]) -> Tensor | None:
-        same = self._source is not None and self._source() is x
-        return self._entered if same and self._key == key else None
+    def find(self, x: Tensor, key: tuple[object, ...]) -> Tensor | None:
+        is_source = self._source is not None and self._source() is x
+        return self._entered if is_source and self._key == key else None
 
-    def is_made(self, x: Tensor) -> bool:
+    def is_entered(self, x: Tensor) -> bool:
         return self._entered is x
 
     def keep(self, x: Tensor, key: tuple[object, ...], entered: Tensor) -> None:
@@ -99,8 +99,8 @@ class _Last:
         if self._source is source:
             self._source, self._entered = None, None
 
-    def __reduce__(self) -> tuple[type["_Last"], tuple[()]]:
-        return _Last, ()
+    def __reduce__(self) -> tuple[type["_LastEntry"], tuple[()]]:
+        return _LastEntry, ()
 
 
 def _call(function: Any, *arguments: object) -> Tensor:
@@ -108,7 +108,7 @@ def _call(function: Any, *arguments: object) -> Tensor:
     return result
 
 
-# In all of these: where no gradient comes, there is none. That must be so on all ranks or on none.
+# In all of these, no gradient in means no gradient out. That must be so on all ranks or on none.
 
 
 class _Enter(torch.autograd.Function):
@@ -116,15 +116,15 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, fresh: bool) -> Tensor:
         ctx.group, ctx.fresh = group, fresh
         ctx.set_materialize_grads(False)
-        return x.detach()  # no view: `_Last` would keep what it is a view of, and so itself
+        return x.detach()  # not a view: a view would keep its source alive, and `_LastEntry` with it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None
-        mine = gradient if ctx.fresh else gradient.clone(memory_format=torch.contiguous_format)
-        return summed(mine, ctx.group), None, None
+        own = gradient if ctx.fresh else gradient.clone(memory_format=torch.contiguous_format)
+        return summed(own, ctx.group), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -140,8 +140,8 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-class _Kept(torch.autograd.Function):
-    """Where the way back needs the group and the dim alone."""
+class _AlongDim(torch.autograd.Function):
+    """The backward pass needs only the group and the dim."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Group, int], output: Tensor) -> None:  # noqa: ARG004
@@ -149,7 +149,7 @@ class _Kept(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
 
-class _Gather(_Kept):
+class _Gather(_AlongDim):
     @staticmethod
     def forward(x: Tensor, group: Group, dim: int) -> Tensor:
         return gathered(x, group, dim)
@@ -157,11 +157,11 @@ class _Gather(_Kept):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        mine = None if gradient is None else summed_part(gradient, ctx.group, ctx.dim)
-        return mine, None, None
+        part = None if gradient is None else summed_part(gradient, ctx.group, ctx.dim)
+        return part, None, None
 
 
-class _GatheredBack(_Kept):
+class _GatherBackward(_AlongDim):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -169,16 +169,16 @@ class _GatheredBack(_Kept):
         return whole, None, None
 
 
-class _Scatter(_GatheredBack):
+class _Scatter(_GatherBackward):
     @staticmethod
     def forward(x: Tensor, group: Group, dim: int) -> Tensor:
         return summed_part(x, group, dim)
 
 
-class _Part(_GatheredBack):
+class _Part(_GatherBackward):
     @staticmethod
     def forward(x: Tensor, group: Group, dim: int) -> Tensor:
-        check_divides(x, group, dim)
+        check_divisible(x, group, dim)
         return x.chunk(group.size, dim)[group.rank].clone()
 
 
@@ -192,5 +192,5 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        mine = None if gradient is None else gradient.chunk(ctx.group.size, -1)[ctx.group.rank]
-        return mine, None
+        part = None if gradient is None else gradient.chunk(ctx.group.size, -1)[ctx.group.rank]
+        return part, None

@@ -1,6 +1,6 @@
-"""Which part of a parameter a rank holds, and where that lies in the whole.
+"""Which part of a parameter a rank holds, and where it lies in the whole parameter.
 
-A fused matrix is several matrices, one after the other along the split dim: a rank holds a part of each.
+A fused matrix is several matrices, one after the other along the split dim. A rank holds a part of each:
 
     whole   | query         | key           | value         |     parts = (4, 4, 4), 2 ranks
     rank 0  | query 0, 1    | key 0, 1      | value 0, 1    |
@@ -18,7 +18,7 @@ from echelon.tensor_parallel.styles import Style
 
 
 class Cut(NamedTuple):
-    """A parameter of a module is split along `dim`; it is `parts` matrices in one."""
+    """The parameter `name` of a module is split along `dim`; it is `parts` matrices in one."""
 
     name: str
     dim: int
@@ -39,7 +39,7 @@ def cuts(module: nn.Module, style: Style) -> list[Cut]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `ranks` holds an equal share of each of `parts` (sizes in the whole) along `dim`."""
+    """Rank `rank` of `ranks` holds an equal share of each part along `dim`; `parts` are their whole sizes."""
 
     dim: int
     parts: tuple[int, ...]

@@ -1,23 +1,23 @@
-"""What tensor parallelism does with each module of a model: a table, from names to words.
+"""The tables of tensor parallelism: from the names of modules to what is done with them.
 
-    column          a matrix whose outputs are split; what enters is whole
-    column/3        the same, of several matrices in one (query, key and value fused)
-    row             a matrix whose inputs are split; what leaves is summed over the ranks
+    column          a matrix with its outputs split; its input is whole
+    column/3        the same, where it is three matrices in one (fused query, key and value)
+    row             a matrix with its inputs split; its output is summed over the ranks
     vocabulary      an embedding, or the projection to logits, split by vocabulary
-    experts         matrices of many experts, each split as column and row
+    experts         the matrices of many experts, each split as column and row
     replicated      whole on every rank, outside of what is split
-    heads           whole on every rank, for the heads that are there: a norm of each head, or a dropout of
+    heads           whole on every rank, for this rank's heads: a norm of each head, or a dropout of
                     [batch, heads, …], whose dim 1 counts them
-    inner           whole on every rank, for the features that are there, between a column and a row: a
-                    dropout of [batch, …, features], in the order of one matrix, or a weight for all (PReLU)
-    region          no weights of its own: all that enters the columns inside is what enters it
+    inner           whole on every rank, for this rank's features, between a column and a row: a dropout of
+                    [batch, …, features], in the order of one matrix, or one weight for all (PReLU)
+    region          no weights of its own: its input is the input of all columns inside it
 
-and for plain numbers of a module, or of the model's config:
+and for integers of a module, or of the model's config:
 
-    divided         what the module computes with becomes this rank's part of it
+    divided         the module computes with this rank's part of it
     divisible       it must be a multiple of the ranks
 
-Names are patterns: `blocks.*.mlp.up`. The first that fits holds. Where hidden states are split along the
+Names are patterns: `blocks.*.mlp.up`. The first that matches counts. Where hidden states are split along the
 sequence, all replicated modules behind the first layer work on a part of it.
 """
 
@@ -32,8 +32,8 @@ from echelon.huggingface import TENSOR_TABLES
 
 Table = Mapping[str, str]
 
-OF_MODULES = ("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "region")
-OF_NUMBERS = ("divided", "divisible")
+MODULE_WORDS = ("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "region")
+NUMBER_WORDS = ("divided", "divisible")
 
 
 class Style(NamedTuple):
@@ -48,21 +48,21 @@ class Style(NamedTuple):
     @classmethod
     def read(cls, pattern: str, text: str) -> "Style":
         word, slash, parts = str(text).partition("/")
-        known = (*OF_MODULES, *OF_NUMBERS)
-        if word not in known or (slash and word != "column"):
+        words = (*MODULE_WORDS, *NUMBER_WORDS)
+        if word not in words or (slash and word != "column"):
             raise UserError(
-                f"tensor: the table has '{pattern}': '{text}', which is none of {', '.join(known)} (or "
-                f"column/3 for three matrices in one){did_you_mean(word, known)}"
+                f"tensor: '{pattern}': '{text}' in the table must be one of {', '.join(words)} (or column/3 "
+                f"for three matrices in one){did_you_mean(word, words)}"
             )
         if slash and not (parts.isdecimal() and int(parts)):
             raise UserError(
-                f"tensor: the table has '{pattern}': '{text}', but a column is 1 matrix or more; write "
-                "'column', or 'column/3' for three in one"
+                f"tensor: '{pattern}': '{text}' in the table: a column is 1 matrix or more; write 'column', "
+                "or 'column/3' for three in one"
             )
         return cls(word, int(parts or 1))
 
 
-_OURS: Table = {
+_ECHELON: Table = {
     "config.heads": "divisible",
     "config.num_kv_heads": "divisible",
     "embedding.tokens": "vocabulary",
@@ -82,11 +82,11 @@ _OURS: Table = {
 }
 
 # By the name of a model's class.
-TABLES: dict[str, Table] = {"GPT": _OURS, "Llama": _OURS, **TENSOR_TABLES}
+TABLES: dict[str, Table] = {"GPT": _ECHELON, "Llama": _ECHELON, **TENSOR_TABLES}
 
 
 class Styles:
-    """The styles of a model's modules: the user's table, then that of its class."""
+    """The styles of a model's modules: by the user's table, then by that of the model's class."""
 
     def __init__(self, model: nn.Module, table: Table | None) -> None:
         known = next((TABLES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in TABLES), {})
@@ -96,31 +96,29 @@ class Styles:
         self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
 
     def of(self, name: str) -> Style | None:
-        """The style of the module `name`; None, if no pattern fits. A `*` stands for one or more names."""
-        return next((s for p, s in self._entries if s.word in OF_MODULES and fnmatchcase(name, p)), None)
+        """The style of the module `name`; None if no pattern matches. `*` matches dots too."""
+        return next((s for p, s in self._entries if s.word in MODULE_WORDS and fnmatchcase(name, p)), None)
 
     def numbers(self, word: str) -> list[tuple[str, Any, str]]:
-        """The numbers that are `word`, once each: (name, owner, attribute)."""
+        """The numbers with style `word`, once each: (name, owner, attribute)."""
         patterns = [pattern for pattern, style in self._entries if style.word == word]
-        found = [its for pattern in patterns for its in _attributes(self._model, pattern)]
+        found = [number for pattern in patterns for number in _attributes(self._model, pattern)]
         return list({(id(owner), attribute): (n, owner, attribute) for n, owner, attribute in found}.values())
 
-    def idle(self) -> list[tuple[str, Style]]:
-        """What the user's table says of nothing that the model has."""
+    def unused(self) -> list[tuple[str, Style]]:
+        """The lines of the user's table that match nothing of the model."""
         names = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
-        return [
-            (pattern, style)
-            for pattern, style in self._own.items()
-            if not (
-                any(True for _ in _attributes(self._model, pattern))
-                if style.word in OF_NUMBERS
-                else any(fnmatchcase(name, pattern) for name in names)
-            )
-        ]
+
+        def matches(pattern: str, style: Style) -> bool:
+            if style.word in NUMBER_WORDS:
+                return any(True for _ in _attributes(self._model, pattern))
+            return any(fnmatchcase(name, pattern) for name in names)
+
+        return [(pattern, style) for pattern, style in self._own.items() if not matches(pattern, style)]
 
 
 def _attributes(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any, str]]:
-    """The numbers that a pattern names: of modules, or of the model's config."""
+    """The numbers that a pattern matches: of modules, or of the model's config."""
     path, _, attribute = pattern.rpartition(".")
     if path == "config":
         config = getattr(model, "config", None)
