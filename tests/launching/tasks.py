@@ -1,4 +1,4 @@
-"""Functions that the tests run in ranks: a rank finds them by name, so they stand in a module."""
+"""Functions that the tests run in ranks. A rank finds them by name, so they are in a module."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,19 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import UserError
-from echelon.launching import PeerLost, beat, entered, is_launched_rank, launch, left, tell
+from echelon.launching import (
+    PeerLost,
+    beat,
+    channel,
+    enter_operation,
+    is_launched_rank,
+    launch,
+    leave_operation,
+    send_message,
+)
 from echelon.launching.group import all_gather_bytes
+
+from .processes import wait_until
 
 
 class NotForSending:
@@ -66,11 +78,14 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def fail(how: str, who: int) -> None:
-    """Rank `who` fails; all others sit in a barrier that can never end."""
-    if dist.get_rank() == who:
-        time.sleep(0.05)  # the others are in the barrier by then
-        WAYS_TO_FAIL[how]()
+def fail(way: str, failing_rank: int) -> None:
+    """Rank `failing_rank` fails when all others are about to enter a barrier that can never end."""
+    token = torch.zeros(1)
+    if dist.get_rank() == failing_rank:
+        for peer in set(range(dist.get_world_size())) - {failing_rank}:
+            dist.recv(token, peer)
+        WAYS_TO_FAIL[way]()
+    dist.send(token, failing_rank)
     dist.barrier()
 
 
@@ -97,31 +112,59 @@ WAYS_TO_FAIL = {
 }
 
 
-def lose_a_peer_before_the_cause(who: int) -> None:
-    """Every other rank speaks first, of a lost peer; then the cause shows itself."""
-    if dist.get_rank() == who:
-        time.sleep(0.2)
+def lose_a_peer_before_the_cause(failing_rank: int, folder: str) -> None:
+    """Every other rank reports a lost peer first; then the cause follows."""
+    others = set(range(dist.get_world_size())) - {failing_rank}
+    if dist.get_rank() == failing_rank:
+        _await_reports(others, folder)
         raise ValueError("the cause")
+    _note_when_reported(folder)
     try:
         raise PeerLost("rank 1 is gone")
     except PeerLost as error:
         raise RuntimeError("step 7 failed") from error
 
 
-def return_something_stubborn(who: int, rebuild: bool) -> object:
-    if dist.get_rank() != who:
+def fail_in_order(order: list[int], folder: str) -> None:
+    """The ranks of `order` fail one after the other: each when the one before has reported its failure."""
+    place = order.index(dist.get_rank())
+    _await_reports(order[:place], folder)
+    _note_when_reported(folder)
+    raise ValueError(f"failure {place}")
+
+
+def _note_when_reported(folder: str) -> None:
+    """Leave a file in `folder` as soon as this rank has sent its next message, which is its failure."""
+    rank_channel = channel._channel
+    assert rank_channel is not None
+    send, note = rank_channel.send, Path(folder) / f"reported-{dist.get_rank()}"
+
+    def send_and_note(data: bytes) -> None:
+        send(data)
+        note.touch()
+
+    rank_channel.send = send_and_note  # type: ignore[method-assign]
+
+
+def _await_reports(ranks: Iterable[int], folder: str) -> None:
+    notes = [Path(folder) / f"reported-{rank}" for rank in ranks]
+    assert wait_until(lambda: all(note.exists() for note in notes), 60)
+
+
+def return_something_stubborn(failing_rank: int, rebuild: bool) -> object:
+    if dist.get_rank() != failing_rank:
         return None
     return NotForRebuilding() if rebuild else NotForSending()
 
 
-def hang(who: int) -> None:
-    entered("all_reduce data")
-    left()
-    if dist.get_rank() == who:
+def hang(sleeping_rank: int) -> None:
+    enter_operation("all_reduce data")
+    leave_operation()
+    if dist.get_rank() == sleeping_rank:
         sleep_through_the_step()
-    entered("barrier")
+    enter_operation("barrier")
     dist.barrier()
-    left()
+    leave_operation()
 
 
 def sleep_through_the_step() -> None:
@@ -129,43 +172,47 @@ def sleep_through_the_step() -> None:
 
 
 def wait_together() -> None:
-    entered("recv")
+    enter_operation("recv")
     time.sleep(600)
 
 
-def live_long(seconds: float) -> str:
-    """Longer than the deadline, but with signs of life from one rank."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(0.05)
+def beat_until(end: str) -> str:
+    """Rank 1 gives signs of life, and no other does, until the file `end` exists."""
+    while not Path(end).exists():
+        time.sleep(0.005)
         if dist.get_rank() == 1:
             beat()
     return "done"
 
 
-def count_aloud(steps: int) -> int:
+def send_counts(steps: int) -> int:
     for step in range(steps):
-        tell((step, torch.tensor([float(step)])))
+        send_message((step, torch.tensor([float(step)])))
     return steps
 
 
-def speak_from_threads(threads: int, words: int) -> None:
-    def speak(thread: int) -> None:
+def send_counts_and_die(steps: int) -> None:
+    send_counts(steps)
+    os._exit(7)
+
+
+def send_from_threads(threads: int, words: int) -> None:
+    def send(thread: int) -> None:
         for word in range(words):
-            tell((thread, word))
+            send_message((thread, word))
 
-    speakers = [threading.Thread(target=speak, args=(thread,)) for thread in range(threads)]
-    for speaker in speakers:
-        speaker.start()
-    for speaker in speakers:
-        speaker.join()
+    senders = [threading.Thread(target=send, args=(thread,)) for thread in range(threads)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
 
 
-def speak_from_a_fork() -> tuple[int, bool]:
-    """Fork a child that tries to speak; return what it says of itself through its exit code."""
+def send_from_a_fork() -> tuple[int, bool]:
+    """Fork a child that tries to send; its exit code says whether it takes itself for a rank."""
     child = os.fork()
     if child == 0:
-        tell("I am no rank")
+        send_message("I am no rank")
         os._exit(int(is_launched_rank()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), is_launched_rank()
 
@@ -201,3 +248,8 @@ def sit(folder: str) -> None:
     if dist.get_rank() == 0:
         time.sleep(600)
     dist.barrier()
+
+
+def send_and_sleep() -> None:
+    send_message("about to sleep")
+    time.sleep(600)

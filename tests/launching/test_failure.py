@@ -1,3 +1,4 @@
+import itertools
 import signal
 
 import pytest
@@ -18,11 +19,19 @@ from echelon.launching.failure import (
 def test_a_death_comes_before_an_exception_and_a_lost_peer_last() -> None:
     lost = Failure(0, Kind.PEER_LOST, "", stamp=1.0)
     raised = Failure(1, Kind.RAISED, "", stamp=2.0)
-    raised_later = Failure(2, Kind.RAISED, "", stamp=3.0)
-    died = Failure(3, Kind.DIED, "", stamp=4.0)
-    assert root_cause([lost, raised_later, raised, died]) is died
-    assert root_cause([lost, raised_later, raised]) is raised
+    died = Failure(2, Kind.DIED, "", stamp=3.0)
+    assert root_cause([lost, raised, died]) is died
+    assert root_cause([lost, raised]) is raised
     assert root_cause([lost]) is lost
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_of_one_kind_the_earliest_is_the_cause_whatever_its_rank(kind: Kind) -> None:
+    first = Failure(2, kind, "", stamp=1.0)
+    second = Failure(0, kind, "", stamp=2.0)
+    third = Failure(1, kind, "", stamp=3.0)
+    for failures in itertools.permutations((first, second, third)):
+        assert root_cause(failures) is first
 
 
 @pytest.mark.parametrize(
@@ -36,7 +45,7 @@ def test_a_death_comes_before_an_exception_and_a_lost_peer_last() -> None:
         RuntimeError("Read error: Connection reset by peer"),
     ],
 )
-def test_peer_errors_are_known_also_as_a_cause(error: Exception) -> None:
+def test_peer_errors_are_recognised_also_as_a_cause(error: Exception) -> None:
     wrapped = ValueError("the step failed")
     wrapped.__cause__ = error
     assert is_peer_error(error)
@@ -54,7 +63,7 @@ def test_an_endless_chain_of_causes_ends() -> None:
     assert not is_peer_error(first)
 
 
-def test_a_user_error_that_cannot_travel_is_told_as_text() -> None:
+def test_a_user_error_that_cannot_be_sent_is_reported_as_text() -> None:
     class LocalError(UserError):
         pass
 
@@ -64,7 +73,7 @@ def test_a_user_error_that_cannot_travel_is_told_as_text() -> None:
 
 
 def test_exit_codes_in_words() -> None:
-    assert from_exit_code(0, 7, while_starting=False).reason == "exited with code 7 before it was done"
+    assert from_exit_code(0, 7, while_starting=False).reason == "exited with code 7 before it finished"
     assert from_exit_code(0, -signal.SIGSEGV, while_starting=True).reason.startswith(
         "was killed by SIGSEGV while it started"
     )

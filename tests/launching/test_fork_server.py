@@ -10,7 +10,7 @@ import time
 import __main__
 
 __main__.begun.set()
-assert __main__.may_end.wait(10)
+assert __main__.may_end.wait(600)
 time.sleep(0.2)  # long enough for a fork that does not wait
 is_whole = True
 """
@@ -27,7 +27,15 @@ def test_ranks_of_the_second_launch_start_with_the_training_modules() -> None:
 
 
 def test_a_fork_waits_for_the_import_and_nothing_else_does(tmp_path: Path) -> None:
-    (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
-    command = [sys.executable, SCRIPTS / "fork_while_importing.py", tmp_path]
+    assert import_and(tmp_path, "fork") == (0, "the main thread runs on\na normal exit\n", "")
+
+
+def test_a_server_without_a_parent_ends_while_it_imports(tmp_path: Path) -> None:
+    assert import_and(tmp_path, "end") == (0, "the main thread runs on\n", "")
+
+
+def import_and(folder: Path, action: str) -> tuple[int, str, str]:
+    (folder / "slow_module.py").write_text(SLOW_MODULE)
+    command = [sys.executable, SCRIPTS / "importing_server.py", folder, action]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "the main thread runs on\n", "")
+    return done.returncode, done.stdout, done.stderr

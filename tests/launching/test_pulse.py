@@ -8,16 +8,16 @@ from echelon.launching import pulse
 @pytest.fixture
 def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pulse.Board:
     """Three slots; this process writes to the one of rank 1 for the length of the test."""
-    monkeypatch.setattr(pulse, "_mine", None)
-    made = pulse.Board(tmp_path / "pulses", 3)
+    monkeypatch.setattr(pulse, "_slot", None)
+    board = pulse.Board(tmp_path / "pulses", 3)
     pulse.take_slot(tmp_path / "pulses", 1)
-    return made
+    return board
 
 
 def test_outside_a_rank_nothing_happens() -> None:
     pulse.beat()
-    pulse.entered("barrier")
-    pulse.left()
+    pulse.enter_operation("barrier")
+    pulse.leave_operation()
 
 
 def test_only_the_own_slot_changes(board: pulse.Board) -> None:
@@ -25,20 +25,20 @@ def test_only_the_own_slot_changes(board: pulse.Board) -> None:
     assert board.read() == [empty] * 3
     pulse.beat()
     pulse.beat()
-    pulse.entered("all_reduce data")
+    pulse.enter_operation("all_reduce data")
     assert board.read() == [empty, pulse.Pulse(2, 1, 0, "all_reduce data"), empty]
 
 
-def test_a_rank_waits_from_entered_to_left(board: pulse.Board) -> None:
-    pulse.entered("send")
+def test_a_rank_waits_from_enter_to_leave(board: pulse.Board) -> None:
+    pulse.enter_operation("send")
     assert board.read()[1].waits
-    pulse.left()
+    pulse.leave_operation()
     assert not board.read()[1].waits
 
 
 def test_a_long_name_is_cut(board: pulse.Board) -> None:
-    pulse.entered("ä" * 100)  # two bytes each: the cut may fall inside a letter
+    pulse.enter_operation("ä" * 100)  # two bytes each: the cut may fall inside a letter
     pulse.beat()
-    got = board.read()[1]
-    assert got.name.startswith("ä" * 30)
-    assert (got.beats, got.entered) == (1, 1)
+    last = board.read()[1]
+    assert last.name.startswith("ä" * 30)
+    assert (last.beats, last.entered) == (1, 1)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
-from echelon.launching import start_early
+from echelon.launching import start_fork_server
 from echelon.launching.torchrun import is_under_torchrun
 
 
@@ -12,7 +12,7 @@ def train(
 ) -> None:
     """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop."""
     if not is_under_torchrun() and (job is None or job.exists()):
-        start_early("echelon.train.trainer", "torch._dynamo")
+        start_fork_server("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
     from echelon.train.job_file import read_job
     from echelon.train.trainer import train as run

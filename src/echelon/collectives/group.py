@@ -59,11 +59,11 @@ class Handle:
         if self._work is None or self._move is None:
             return
         since = time.perf_counter()
-        pulse.entered(f"{self._move.operation} {self._move.axis}")
+        pulse.enter_operation(f"{self._move.operation} {self._move.axis}")
         try:
             self._work.wait()
         finally:
-            pulse.left()
+            pulse.leave_operation()
         self._ledger.finish(self._move, waited_since=since, done=self._work.done_at())
         self._work = self._move = None
 

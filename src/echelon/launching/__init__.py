@@ -1,14 +1,14 @@
-"""Starting ranks: processes of this machine (`launch`, `Ranks`) or those of torchrun (`join`).
+"""Starts ranks: as processes of this machine (`launch`, `Ranks`), or joins those of torchrun (`join`).
 
-What the ranks say to each other is `echelon.collectives`; here they are started, watched and ended.
-Importing this imports no torch.
+Ranks are started, watched and ended here. How they communicate is in `echelon.collectives`.
+Importing this package does not import torch.
 """
 
-from echelon.launching.channel import is_launched_rank, tell
+from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.launcher import launch
-from echelon.launching.preloading import TRAINING_MODULES, preload, start_early
-from echelon.launching.pulse import beat, entered, left
+from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
+from echelon.launching.pulse import beat, enter_operation, leave_operation
 from echelon.launching.ranks import Ranks
 from echelon.launching.torchrun import join
 
@@ -19,12 +19,12 @@ __all__ = [
     "RankHung",
     "Ranks",
     "beat",
-    "entered",
+    "enter_operation",
     "is_launched_rank",
     "join",
     "launch",
-    "left",
+    "leave_operation",
     "preload",
-    "start_early",
-    "tell",
+    "send_message",
+    "start_fork_server",
 ]

@@ -1,4 +1,4 @@
-"""Packing the function and the arguments of a run, and the refusals that explain what cannot be sent."""
+"""Packs the function and the arguments of a run, and explains what cannot be sent."""
 
 import functools
 import sys
@@ -8,17 +8,18 @@ from pathlib import Path
 from echelon.errors import UserError, raise_errors
 from echelon.launching.transport import pack
 
-_MEND = "define it at the top level of a module (a .py file) and pass what it needs as arguments"
+_FIX = "define it at the top level of a module (a .py file) and pass what it needs as arguments"
+_INPUT = "what is sent to the ranks"
 
 
 def pack_call(fn: Callable[..., object], args: Sequence[object]) -> bytes:
-    """The bytes that ask a rank for `fn(*args)`; every part that cannot be sent is named at once."""
+    """The bytes that ask a rank for `fn(*args)`; one error names every part that cannot be sent."""
     _refuse_program_from_stdin()
     _refuse_interactive(fn)
     try:
         return pack((fn, tuple(args)))
     except Exception:  # PicklingError, AttributeError, TypeError, and what the class of an argument raises
-        raise_errors("what is sent to the ranks", [*_function_errors(fn), *_argument_errors(args)])
+        raise_errors(_INPUT, [*_function_errors(fn), *_argument_errors(args)])
         raise
 
 
@@ -28,28 +29,28 @@ def _refuse_program_from_stdin() -> None:
     path = getattr(main, "__file__", None)
     if main.__spec__ is None and path is not None and not Path(path).exists():
         raise UserError(
-            f"The ranks import the main module, but it is no file that exists ({path}): "
+            f"The ranks import the main module, but its file does not exist ({path}): "
             "save the program as a .py file and run that."
         )
 
 
 def _refuse_interactive(fn: Callable[..., object]) -> None:
-    """A rank finds a function by its name in a module; an interactive session is none that it can import."""
+    """A rank finds a function by its name in a module, but it cannot import an interactive session."""
     inner = fn.func if isinstance(fn, functools.partial) else fn
     in_main = getattr(inner, "__module__", None) == "__main__"
     if in_main and not hasattr(sys.modules["__main__"], "__file__"):
-        error = f"{_name(inner)} lives in an interactive session, where no rank can import it: {_MEND}"
-        raise_errors("what is sent to the ranks", [error])
+        error = f"{_name(inner)} is defined in an interactive session, which no rank can import: {_FIX}"
+        raise_errors(_INPUT, [error])
 
 
 def _function_errors(fn: Callable[..., object]) -> list[str]:
-    error = _sending_error(fn)
+    error = _packing_error(fn)
     rule = "cannot be sent, because a rank finds a function by its name in a module"
-    return [f"{_name(fn)} {rule} ({error}): {_MEND}"] if error else []
+    return [f"{_name(fn)} {rule} ({error}): {_FIX}"] if error else []
 
 
 def _argument_errors(args: Sequence[object]) -> list[str]:
-    errors = [_sending_error(arg) for arg in args]
+    errors = [_packing_error(arg) for arg in args]
     return [
         f"argument {index} of type {type(arg).__name__} cannot be sent ({error}): "
         "send plain data, tensors or objects that pickle can copy, and make the rest inside the function"
@@ -62,7 +63,7 @@ def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-def _sending_error(value: object) -> str:
+def _packing_error(value: object) -> str:
     try:
         pack(value)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""A rank's end of the pipe to the process that launched it, and the two kinds of message beside failure.
+"""A rank's end of the pipe to the process that launched it, and what it sends there besides failures.
 
-The parent's end lives in `member.py`.
+The parent's end is in `rank_process.py`.
 """
 
 import os
@@ -14,19 +14,19 @@ STOP = b""  # the parent's call that asks a rank to end; any other call is a pac
 
 
 class Answer(NamedTuple):
-    """A rank has done what it was asked; the first one, when it has joined its group, holds None."""
+    """The result of a call. A rank sends `Answer(None)` first, when it has joined its process group."""
 
     value: Any
 
 
-class Told(NamedTuple):
-    """A rank has something to say while it works."""
+class Message(NamedTuple):
+    """What the user's function sends with `send_message` while it runs."""
 
-    message: Any
+    content: Any
 
 
 class Channel:
-    """Sends whole messages, from any thread of the rank."""
+    """Sends complete messages, from any thread of the rank."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -43,31 +43,31 @@ class Channel:
         self._connection.close()
 
 
-_mine: Channel | None = None
+_channel: Channel | None = None
 
 
 def open_channel(connection: Connection) -> Channel:
-    """Make `connection` the way on which `tell` speaks in this process, and not in those it forks."""
-    global _mine
-    _mine = Channel(connection)
-    os.register_at_fork(after_in_child=_forget)
-    return _mine
+    """Let `send_message` use `connection` in this process, but not in processes that it forks."""
+    global _channel
+    _channel = Channel(connection)
+    os.register_at_fork(after_in_child=_close_in_child)
+    return _channel
 
 
-def _forget() -> None:
-    """A data worker is no rank: it must not speak for one, nor hold its pipe open when it is dead."""
-    global _mine
-    if _mine is not None:
-        _mine.close()
-        _mine = None
+def _close_in_child() -> None:
+    """A data worker is no rank: it must not send in its name, nor keep its pipe open after its death."""
+    global _channel
+    if _channel is not None:
+        _channel.close()
+        _channel = None
 
 
 def is_launched_rank() -> bool:
     """Whether this process is a rank that `launch` or `Ranks` started."""
-    return _mine is not None
+    return _channel is not None
 
 
-def tell(message: object) -> None:
-    """Send `message` to the parent's `on_message(rank, message)`; does nothing outside a launched rank."""
-    if _mine is not None:
-        _mine.send(pack(Told(message)))
+def send_message(content: object) -> None:
+    """Send `content` to the parent's `on_message(rank, content)`; does nothing outside a launched rank."""
+    if _channel is not None:
+        _channel.send(pack(Message(content)))

@@ -1,17 +1,17 @@
-"""What the launcher raises when a rank is lost. Mistakes of the user are `echelon.errors.UserError`.
+"""The errors of a launch that loses a rank. A user's mistake is an `echelon.errors.UserError`.
 
-The finding of the rank to blame lives in `failure.py` and `hang.py`; here are only the classes.
+`failure.py` and `hang.py` decide which rank is named.
 """
 
 from collections.abc import Sequence
 
 
-class PeerLost(RuntimeError):  # noqa: N818 (said as it happened)
-    """A rank could not go on because another rank is gone: a consequence, never the root cause."""
+class PeerLost(RuntimeError):  # noqa: N818 (says what happened)
+    """A rank cannot continue because another rank is gone. This is a consequence, never the root cause."""
 
 
-class RankFailed(RuntimeError):  # noqa: N818 (said as it happened)
-    """One rank ended the run. `rank` is the root cause, `others` says what became of the rest."""
+class RankFailed(RuntimeError):  # noqa: N818 (says what happened)
+    """One rank ended the run. `rank` is the root cause; `others` has a line about each other rank."""
 
     def __init__(self, rank: int, reason: str, traceback: str = "", others: Sequence[str] = ()) -> None:
         self.rank = rank

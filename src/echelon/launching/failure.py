@@ -1,7 +1,7 @@
-"""What became of a rank that failed, and which failure of several is the root cause.
+"""How a rank failed, and which of several failures is the root cause.
 
 When one rank is lost, the others soon fail too, in their collectives, and their messages may arrive
-first. So failures are ordered by kind before they are ordered by time.
+first. So failures are ordered by kind first, and then by time.
 """
 
 import enum
@@ -16,7 +16,7 @@ from echelon.errors import UserError
 from echelon.launching.errors import PeerLost
 from echelon.launching.transport import pack, unpack
 
-# What gloo, and the sockets under it, say in a plain RuntimeError when the other side is gone.
+# In a RuntimeError of gloo, or of the sockets below it, these words mean that the other side is gone.
 _PEER_WORDS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -29,9 +29,9 @@ _PEER_WORDS = (
 
 
 class Kind(enum.IntEnum):
-    """The lower, the more likely the root cause."""
+    """The lower, the more likely it is the root cause."""
 
-    DIED = 0  # killed, or left without an answer
+    DIED = 0  # killed, or exited without an answer
     RAISED = 1
     PEER_LOST = 2  # raised because another rank was gone
 
@@ -49,38 +49,38 @@ class Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to report: of the most telling kind, the earliest."""
+    """The failure to report: of the likeliest kind, the earliest."""
     return min(failures, key=lambda failure: (failure.kind, failure.stamp))
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
-    """The failure of a rank whose function raised `error`; made in the rank, while it is handled."""
+    """The failure of a rank whose function raised `error`; made in the rank, while it handles the error."""
     text = "".join(tracebacks.format_exception(error))
     if isinstance(error, SystemExit):
-        return Failure(rank, Kind.DIED, f"called sys.exit({error.code!r}) before it was done", text)
+        return Failure(rank, Kind.DIED, f"called sys.exit({error.code!r}) before it finished", text)
     kind = Kind.PEER_LOST if is_peer_error(error) else Kind.RAISED
     headline = "".join(tracebacks.format_exception_only(error)).strip()
     return Failure(rank, kind, f"raised {headline}", text, _portable_user_error(error))
 
 
 def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
-    """The failure of a rank whose process ended by itself."""
+    """The failure of a rank whose process ended."""
     reason = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    reason += " while it started" if while_starting else " before it was done"
+    reason += " while it started" if while_starting else " before it finished"
     if -code == signal.SIGKILL:
-        reason += " (the system kills with SIGKILL when memory runs out: see dmesg, or use less memory)"
+        reason += " (the system sends SIGKILL when memory runs out: see dmesg, or use less memory)"
     if while_starting and code == 1:
-        reason += " (mostly because it cannot import the main module; its standard error says why)"
+        reason += " (usually because it cannot import the main module; see its standard error)"
     return Failure(rank, Kind.DIED, reason)
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether `error`, or one that led to it, says that another rank was lost."""
-    return any(_says_peer_lost(each) for each in _chain(error))
+    """Whether `error`, or one of its causes, means that another rank was lost."""
+    return any(_means_peer_lost(each) for each in _chain(error))
 
 
 def _portable_user_error(error: BaseException) -> UserError | None:
-    """`error` if it is the user's and arrives whole; a subclass may be made so that it cannot."""
+    """`error` if it is a UserError that can be sent; a subclass may not survive pickling."""
     if not isinstance(error, UserError):
         return None
     try:
@@ -97,10 +97,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _says_peer_lost(error: BaseException) -> bool:
+def _means_peer_lost(error: BaseException) -> bool:
     if isinstance(error, PeerLost):
         return True
-    if "torch.distributed" in sys.modules:  # without it nothing can be an error of torch.distributed
+    if "torch.distributed" in sys.modules:  # otherwise no error can come from it
         import torch.distributed as dist
 
         if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):

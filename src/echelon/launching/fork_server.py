@@ -1,13 +1,14 @@
 """Inside the fork server: it imports the training modules while the first launch of a process runs.
 
-With them, the server would take longer to start than a launch that does not train may take. Without them,
-every rank that trains would import them for itself. So the server starts without them, and the first ranks
-ask for them.
+They take as long to import as torch, so a server that began with them would delay launches that do not
+train; without them, every rank that trains would import them for itself. So the server starts without them,
+and the first ranks request them.
 
-Only the fork server imports this module (by `preloading.py`): the import installs a signal handler. The
-ranks, as forks of the server, have the module too.
+Importing this module installs a signal handler. Only the fork server does that (see `preloading.py`); the
+ranks inherit the module from it.
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -20,8 +21,8 @@ from echelon.launching.preloading import TRAINING_MODULES
 _SERVER_PID = os.getpid()
 _REQUEST = signal.SIGUSR2
 
-# A fork while another thread imports would leave a rank with half a module, and locked. So whoever imports
-# or forks holds this lock: a launch waits for an import that has begun.
+# A rank that is forked during an import would have half a module, locked forever. So importing and forking
+# both take this lock: a launch waits for an import that has begun.
 _lock = threading.Lock()
 
 
@@ -39,11 +40,11 @@ def leave_server() -> None:
 
 
 def _on_request(*_: object) -> None:
-    """Import in a thread, because the main thread reports the ends of ranks meanwhile."""
-    # The lock is taken here and not in the thread: the next fork must not overtake the import. It is not free
-    # while another request is served, or in the middle of a fork; then the next launch asks again.
+    """Start a thread that imports, because the main thread must go on reporting the ends of ranks."""
+    # The lock is taken here and not in the thread, so that no fork overtakes the import. If it is not free
+    # (another request is served, or a fork is under way), the next launch asks again.
     if _lock.acquire(blocking=False):
-        threading.Thread(target=_import_training_modules, name="echelon-preload").start()
+        threading.Thread(target=_import_training_modules, name="echelon-preload", daemon=True).start()
 
 
 def _import_training_modules() -> None:
@@ -56,5 +57,12 @@ def _import_training_modules() -> None:
         _lock.release()
 
 
+def _end_during_import() -> None:
+    """End the server with its parent: it must not keep the parent's output open until it has imported."""
+    if _lock.locked() and os.getpid() == _SERVER_PID:
+        os._exit(0)  # a normal exit tears modules down while the thread still imports
+
+
 signal.signal(_REQUEST, _on_request)
+atexit.register(_end_during_import)
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

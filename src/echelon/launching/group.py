@@ -1,6 +1,6 @@
-"""The torch process group of a rank: which backend, which device, join and leave.
+"""The torch process group of a rank: choose the backend and the device, join, leave.
 
-The only module here that imports torch when it is imported; the parent never needs it.
+Of this package, only this module imports torch at once; the parent never needs it.
 """
 
 from datetime import timedelta
@@ -15,32 +15,32 @@ _SHORT_BYTES = 1024  # gathered in one operation
 
 
 def timeout(seconds: float | None) -> timedelta:
-    """For torch, which wants a number where we mean never."""
+    """A timeout for torch, which has no value that means never."""
     return _FOREVER if seconds is None else timedelta(seconds=seconds)
 
 
-def choose_backend(asked: str | None, local_ranks: int) -> str:
-    """NCCL where every rank of this machine has a CUDA device to itself, else gloo."""
-    if asked is not None:
-        return asked
+def choose_backend(requested: str | None, local_ranks: int) -> str:
+    """NCCL if every rank of this machine has a CUDA device of its own, else gloo."""
+    if requested is not None:
+        return requested
     return "nccl" if torch.cuda.is_available() and local_ranks <= torch.cuda.device_count() else "gloo"
 
 
-def init_group(backend: str | None, local_rank: int, local_ranks: int, **how: Any) -> None:
-    """Take this rank's device, then join; `how` goes to `init_process_group`."""
+def init_group(backend: str | None, local_rank: int, local_ranks: int, **options: Any) -> None:
+    """Select this rank's device, then join; `options` go to `init_process_group`."""
     chosen = choose_backend(backend, local_ranks)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if chosen == "nccl":
-            how["device_id"] = device  # without it NCCL guesses, and warns that it does
-    dist.init_process_group(chosen, **how)
+            options["device_id"] = device  # otherwise NCCL guesses it, with a warning
+    dist.init_process_group(chosen, **options)
 
 
 def join_by_file(
     path: str, rank: int, ranks: int, backend: str | None, timeout_seconds: float | None
 ) -> None:
-    """Join ranks of this machine, which meet in a file: no port is opened for it."""
+    """Join the ranks of this machine through a file, so that no port is opened."""
     init_group(
         backend,
         local_rank=rank,
@@ -59,7 +59,7 @@ def leave() -> None:
 
 
 def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The `data` of every rank of `group` (or of all), in rank order, on every one of them."""
+    """The `data` of every rank of `group` (None: of all ranks), in rank order."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     ranks = dist.get_world_size(group)
 

@@ -1,7 +1,8 @@
-"""A main module that launches while a rank imports it: found in the rank, explained by the parent.
+"""Detects a main module that launches ranks while a rank imports it.
 
-A rank imports the main module to find the functions in it. Where `launch` is called there without the
-`if __name__ == "__main__":` line, every rank would launch ranks.
+A rank imports the main module to find the functions in it. If that module calls `launch` without the
+`if __name__ == "__main__":` line, every rank would launch ranks. The rank detects this; the parent
+explains it.
 """
 
 import multiprocessing
@@ -9,22 +10,22 @@ import os
 
 from echelon.errors import UserError
 
-PROCESS_NAME = "echelon rank"  # how a process that imports the main module knows that it is our rank
-EXIT_CODE = 97  # such a process has no pipe to its parent yet; this number is all it can say
+PROCESS_NAME = "echelon rank"  # a process with this name that imports the main module is a rank
+EXIT_CODE = 97  # a rank has no pipe to its parent yet: the exit code is all that it can report
 
 
 def refuse_while_main_is_imported() -> None:
-    """Stop a launch inside the import of the main module, where a rank is only starting."""
+    """Refuse to launch during the import of the main module, when a rank is still starting."""
     process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False):  # multiprocessing's own mark of that time
+    if not getattr(process, "_inheriting", False):  # multiprocessing sets this during that import
         return
     if process.name.startswith(PROCESS_NAME):
-        os._exit(EXIT_CODE)  # the parent raises the error, once and not once for each rank
-    raise unguarded()
+        os._exit(EXIT_CODE)  # the parent raises the error once, instead of every rank
+    raise missing_guard_error()
 
 
-def unguarded() -> UserError:
-    """The error with the wrong and the right code."""
+def missing_guard_error() -> UserError:
+    """The error, with the wrong and the right code."""
     return UserError(
         "The main module launches ranks while it is imported, and every rank imports it:\n"
         "\n"

@@ -1,6 +1,6 @@
-"""Silence: when is it too long, which rank is to blame, and what was every rank doing.
+"""Hangs: when silence is too long, which rank blocks the others, and what every rank was doing.
 
-`Watch` holds the clock; the rest are pure functions of the pulses that were read.
+`Watch` has the clock; the rest are pure functions of the pulses.
 """
 
 import time
@@ -10,56 +10,57 @@ from echelon.launching.pulse import Board, Pulse
 
 
 class Watch:
-    """Tells when no rank has given a sign of life for `deadline` seconds (None: never)."""
+    """Detects that no rank has given a sign of life for `deadline` seconds (None: never)."""
 
     def __init__(self, board: Board, deadline: float | None) -> None:
         self._board = board
         self._deadline = deadline
-        self._seen = board.read()
-        self._since = time.monotonic()
+        self._last_pulses = board.read()
+        self._last_sign = time.monotonic()
 
     @property
     def period(self) -> float | None:
-        """How long the parent may wait before it looks again."""
+        """How long the parent may wait before it checks again."""
         return None if self._deadline is None else min(self._deadline / 10, 1.0)
 
     @property
-    def silence(self) -> str:
-        """What there was too much of, in words."""
+    def reason(self) -> str:
+        """What is wrong when the deadline has passed."""
         return f"no rank gave a sign of life for {self._deadline:g} s"
 
     def sign_of_life(self) -> None:
-        self._since = time.monotonic()
+        """Start to count again."""
+        self._last_sign = time.monotonic()
 
-    def too_silent(self) -> bool:
-        """Look at the slots once more."""
+    def deadline_passed(self) -> bool:
+        """Read the pulses, and say whether they have not changed for too long."""
         if self._deadline is None:
             return False
         pulses = self._board.read()
-        if pulses != self._seen:
-            self._seen = pulses
+        if pulses != self._last_pulses:
+            self._last_pulses = pulses
             self.sign_of_life()
-        return time.monotonic() - self._since > self._deadline
+        return time.monotonic() - self._last_sign > self._deadline
 
 
 def rank_to_blame(pulses: Sequence[Pulse], returned: Collection[int]) -> tuple[int, str]:
-    """The rank that the others seem to wait for, and why it is that one ('rank 1 …').
+    """The rank that the others seem to wait for, and why ('rank 1 …').
 
-    First a rank that works while others wait; then one that has returned while others wait; then the
-    one that is furthest behind. Where nothing tells the ranks apart, the lowest.
+    First comes a rank that works while others wait, then one that has returned while others wait, then the
+    one that is furthest behind. If all are equal, it is the lowest rank.
     """
 
-    def suspicion(rank: int) -> tuple[int, int]:
+    def priority(rank: int) -> tuple[int, int]:
         pulse = pulses[rank]
         return 1 if rank in returned else 2 if pulse.waits else 0, pulse.entered
 
-    rank = min(range(len(pulses)), key=suspicion)
-    if len(pulses) > 1 and len({suspicion(each) for each in range(len(pulses))}) == 1:
-        return rank, "is only the first of ranks that are all equally far"
-    return rank, f"seems to hold the others up: it {doing(pulses[rank], rank in returned)}"
+    rank = min(range(len(pulses)), key=priority)
+    if len(pulses) > 1 and len({priority(each) for each in range(len(pulses))}) == 1:
+        return rank, "is only the first: all ranks are at the same point"
+    return rank, f"seems to block the others: it {describe(pulses[rank], rank in returned)}"
 
 
-def doing(pulse: Pulse, returned: bool) -> str:
+def describe(pulse: Pulse, returned: bool) -> str:
     """'waits in all_reduce data (operation 12)': follows 'rank 0 …' or 'it …'."""
     if returned:
         return f"has returned, after {_operations(pulse.left)}"

@@ -1,4 +1,4 @@
-"""`launch`: one function, some ranks, what each returned."""
+"""`launch`: run one function in several ranks and return their results."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,14 +8,6 @@ from echelon.launching.calls import pack_call
 from echelon.launching.ranks import Ranks
 
 T = TypeVar("T")
-
-
-def request_training_modules() -> None:
-    """In a rank: let the fork server load what training needs, for later launches (`fork_server.py`)."""
-    # The fork server and its ranks alone may import this.
-    from echelon.launching import fork_server
-
-    fork_server.request_training_modules()
 
 
 def launch(
@@ -29,14 +21,21 @@ def launch(
 
         results = launch(train, 4, config)
 
-    Under torchrun this process is a rank already: `fn` runs here, among the peers, and every rank
+    Under torchrun this process is a rank already: `fn` runs here, among its peers, and every rank
     returns all results. An error in one rank ends them all and is raised as `RankFailed`, with that
-    rank's traceback; a `UserError` is raised as it is.
+    rank's traceback; a `UserError` is raised unchanged.
     """
     if torchrun.is_under_torchrun():
         return torchrun.run_among_peers(fn, ranks, args, backend, deadline)
     guard.refuse_while_main_is_imported()
-    call = pack_call(fn, args)  # before anything is started
+    call = pack_call(fn, args)  # before any process starts
     with Ranks(ranks, backend=backend, deadline=deadline) as started:
-        started.run(request_training_modules)
+        started.run(request_training_modules)  # for the next launch
         return started.run_packed(call)
+
+
+def request_training_modules() -> None:
+    """Runs in every rank: only there may `fork_server` be imported."""
+    from echelon.launching import fork_server
+
+    fork_server.request_training_modules()

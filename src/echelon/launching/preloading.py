@@ -1,14 +1,14 @@
-"""What the fork server imports, so that ranks start with it loaded: chosen here, in the launching process.
+"""Chooses which modules the fork server imports, so that ranks start with them loaded.
 
-The fork server's own side is `fork_server.py`.
+This is the side of the launching process; that of the fork server is `fork_server.py`.
 """
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 
-# What a rank that trains needs: the first step of a torch optimizer imports torch._dynamo. Together they
-# take a second and a half to import. These are names, because this package lies below the engine.
+# What a rank that trains imports: the first step of a torch optimizer imports torch._dynamo. Together they
+# take 1.5 s. They are named, not imported, because this package is below the engine.
 TRAINING_MODULES = ("echelon.engine", "torch._dynamo")
 
 _modules = [
@@ -25,7 +25,7 @@ def preload(*modules: str) -> None:
     _modules.extend(module for module in modules if module not in _modules)
 
 
-def start_early(*modules: str) -> None:
+def start_fork_server(*modules: str) -> None:
     """Like `preload`, and start the fork server now, so that it imports while this process does too."""
     preload(*modules)
     fork_server_context()
@@ -33,7 +33,7 @@ def start_early(*modules: str) -> None:
 
 
 def fork_server_context() -> ForkServerContext:
-    """The way to start processes from the fork server with its preloaded modules."""
+    """The multiprocessing context that starts processes from the fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_modules)
     return context

@@ -1,7 +1,7 @@
-"""Signs of life: each rank has a small slot in a memory-mapped file, and the parent looks at them.
+"""Signs of life: each rank has a small slot in a memory-mapped file, which the parent reads.
 
-A rank writes through `beat`, `entered` and `left`; outside a launched rank (torchrun, a plain script)
-they do nothing. What silence means is decided in `hang.py`.
+A rank writes to it with `beat`, `enter_operation` and `leave_operation`. Outside a launched rank (torchrun,
+a plain script) they do nothing. `hang.py` decides what silence means.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class _Slot(ctypes.Structure):
 
 
 class Pulse(NamedTuple):
-    """One rank's slot as it was read: operations are counted from 1, `name` is that of the last entered."""
+    """What one rank's slot held: numbers of beats and operations, and the name of the last operation."""
 
     beats: int
     entered: int
@@ -36,33 +36,33 @@ class Pulse(NamedTuple):
         return self.entered > self.left
 
 
-_mine: _Slot | None = None
+_slot: _Slot | None = None
 
 
 def beat() -> None:
-    """Say that this rank is alive; call it in long work that has no operation with other ranks."""
-    if _mine is not None:
-        _mine.beats += 1
+    """Give a sign of life; call it in long work that has no operation with other ranks."""
+    if _slot is not None:
+        _slot.beats += 1
 
 
-def entered(name: str) -> None:
-    """Say that this rank now waits for others in operation `name`. Operations do not nest.
+def enter_operation(name: str) -> None:
+    """Note that this rank now waits for others in operation `name`. Operations do not nest.
 
-    Only the main thread's count: a server's threads wait for requests all the time.
+    Only the main thread counts: a server's threads wait for requests all the time.
     """
-    if _mine is not None and threading.current_thread() is threading.main_thread():
-        _mine.name = name.encode()[:_NAME_BYTES]
-        _mine.entered += 1
+    if _slot is not None and threading.current_thread() is threading.main_thread():
+        _slot.name = name.encode()[:_NAME_BYTES]
+        _slot.entered += 1
 
 
-def left() -> None:
-    """Say that the operation entered last is over."""
-    if _mine is not None and threading.current_thread() is threading.main_thread():
-        _mine.left += 1
+def leave_operation() -> None:
+    """Note that the last operation is over."""
+    if _slot is not None and threading.current_thread() is threading.main_thread():
+        _slot.left += 1
 
 
 class Board:
-    """The slots of all ranks, seen from the parent, which makes the file."""
+    """The slots of all ranks, as the parent sees them; it makes the file."""
 
     def __init__(self, path: Path, ranks: int) -> None:
         path.write_bytes(bytes(ranks * ctypes.sizeof(_Slot)))
@@ -77,9 +77,9 @@ class Board:
 
 
 def take_slot(path: Path, rank: int) -> None:
-    """From now on `beat`, `entered` and `left` in this process write to the slot of `rank`."""
-    global _mine
-    _mine = _open_slot(path, rank)
+    """Let `beat`, `enter_operation` and `leave_operation` of this process write to the slot of `rank`."""
+    global _slot
+    _slot = _open_slot(path, rank)
 
 
 def _open_slot(path: Path, rank: int) -> _Slot:

@@ -1,4 +1,4 @@
-"""Ranks that somebody else started (torchrun, on one machine or several): join them, run among them."""
+"""Ranks that torchrun started, on one machine or several: join them, run a function among them."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ from echelon.launching.transport import pack, unpack
 
 T = TypeVar("T")
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_under_torchrun() -> bool:
@@ -22,10 +22,10 @@ def is_under_torchrun() -> bool:
 
 
 def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
-    """Join the process group that the environment describes, one CUDA device a local rank.
+    """Join the process group that the environment describes, with one CUDA device per local rank.
 
-    Does nothing in a plain script (RANK is not set) and where the group is joined already. No parent
-    watches these ranks, so `deadline` is torch's own timeout of one operation.
+    Does nothing in a plain script (RANK is not set), or if this process has joined a group already.
+    Nothing supervises these ranks here, so `deadline` is torch's own timeout of one operation.
     """
     if "RANK" not in os.environ:
         return
@@ -33,7 +33,7 @@ def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
 
     if dist.is_initialized():
         return
-    missing = [name for name in _NEEDED if name not in os.environ]
+    missing = [name for name in _REQUIRED if name not in os.environ]
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
     from echelon.launching import group
 
@@ -50,8 +50,8 @@ def run_among_peers(
     world = int(os.environ["WORLD_SIZE"])
     if ranks != world:
         raise UserError(
-            f"launch(ranks={ranks}) runs under torchrun with WORLD_SIZE={world}: the two must be equal. "
-            f"Launch ranks={world}, or start torchrun with {ranks} processes in all."
+            f"launch(ranks={ranks}) runs under torchrun with WORLD_SIZE={world}: they must be equal. "
+            f"Use launch(ranks={world}), or start torchrun with {ranks} processes in total."
         )
     join(backend, deadline)
     from echelon.launching import group
@@ -70,6 +70,6 @@ def _pack_result(value: object) -> bytes:
 def _leave() -> None:
     from echelon.launching import group
 
-    # After an uncaught exception the peers may hang in a collective, and leaving would wait for them.
+    # After an uncaught exception the peers may hang in a collective, and this would wait for them.
     if getattr(sys, "last_value", None) is None:
         group.leave()

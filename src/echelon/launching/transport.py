@@ -1,8 +1,8 @@
-"""How values travel between the launching process and its ranks: `pack` to bytes, `unpack` again.
+"""Turns values into bytes (`pack`) and back (`unpack`) for the pipes between the parent and its ranks.
 
-This is pickle, with tensors as plain bytes: torch's own way sends shared-memory file descriptors,
-which run out with hundreds of tensors and die with the process that made them. It serves our own
-processes only. Nothing packed here is ever written to a file that is read later.
+This is pickle, with tensors as plain bytes. torch would send file descriptors of shared memory, which run
+out with hundreds of tensors and die with the process that made them. Only processes that this package
+started read these bytes, and they are never written to a file.
 """
 
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pack(value: object) -> bytes:
-    """The bytes of `value`; tensors are copied to the CPU, and storages that were shared are not."""
+    """The bytes of `value`. Tensors are copied to the CPU; shared storages become separate ones."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -28,11 +28,11 @@ def unpack(data: bytes) -> Any:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
-        if "torch" not in sys.modules:  # then nothing can be a tensor, and torch need not be imported
+        if "torch" not in sys.modules:  # then nothing is a tensor, and torch is not imported
             return NotImplemented
         import torch
 
-        # Subclasses, sparse and quantized tensors go torch's plain (not shared) way.
+        # torch pickles subclasses, sparse and quantized tensors itself, without shared memory.
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
         assert isinstance(value, torch.Tensor)
@@ -43,8 +43,8 @@ class _Pickler(pickle.Pickler):
 def _reduce(tensor: "torch.Tensor") -> tuple[Any, ...]:
     import torch
 
-    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = bytearray(whole.reshape(-1).view(torch.uint8).numpy().data)
+    contiguous = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = bytearray(contiguous.reshape(-1).view(torch.uint8).numpy().data)
     is_parameter = type(tensor) is torch.nn.Parameter
     return _rebuild, (data, tensor.dtype, tuple(tensor.shape), tensor.requires_grad, is_parameter)
 

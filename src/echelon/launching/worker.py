@@ -1,4 +1,4 @@
-"""The life of a launched rank: settle in, join the group, answer calls, leave.
+"""The life of a launched rank: set up the process, join the group, answer calls, leave.
 
 What the parent does with the answers is in `ranks.py`.
 """
@@ -20,12 +20,12 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankConfig:
     """All that a rank needs to know when it starts."""
 
     rank: int
     ranks: int
-    folder: Path  # private to this launch; goes away with it
+    folder: Path  # private to this launch, and deleted with it
     server_folder: Path  # multiprocessing's own, for the fork server
     backend: str | None
     timeout_seconds: float | None
@@ -41,21 +41,21 @@ class Seat:
         return self.folder / f"stacks-{self.rank}"
 
 
-def main(seat: Seat, connection: Connection) -> None:
-    """Run one rank until the parent says stop; a failure is reported, and then the parent ends us."""
-    lifeline.hold((seat.folder, seat.server_folder))
+def main(config: RankConfig, connection: Connection) -> None:
+    """Run one rank until the parent asks it to stop. It reports a failure, and then the parent ends it."""
+    lifeline.end_with_parent((config.folder, config.server_folder))
     channel = open_channel(connection)
     try:
-        _settle(seat)
-        _join(seat)
+        _set_up_process(config)
+        _join(config)
         channel.send(pack(Answer(None)))
         while (call := channel.receive()) != STOP:
             _answer(channel, call)
         _leave()
     except BaseException as error:
         _flush()
-        channel.send(pack(failure.from_exception(seat.rank, error)))
-        # Stay until the parent ends us: if our sockets closed now, every peer would fail too.
+        channel.send(pack(failure.from_exception(config.rank, error)))
+        # Stay until the parent ends this process: if its sockets closed now, every peer would fail too.
         threading.Event().wait()
 
 
@@ -70,47 +70,47 @@ def _answer(channel: Channel, call: bytes) -> None:
     channel.send(data)
 
 
-def _settle(seat: Seat) -> None:
-    """Make this process, forked from a server with an old world view, look like a child of the parent."""
-    from echelon.launching import fork_server  # which this process has inherited
+def _set_up_process(config: RankConfig) -> None:
+    """Give this process the parent's folder and environment: the fork server has those of its own start."""
+    from echelon.launching import fork_server  # inherited: only the fork server may import it itself
 
     fork_server.leave_server()
-    os.chdir(seat.working_directory)
+    os.chdir(config.working_directory)
     os.environ.clear()
-    os.environ.update(seat.environment | _rank_environment(seat))
+    os.environ.update(config.environment | _rank_environment(config))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    pulse.take_slot(seat.board, seat.rank)
-    stacks = os.open(seat.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    pulse.take_slot(config.board, config.rank)
+    stacks = os.open(config.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
 
 
-def _rank_environment(seat: Seat) -> dict[str, str]:
+def _rank_environment(config: RankConfig) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
-        "RANK": str(seat.rank),
-        "LOCAL_RANK": str(seat.rank),
-        "WORLD_SIZE": str(seat.ranks),
-        "LOCAL_WORLD_SIZE": str(seat.ranks),
+        "RANK": str(config.rank),
+        "LOCAL_RANK": str(config.rank),
+        "WORLD_SIZE": str(config.ranks),
+        "LOCAL_WORLD_SIZE": str(config.ranks),
         "OMP_NUM_THREADS": "1",
         # Nothing listens beyond this machine, unless the user names another interface.
-        "GLOO_SOCKET_IFNAME": seat.environment.get("GLOO_SOCKET_IFNAME", loopback),
-        "NCCL_SOCKET_IFNAME": seat.environment.get("NCCL_SOCKET_IFNAME", loopback),
+        "GLOO_SOCKET_IFNAME": config.environment.get("GLOO_SOCKET_IFNAME", loopback),
+        "NCCL_SOCKET_IFNAME": config.environment.get("NCCL_SOCKET_IFNAME", loopback),
     }
 
 
-def _join(seat: Seat) -> None:
+def _join(config: RankConfig) -> None:
     import torch
 
     from echelon.launching import group
 
     torch.set_num_threads(1)
-    meeting_place = str(seat.folder / "store")
-    group.join_by_file(meeting_place, seat.rank, seat.ranks, seat.backend, seat.timeout_seconds)
+    store = str(config.folder / "store")
+    group.join_by_file(store, config.rank, config.ranks, config.backend, config.timeout_seconds)
 
 
 def _flush() -> None:
-    """What the function printed is out before the parent goes on, or ends this process."""
+    """Write out what the function printed before the parent continues or ends this process."""
     sys.stdout.flush()
     sys.stderr.flush()
 

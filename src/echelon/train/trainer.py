@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from echelon import __version__
 from echelon.engine.auto import ranks_here
-from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, tell
+from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, send_message
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.train.events import Event, Starting
@@ -55,7 +55,7 @@ def _train_among_peers(job: Job, show: Show) -> dict[str, Any]:
 
 def _rank(job: Job, folder: Path) -> None:
     assert is_launched_rank()
-    train_rank(job, folder, tell)
+    train_rank(job, folder, send_message)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prints which of three modules, that nothing here imports, a rank has. argv: preload or start_early."""
+"""Prints which of three modules, that nothing here imports, a rank has. argv: the function that preloads."""
 
 import json
 import sys

@@ -25,7 +25,7 @@ from echelon.data_parallel.asynchronous.messages import (
     send_tensors,
 )
 from echelon.data_parallel.asynchronous.server import Gradient, Landed, Server, ServerFailed
-from echelon.launching import PeerLost, entered, left
+from echelon.launching import PeerLost, enter_operation, leave_operation
 
 SERVER = 0  # the replica whose process the server lives in
 
@@ -78,11 +78,11 @@ class LocalPort(Port):
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
         """The server may make this rank wait for others, which is a sign of life and has a name."""
-        entered(f"{what} data")
+        enter_operation(f"{what} data")
         try:
             yield
         finally:
-            left()
+            leave_operation()
             self._server.drain(self._ledger)
 
 
