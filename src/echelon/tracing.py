@@ -14,5 +14,5 @@ T = TypeVar("T")
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator. Unlike torch.compiler.disable, it imports no compiler where nothing is compiled."""
+    """A decorator. Unlike torch.compiler.disable, it imports the compiler at the first call, not before."""
     return _disable_dynamo(function)

@@ -1,4 +1,4 @@
-"""Keyed modules: torch's semantics, masks by place, and nothing else changed."""
+"""Keyed modules: torch's semantics, masks by position in the training, and nothing else changed."""
 
 import copy
 import io
@@ -60,7 +60,7 @@ def test_the_result_is_the_mask_over_one_minus_p() -> None:
     assert keep.any()
 
 
-def test_the_gradient_is_that_of_the_same_mask_and_one_byte_an_element_is_kept() -> None:
+def test_the_gradient_is_that_of_the_same_mask_and_one_byte_per_element_is_kept() -> None:
     model = keyed(nn.Dropout(0.3))
     x = torch.randn(6, 50, dtype=DOUBLE, requires_grad=True)
     saved: list[Tensor] = []
@@ -144,8 +144,8 @@ def test_channels_are_dropped_whole(
 @pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.FeatureAlphaDropout])
 def test_alpha_dropout_takes_the_two_values_that_torchs_takes(kind: Callable[[float], nn.Module]) -> None:
     x = torch.full((32, 64), 2.0, dtype=DOUBLE)
-    ours, theirs = run(keyed(kind(0.3)), x), kind(0.3)(x)
-    torch.testing.assert_close(ours.unique(), theirs.unique(), rtol=0, atol=1e-14)
+    values, expected = run(keyed(kind(0.3)), x), kind(0.3)(x)
+    torch.testing.assert_close(values.unique(), expected.unique(), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("parts", [(12,), (6, 6), (1, 0, 11), (5, 4, 3)])
@@ -189,7 +189,7 @@ def test_a_module_used_twice_draws_twice() -> None:
     assert torch.equal(two, twice)
 
 
-def test_a_captured_place_makes_the_same_again() -> None:
+def test_a_captured_position_makes_the_same_again() -> None:
     model = keyed(nn.Dropout(0.5))
     x = torch.ones(8, 64)
     with scope(seed=0, step=0, first_sample=0):

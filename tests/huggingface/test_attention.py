@@ -28,7 +28,7 @@ class Spread(View):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
         self.calls += 1
         back = self.order.argsort()
-        straight = [its[:, :, back] for its in (query, key, value)]
+        straight = [x[:, :, back] for x in (query, key, value)]
         return super().attend(*straight, scale)[:, :, self.order]
 
 
@@ -62,7 +62,7 @@ def test_the_choice_of_attention_is_put_back_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "told"),
+    ("kind", "changes", "message"),
     [
         ("mistral", {}, "sliding_window=3 with sequences of 16 tokens"),
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1 on attention's weights"),
@@ -70,9 +70,9 @@ def test_the_choice_of_attention_is_put_back_after_a_failure() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
     ],
 )
-def test_what_several_ranks_cannot_do_is_refused(kind: str, changes: dict[str, Any], told: str) -> None:
+def test_what_several_ranks_cannot_do_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     model = double(kind, **changes).train()
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         spread_over(model, Spread(), tokens(0)[0])
 
 

@@ -33,7 +33,7 @@ def test_the_layers_in_a_row_are_the_models_own_forward(kind: str, attention: st
     cross_entropy(ours, targets)[0].backward()
     found = gradients(model)
     assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(found[name], its) for name, its in expected.items())
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -42,7 +42,7 @@ def test_the_layers_hold_the_models_own_parts_and_nothing_else(kind: str) -> Non
     layers = listed_layers(model)
     assert len(layers) == model.config.num_hidden_layers + 2
     assert {p for layer in layers for p in layer.parameters()} == set(model.parameters())
-    assert [its for layer in layers for its in layer.buffers()] == []
+    assert [buffer for layer in layers for buffer in layer.buffers()] == []
     tied = set(layers[0].parameters()) & set(layers[-1].parameters())
     assert tied == {model.get_input_embeddings().weight}
 

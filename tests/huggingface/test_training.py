@@ -90,5 +90,5 @@ def test_state_dicts_have_the_original_names_and_losses_see_the_original_type(
     names = list(make(kind).state_dict())
     found = warm_ranks(2).run(names_and_type, kind, "pipeline=2 microbatches=2 precision=fp32")
     own = type(make(kind)(tokens(0)[0])).__name__
-    assert [its for its, _ in found] == [names, names]
+    assert [names_of_rank for names_of_rank, _ in found] == [names, names]
     assert [kinds for _, kinds in found] == ["", own]

@@ -1,4 +1,4 @@
-"""What stands between a column and a row, and layers of torch's own, are equal to one device."""
+"""Modules between a column and a row, and layers of torch, are equal to one device."""
 
 import dataclasses
 from functools import partial
@@ -126,9 +126,8 @@ def test_what_is_whole_on_every_rank_is_listed_once() -> None:
             whole_sequence=[],
             join_logits=True,
         )
-        assert [id(its) for its in getattr(sharded, names)] == [
-            id(its) for its in (norm.weight, norm.bias, again.bias)
-        ]
+        listed = getattr(sharded, names)
+        assert list(map(id, listed)) == list(map(id, (norm.weight, norm.bias, again.bias)))
 
 
 class Stopping(Block):
@@ -143,7 +142,7 @@ def stopped() -> nn.Module:
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true", "tensor=2 pipeline=2 microbatches=2"])
-def test_layers_that_no_gradient_comes_to_are_left_alone(plan: str) -> None:
+def test_layers_without_a_gradient_are_left_alone(plan: str) -> None:
     assert_equal(dataclasses.replace(case(0.0), make_model=stopped), plan)
 
 
@@ -158,6 +157,6 @@ def stopped_gpt() -> nn.Module:
 
 
 @pytest.mark.parametrize("plan", ["context=2", "tensor=2 sequence=true", "tensor=2 context=2"])
-def test_nor_is_attention_that_no_gradient_comes_to(plan: str) -> None:
+def test_attention_without_a_gradient_is_left_alone(plan: str) -> None:
     """The ring made zeros of it, and weights were decayed."""
     assert_equal(dataclasses.replace(language_case("gpt", steps=3), make_model=stopped_gpt), plan)

@@ -1,4 +1,4 @@
-"""Columns that are given the same hidden states: one node, whose sum goes on behind other work."""
+"""Columns of one input: one node of the graph, whose sum runs behind other work."""
 
 import copy
 import weakref
@@ -51,7 +51,7 @@ def train(columns: list[Column]) -> Tensor:
 @pytest.mark.parametrize(
     ("sequence", "talk"), [(False, ["all_reduce"]), (True, ["all_gather", "reduce_scatter"])]
 )
-def test_they_talk_once_from_the_first_time_on(*, sequence: bool, talk: list[str]) -> None:
+def test_they_communicate_once_from_the_first_pass_on(*, sequence: bool, talk: list[str]) -> None:
     here = region(sequence=sequence)
     sharing = columns(here)
     for steps in (1, 2, 3):
@@ -78,14 +78,14 @@ def test_gradients_are_those_of_autograd(kind: Any, *, bias: bool) -> None:
         inputs = train(sharing)
         found.append([inputs, *(p.grad for module in modules for p in module.parameters())])
         for module in modules:
-            module.zero_grad()  # new ones next time
+            module.zero_grad()  # new gradients next time
     assert len(found[0]) == 1 + 3 * (1 + bias)
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for together, separate in zip(*found, strict=True):
+        torch.testing.assert_close(together, separate, rtol=1e-12, atol=1e-12)
 
 
-class Watch(TorchDispatchMode):
-    """Writes down every product of matrices."""
+class ProductLog(TorchDispatchMode):
+    """Logs every product of matrices."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def watched(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         log.append("wait")
         wait(self)
 
-    with monkeypatch.context() as patch, Watch(log):
+    with monkeypatch.context() as patch, ProductLog(log):
         patch.setattr(RecordingGroup, "all_reduce", all_reduce)
         patch.setattr(Handle, "wait", note)
         yield
@@ -127,7 +127,7 @@ def test_the_sum_goes_on_while_the_gradients_of_weights_are_computed(monkeypatch
     assert log == ["product"] * 3 + ["start"] + ["product"] * 3 + ["wait"]
 
 
-def test_who_is_not_there_this_time_or_comes_anew_is_right_all_the_same() -> None:
+def test_columns_may_be_absent_in_a_pass_or_join_later() -> None:
     here = region()
     sharing = columns(here)
     for present in (sharing, sharing[:1], sharing, sharing[1:], sharing[::-1], sharing):
@@ -136,20 +136,20 @@ def test_who_is_not_there_this_time_or_comes_anew_is_right_all_the_same() -> Non
         x = hidden()
         x.retain_grad()
         torch.stack([column(x) for column in present]).prod(0).sum().backward()
-        mine = [x.grad, *(p.grad for column in sharing for p in column.module.parameters())]
+        found = [x.grad, *(p.grad for column in sharing for p in column.module.parameters())]
         for column in sharing:
             column.module.zero_grad()
         y = x.detach().requires_grad_()
         outputs = [F.linear(y, column.module.weight, column.module.bias) for column in present]
         torch.stack(outputs).prod(0).sum().backward()
-        theirs = [y.grad, *(p.grad for column in sharing for p in column.module.parameters())]
-        for one, other in zip(mine, theirs, strict=True):
+        expected = [y.grad, *(p.grad for column in sharing for p in column.module.parameters())]
+        for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
             if one is not None:
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_one_may_be_called_twice_and_what_nobody_used_gets_nothing() -> None:
+def test_a_column_may_be_called_twice_and_an_unused_one_gets_no_gradient() -> None:
     here = region()
     first, second, third = columns(here)
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_frozen_weights_get_no_gradient_and_inputs_do() -> None:
     assert operations(here) == ["all_reduce"] * 2
 
 
-def test_nothing_is_kept_of_what_was_used_and_a_copy_starts_anew() -> None:
+def test_no_output_is_kept_alive_and_a_copy_starts_without_any() -> None:
     here = region()
     sharing = columns(here)
     train(sharing)
@@ -214,16 +214,16 @@ def test_what_is_computed_again_is_computed_the_same_way(*, inner: bool) -> None
             x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True) * 2
             if inner:
                 output = checkpoint(layer, x, use_reentrant=False)
-            else:  # what the columns are given is the checkpoint's own argument
+            else:  # the input of the columns is the checkpoint's own argument
                 given = layer.norm(x)
                 output = checkpoint(layer.matrices[0], given, use_reentrant=False)
             output.square().sum().backward()
         found.append([p.grad for p in layer.parameters() if p.grad is not None])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for together, separate in zip(*found, strict=True):
+        torch.testing.assert_close(together, separate, rtol=1e-12, atol=1e-12)
 
 
-def test_complex_matrices_vectors_and_what_outlives_a_pass_go_their_own_way() -> None:
+def test_complex_matrices_vectors_and_leaves_are_computed_separately() -> None:
     here = region()
     complex_one = Column(nn.Linear(4, 4, dtype=torch.complex128), here)
     (vectors,) = columns(here)[:1]

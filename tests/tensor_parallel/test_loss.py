@@ -30,7 +30,8 @@ def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Te
     part = logits.to(dtype).chunk(ranks, -1)[group.rank].clone().requires_grad_()
     total, count = vocabulary_cross_entropy(part, targets, group)
     (total * 0.5).backward()
-    sent = {name: its.payload for (_, name, subject), its in group.ledger.totals.items() if subject == "loss"}
+    totals = group.ledger.totals.items()
+    sent = {operation: total.payload for (_, operation, subject), total in totals if subject == "loss"}
     return total.detach(), part.grad, int(count), sent
 
 
@@ -42,21 +43,22 @@ def test_value_and_gradient_are_those_of_all_logits(warm_ranks: Warm, ranks: int
     total, count = cross_entropy(logits, targets)
     (total * 0.5).backward()
     whole = float(total.detach())
-    told = warm_ranks(ranks).run(value_and_gradient, ranks, scale, torch.float64)
-    assert all(its[2] == count == 8 for its in told)
-    assert all(abs(float(its[0]) - whole) <= 1e-12 * whole for its in told)
-    torch.testing.assert_close(torch.cat([its[1] for its in told], -1), logits.grad, rtol=1e-12, atol=1e-12)
+    by_rank = warm_ranks(ranks).run(value_and_gradient, ranks, scale, torch.float64)
+    assert all(count_of_rank == count == 8 for _, _, count_of_rank, _ in by_rank)
+    assert all(abs(float(value) - whole) <= 1e-12 * whole for value, *_ in by_rank)
+    gradient = torch.cat([part for _, part, *_ in by_rank], -1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_exchange_three_numbers_a_token(warm_ranks: Warm) -> None:
-    for its in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.float64):
-        assert its[3] == {"all_reduce": 3 * 10 * 8}
+def test_ranks_exchange_three_numbers_per_token(warm_ranks: Warm) -> None:
+    for *_, sent in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.float64):
+        assert sent == {"all_reduce": 3 * 10 * 8}
 
 
 def test_it_is_computed_in_float32_at_least(warm_ranks: Warm) -> None:
-    for its in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.bfloat16):
-        assert its[0].dtype == torch.float32
-        assert its[1].dtype == torch.bfloat16
+    for value, gradient, *_ in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.bfloat16):
+        assert value.dtype == torch.float32
+        assert gradient.dtype == torch.bfloat16
 
 
 def test_the_loss_of_the_models_is_known_by_its_name() -> None:

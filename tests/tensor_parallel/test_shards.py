@@ -1,4 +1,4 @@
-"""Shards: what a rank takes, and where it says that it lies."""
+"""Shards: the part that a rank takes, and where it lies in the whole."""
 
 import itertools
 
@@ -45,12 +45,12 @@ def test_the_boxes_of_all_ranks_are_the_whole(
     found = torch.full(shape, -1)
     for rank in range(ranks):
         shard = Shard(dim, parts, rank, ranks)
-        mine = shard.take(whole)
-        assert shard.whole_shape(tuple(mine.shape)) == shape
-        ends = sorted({0, *(min(cut, mine.numel()) for cut in cuts), mine.numel()})
+        share = shard.take(whole)
+        assert shard.whole_shape(tuple(share.shape)) == shape
+        ends = sorted({0, *(min(cut, share.numel()) for cut in cuts), share.numel()})
         for begin, end in itertools.pairwise(ends):
-            for box in run_slices("w", tuple(mine.shape), begin, end):
-                for piece in shard.in_whole(Owned(box, mine[box.box])):
+            for box in run_slices("w", tuple(share.shape), begin, end):
+                for piece in shard.in_whole(Owned(box, share[box.box])):
                     assert (found[piece.slice.box] == -1).all()
                     found[piece.slice.box] = piece.tensor
     assert torch.equal(found, whole)

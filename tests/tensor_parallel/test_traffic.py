@@ -1,4 +1,4 @@
-"""What tensor parallelism moves, and what it keeps: the ledger and the activations, against the formulas."""
+"""The bytes that tensor parallelism sends and the activations that it keeps, against the formulas."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def model(family: str, dropout: float = 0.0) -> nn.Module:
     )
 
 
-def moves(family: str, plan: str) -> Counter[tuple[str, int]]:
+def count_moves(family: str, plan: str) -> Counter[tuple[str, int]]:
     engine = echelon.parallelize(model(family), plan, optimizer=adamw, loss=cross_entropy)
     engine.step(engine.local(tokens(0, SAMPLES)))
     return Counter(
@@ -40,28 +40,28 @@ def moves(family: str, plan: str) -> Counter[tuple[str, int]]:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_four_all_reduces_a_layer_and_step(warm_ranks: Warm, family: str, ranks: int) -> None:
+def test_four_all_reduces_per_layer_and_step(warm_ranks: Warm, family: str, ranks: int) -> None:
     """And one for the embedding in the forward pass, one for the logits in the backward pass."""
-    for told in warm_ranks(ranks).run(moves, family, f"tensor={ranks}"):
-        assert told == {("all_reduce", HIDDEN): 4 * LAYERS + 2}
+    for counts in warm_ranks(ranks).run(count_moves, family, f"tensor={ranks}"):
+        assert counts == {("all_reduce", HIDDEN): 4 * LAYERS + 2}
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_microbatches_move_the_same_in_parts(warm_ranks: Warm, family: str) -> None:
-    for told in warm_ranks(2).run(moves, family, "tensor=2 microbatches=2"):
-        assert told == {("all_reduce", HIDDEN // 2): 2 * (4 * LAYERS + 2)}
+    for counts in warm_ranks(2).run(count_moves, family, "tensor=2 microbatches=2"):
+        assert counts == {("all_reduce", HIDDEN // 2): 2 * (4 * LAYERS + 2)}
 
 
 def bytes_of_layers(family: str, plan: str) -> tuple[dict[str, int], int]:
     """Of a step, without what the embedding and the logits take; and the bytes sent."""
     engine = echelon.parallelize(model(family), plan, optimizer=adamw, loss=cross_entropy)
     engine.step(engine.local(tokens(0, SAMPLES)))
-    mine = [m for m in engine.ledger.moves if m.axis == "tensor" and m.subject == "tensor parallelism"]
-    return dict(Counter(move.operation for move in mine)), sum(move.traffic.sent for move in mine)
+    moves = [m for m in engine.ledger.moves if m.axis == "tensor" and m.subject == "tensor parallelism"]
+    return dict(Counter(move.operation for move in moves)), sum(move.traffic.sent for move in moves)
 
 
 def test_sequence_parallelism_moves_the_same_bytes(warm_ranks: Warm) -> None:
-    """Each sum is a sum of parts, and each part is gathered once: 4 + 4 instead of 4 all-reduces a layer.
+    """Each sum is a sum of parts, and each part is gathered once: 4 + 4 instead of 4 all-reduces per layer.
     The hidden states of the embedding are split after their sum, and gathered in the backward pass."""
     for plain, split in zip(
         warm_ranks(2).run(bytes_of_layers, "gpt", "tensor=2"),
@@ -78,12 +78,12 @@ def saved_by(family: str, plan: str) -> dict[str, int]:
     kept: Counter[str] = Counter()
     for name, module in engine.module.named_modules():
         if name.startswith(("blocks", "head")) and isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Dropout):
-            _watch(module, kept)
+            _count_saved(module, kept)
     engine.step(engine.local(tokens(0, SAMPLES)))
     return dict(kept)
 
 
-def _watch(module: nn.Module, kept: Counter[str]) -> None:
+def _count_saved(module: nn.Module, kept: Counter[str]) -> None:
     inner, kind = module.forward, "dropout" if isinstance(module, nn.Dropout) else "norm"
     weights = {parameter.data_ptr() for parameter in module.parameters()}
 
