@@ -206,7 +206,8 @@ LAYERS = (
     Layer(("verify", "bench"), ("report",), "what a person looks at"),
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
     Layer(("engine",), (), "parallelize() composes a plan"),
-    Layer(("planner",), (), "measures layers, splits them"),
+    Layer(("planner", "async_training"), (), "splits layers; workers at their own pace"),
+    Layer(("runtime",), (), "stages, interpreter, update"),
     Layer(
         ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel"),
         ("expert_parallel",),
@@ -216,13 +217,15 @@ LAYERS = (
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
-    Layer(("plan", "program"), (), "pure data; steps as programs"),
+    Layer(("program",), (), "a step as a program: pure data"),
+    Layer(("plan",), (), "a plan: pure data"),
     Layer(("layering",), (), "the layers of a model"),
     Layer(("huggingface",), (), "what is known of transformers"),
+    Layer(("sequence",), (), "what layers see of a sequence"),
     Layer(
-        ("sequence", "wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
+        ("wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
         (),
-        "what layers see; small tools",
+        "how modules are called; small tools",
     ),
     Layer(("errors", "quantities", "targets"), (), "errors; bytes as text; the ignored target"),
 )
@@ -230,7 +233,7 @@ BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 692, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 821, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

@@ -12,7 +12,7 @@ shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
 
 
 def test_the_picture() -> None:
-    boxes = [(its.offsets, its.sizes) for its in run_slices("w", (3, 4), 2, 9)]
+    boxes = [(box.offsets, box.sizes) for box in run_slices("w", (3, 4), 2, 9)]
     assert boxes == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
 
 
@@ -23,8 +23,8 @@ def test_boxes_are_the_run_in_order(shape: tuple[int, ...], data: st.DataObject)
     end = data.draw(st.integers(begin, size))
     whole = torch.arange(size).view(shape)
     boxes = run_slices("w", shape, begin, end)
-    found = torch.cat([torch.empty(0, dtype=torch.int64), *(whole[its.box].flatten() for its in boxes)])
+    found = torch.cat([torch.empty(0, dtype=torch.int64), *(whole[box.box].flatten() for box in boxes)])
     assert torch.equal(found, torch.arange(begin, end))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    for its, piece in own_run(torch.arange(begin, end), boxes):
-        assert torch.equal(piece, whole[its.box])
+    for box, piece in own_run(torch.arange(begin, end), boxes):
+        assert torch.equal(piece, whole[box.box])

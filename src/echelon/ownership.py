@@ -1,7 +1,7 @@
 """Ownership: which slices of which named global tensors a rank holds.
 
-Every strategy lists what its rank owns, weights and optimizer state alike. Whole state dicts (and later
-checkpoints) are written over that list, once, and know no strategy.
+Every rank lists all that it needs to go on: weights, float32 masters, optimizer state, buffers and counters.
+Whole state dicts (and later checkpoints) are written over that list, once, and know no strategy.
 """
 
 import json
@@ -14,21 +14,22 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 
-VALUE = "value"  # the `part` that is the weight itself; any other is a key of the optimizer's state
+VALUE = "value"  # the `part` that is a weight or buffer itself
+MASTER = "master"  # its float32 master; any other part is a key of the optimizer's state
+ENGINE = "(engine)"  # the name under which an engine's own counters stand; no parameter can have it
 
 
 class Slice(NamedTuple):
-    """A box of one global tensor: where it lies, and along which axes other ranks hold the same box."""
+    """A box of one global tensor: where it lies. Several ranks may hold the same box."""
 
     name: str
     part: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    replicated: tuple[str, ...]
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         return self.sizes == self.shape
 
     @property
@@ -41,14 +42,14 @@ class Slice(NamedTuple):
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
 
-class Owned(NamedTuple):
+class OwnedSlice(NamedTuple):
     """A slice, and the memory on this rank that holds it, in the shape of the box."""
 
     slice: Slice
     tensor: Tensor
 
 
-class Held(NamedTuple):
+class LocalParameter(NamedTuple):
     """What this rank's optimizer updates of one parameter: all of it, or a run of its elements.
 
     `tensor` is the memory to update, and its `.grad` the gradient. A run is flat: `begin` says where in the
@@ -60,15 +61,11 @@ class Held(NamedTuple):
     tensor: nn.Parameter
     begin: int = 0
 
-    @property
-    def whole(self) -> bool:
-        return self.tensor is self.parameter
 
-
-def whole_slice(name: str, tensor: Tensor, replicated: tuple[str, ...], part: str = VALUE) -> Slice:
+def whole_slice(name: str, tensor: Tensor, part: str = VALUE) -> Slice:
     """The box that is all of a tensor."""
     shape = tuple(tensor.shape)
-    return Slice(name, part, shape, (0,) * len(shape), shape, replicated)
+    return Slice(name, part, shape, (0,) * len(shape), shape)
 
 
 def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[Slice]:
@@ -83,7 +80,7 @@ def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[
     if begin >= end:
         return []
     if not shape:
-        return [Slice(name, VALUE, (), (), (), ())]
+        return [Slice(name, VALUE, (), (), ())]
     inner = math.prod(shape[1:])
     first, last = -(-begin // inner), end // inner  # the rows that the run holds whole
     boxes: list[Slice] = []
@@ -93,7 +90,7 @@ def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[
         boxes += _inside_row(name, shape, first - 1, begin % inner, inner)
     if first < last:
         rest = shape[1:]
-        boxes.append(Slice(name, VALUE, shape, (first, *(0 for _ in rest)), (last - first, *rest), ()))
+        boxes.append(Slice(name, VALUE, shape, (first, *(0 for _ in rest)), (last - first, *rest)))
     if last * inner < end:
         boxes += _inside_row(name, shape, last, 0, end % inner)
     return boxes
@@ -102,32 +99,34 @@ def run_slices(name: str, shape: tuple[int, ...], begin: int, end: int) -> list[
 def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: int) -> list[Slice]:
     """The boxes of a run inside one row of the first dim."""
     return [
-        Slice(name, VALUE, shape, (row, *box.offsets), (1, *box.sizes), ())
+        Slice(name, VALUE, shape, (row, *box.offsets), (1, *box.sizes))
         for box in run_slices(name, shape[1:], begin, end)
     ]
 
 
-def own_state(key: str, value: Tensor, slices: Sequence[Slice]) -> list[Owned]:
-    """An optimizer's state of the elements that `slices` cover; a single number belongs to them all."""
+def own_state(part: str, value: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
+    """State of the elements that `slices` cover; a single number belongs to them all."""
     if value.dim() == 0:
-        return [Owned(slices[0]._replace(part=key, shape=(), offsets=(), sizes=()), value)]
-    return [Owned(its._replace(part=key), tensor) for its, tensor in own_run(value, slices)]
+        return [OwnedSlice(Slice(slices[0].name, part, (), (), ()), value)] if slices else []
+    return [OwnedSlice(box._replace(part=part), tensor) for box, tensor in own_run(value, slices)]
 
 
-def own_run(run: Tensor, slices: Sequence[Slice]) -> list[Owned]:
+def own_run(run: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
     """Memory that holds the boxes of `slices` one after the other."""
-    pieces = run.detach().flatten().split([its.numel for its in slices])
-    return [Owned(its, piece.view(its.sizes)) for its, piece in zip(slices, pieces, strict=True)]
+    pieces = run.detach().flatten().split([box.numel for box in slices])
+    return [OwnedSlice(box, piece.view(box.sizes)) for box, piece in zip(slices, pieces, strict=True)]
 
 
 class StateNames(NamedTuple):
     """A model's names, from before anything of it was given away; each → the first name of the same thing.
 
     `parameters` are those of parameters, where tied weights have several; `state` all of the state dict.
+    `trained` are the first names of the parameters that get gradients.
     """
 
     parameters: dict[str, str]
     state: dict[str, str]
+    trained: frozenset[str]
 
     @classmethod
     def of(cls, module: nn.Module) -> "StateNames":
@@ -136,54 +135,66 @@ class StateNames(NamedTuple):
             name: first.setdefault(id(parameter), name)
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
-        return cls(parameters, {name: parameters.get(name, name) for name in module.state_dict()})
+        state = {name: parameters.get(name, name) for name in module.state_dict()}
+        return cls(parameters, state, frozenset(n for n, p in module.named_parameters() if p.requires_grad))
 
 
 def assemble(
-    owned: Sequence[Owned], group: Group, device: torch.device, *, sharded: bool
+    owned: Sequence[OwnedSlice], group: Group, device: torch.device
 ) -> dict[tuple[str, str], Tensor]:
     """Every tensor whole, on every rank of the group, by (name, part); copies.
 
-    Unless `sharded`, every rank holds everything whole. Else the ranks tell each other what they own; then
-    the first owner of each box puts it into a tensor of zeros, and these are summed.
+    The ranks exchange lists of what they own. What every rank holds whole is copied. Of the rest, the first
+    owner of each box puts it into a tensor of zeros, and these are summed.
     """
-    if not sharded:
-        return {(its.slice.name, its.slice.part): its.tensor.detach().clone() for its in owned}
-    mine = {(its.slice.name, its.slice.part, its.slice.offsets): its.tensor for its in owned}
-    lists = _exchange([(*its.slice, _dtype_name(its.tensor)) for its in owned], group, device)
+    local = {_key(each.slice): each.tensor for each in owned}
+    boxes = [[(Slice(*_tuples(row[:5])), row[5]) for row in rows] for rows in _exchange(owned, group, device)]
+    held_whole = [{_tensor(box) for box, _ in rows if box.is_whole} for rows in boxes]
+    whole_everywhere = set.intersection(*held_whole)
     whole: dict[tuple[str, str], Tensor] = {}
-    taken: set[tuple[Any, ...]] = set()
-    for rank, boxes in enumerate(lists):
-        for name, part, shape, offsets, sizes, replicated, dtype in boxes:
-            its = Slice(name, part, tuple(shape), tuple(offsets), tuple(sizes), tuple(replicated))
-            key = (name, part)
-            if key not in whole:
-                whole[key] = torch.zeros(its.shape, dtype=getattr(torch, dtype), device=device)
-            if (*key, its.offsets) not in taken and rank == group.rank:
-                whole[key][its.box] = mine[name, part, its.offsets].detach()
-            taken.add((*key, its.offsets))
+    owner: dict[tuple[Any, ...], int] = {}
+    for rank, rows in enumerate(boxes):
+        for box, dtype in rows:
+            name = _tensor(box)
+            if name in whole_everywhere:
+                if rank == group.rank:
+                    whole[name] = local[_key(box)].detach().clone(memory_format=torch.contiguous_format)
+                continue
+            if name not in whole:
+                whole[name] = torch.zeros(box.shape, dtype=getattr(torch, dtype), device=device)
+            if owner.setdefault(_key(box), rank) == rank == group.rank:
+                whole[name][box.box] = local[_key(box)].detach()
     with group.ledger.about("assembly"):
-        for tensor in whole.values():  # as bytes: zeros add to any type, and to −0.0, without a trace
-            if tensor.numel():
-                group.all_reduce(tensor.view(-1).view(torch.uint8))
+        for name in sorted(whole.keys() - whole_everywhere):
+            if whole[name].numel():  # as bytes: zeros add to any type, and to −0.0, without a trace
+                group.all_reduce(whole[name].view(-1).view(torch.uint8))
     return whole
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _tensor(box: Slice) -> tuple[str, str]:
+    return box.name, box.part
 
 
-def _exchange(value: Any, group: Group, device: torch.device) -> list[Any]:
-    """What every rank of the group gave, as JSON, in rank order."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+def _key(box: Slice) -> tuple[Any, ...]:
+    return box.name, box.part, box.offsets
+
+
+def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(each) if isinstance(each, list) else each for each in row)
+
+
+def _exchange(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[Any]]:
+    """What every rank of the group owns, as plain values, in rank order."""
+    rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
+    data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
     with group.ledger.about("assembly"):
         sizes = torch.empty(group.size, dtype=torch.int64, device=device)
         group.all_gather(sizes, torch.tensor([len(data)], device=device))
-        longest = int(sizes.max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
         padded[: len(data)] = data.to(device)
-        all_data = torch.empty(group.size, longest, dtype=torch.uint8, device=device)
-        group.all_gather(all_data, padded)
+        gathered = torch.empty(group.size, len(padded), dtype=torch.uint8, device=device)
+        group.all_gather(gathered, padded)
     return [
-        json.loads(bytes(row[:size].tolist())) for row, size in zip(all_data, sizes.tolist(), strict=True)
+        json.loads(row[:size].cpu().numpy().tobytes())
+        for row, size in zip(gathered, sizes.tolist(), strict=True)
     ]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.wrapping import Wrapping
+
 
 class View:
     """All positions are on this rank, in order. Subclasses know other layouts (`context_parallel`)."""
@@ -33,9 +35,9 @@ class View:
 WHOLE = View()
 
 
-def assign(model: nn.Module, view: View) -> int:
+def assign(model: nn.Module, view: View, wrapping: Wrapping) -> int:
     """Give this view to every layer of `model` that has one; returns how many do."""
     layers = [module for module in model.modules() if isinstance(getattr(module, "view", None), View)]
     for layer in layers:
-        setattr(layer, "view", view)  # noqa: B010 (nn.Module does not declare it)
+        wrapping.assign(layer, "view", view)
     return len(layers)

@@ -50,6 +50,7 @@ class Wrapping:
     def __init__(self) -> None:
         self._wrappers: list[Wrapper] = []
         self._hooks: list[tuple[str, nn.Module, RemovableHandle]] = []
+        self._attributes: list[tuple[Any, str, object]] = []  # each with the value that it had
 
     def wrap(self, wrapper: Wrapper) -> None:
         """Put an entry around its module, inside of those that come later in the stack."""
@@ -73,13 +74,20 @@ class Wrapping:
         assert entry in STACK, entry
         self._hooks.append((entry, module, module.register_forward_hook(hook, **options)))
 
+    def assign(self, owner: Any, attribute: str, value: object) -> None:
+        """Give an attribute of a module (or of a config) another value, until this is removed."""
+        self._attributes.append((owner, attribute, getattr(owner, attribute)))
+        setattr(owner, attribute, value)
+
     def remove(self) -> None:
         """Take all of it away: modules are called as they were before."""
+        for owner, attribute, value in reversed(self._attributes):
+            setattr(owner, attribute, value)
         for wrapper in self._wrappers:
             unwrap(wrapper)
         for _, _, handle in self._hooks:
             handle.remove()
-        self._wrappers, self._hooks = [], []
+        self._wrappers, self._hooks, self._attributes = [], [], []
 
     def entries(self, modules: Iterable[nn.Module]) -> dict[str, int]:
         """How many of `modules` have each entry of the stack, innermost first."""

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon.collectives import Ledger, RecordingGroup, TorchGroup
 from echelon.data_parallel import AllReduce
+from echelon.engine.start import start_equal
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
+from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -44,18 +46,18 @@ def reductions_during_backward() -> tuple[int, int, bool]:
 
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
     model = SlowChain()
-    sync = AllReduce(model, group, bucket_bytes=20_000)
+    sharing = AllReduce(set_of(model, group), bucket_bytes=20_000)
     group.ledger.start_step()
-    sync.start_step()
+    sharing.start_step()
     for last in (False, True):
         loss = model(torch.ones(2, 64)).sum()
-        sync.start_backward(last=last)
+        sharing.start_backward(last=last)
         loss.backward()
-        sync.finish_backward()
+        sharing.finish_backward()
         if not last:
             assert group.ledger.moves == [], "earlier microbatches only accumulate"
     ended = time.perf_counter()
-    sync.finish_gradients()
+    sharing.reduce()
     gradients = [move for move in group.ledger.moves if move.subject == "gradients"]
     return len(gradients), sum(move.start < ended for move in gradients), group.ledger.hidden() > 0
 
@@ -152,25 +154,25 @@ def weights_around_a_failed_backward(fail: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = FailsInBackward()
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
-    sync = AllReduce(model, group, bucket_bytes=100)
-    optimizer = adamw(sync.parameters())
+    sharing = AllReduce(set_of(model, group), bucket_bytes=100)
+    optimizer = adamw(list(model.parameters()))
     for step in range(3):
         model.fail = fail and step == 1
         if step == 1 and not fail:
             continue
-        sync.start_step()
+        sharing.start_step()
         inputs, targets = vectors(step)
         loss = mean_loss(model(inputs * (dist.get_rank() + 1)), targets)
-        sync.start_backward(last=True)
+        sharing.start_backward(last=True)
         if model.fail:
             with pytest.raises(RuntimeError, match="told to fail"):
                 loss.backward()
             continue
         loss.backward()
-        sync.finish_backward()
-        sync.finish_gradients()
+        sharing.finish_backward()
+        sharing.reduce()
         optimizer.step()
-        sync.finish_step()
+        sharing.publish()
     return [p.detach() for p in model.parameters()]
 
 
@@ -213,7 +215,7 @@ def weights_of_rank_zero() -> list[Tensor]:
     model = Perceptron()
     model.register_buffer("counter", torch.tensor(dist.get_rank()))
     model.first.weight.data = model.first.weight.data.t().contiguous().t()  # not contiguous
-    AllReduce(model, TorchGroup("data", dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
+    start_equal(model, TorchGroup("data", dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
     return [*model.state_dict().values()]
 
 
@@ -225,10 +227,10 @@ def test_replicas_start_as_replica_zero() -> None:
 
 def test_a_model_that_is_all_frozen_has_nothing_to_reduce() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
-    sync = AllReduce(model, RecordingGroup("data", 0, 2))
-    sync.start_step()
-    sync.finish_gradients()
-    assert sync.parameters() == [] == sync.held()
+    sharing = AllReduce(set_of(model, RecordingGroup("data", 0, 2)))
+    sharing.start_step()
+    sharing.reduce()
+    assert sharing.local_parameters() == []
 
 
 class _Stop(torch.autograd.Function):

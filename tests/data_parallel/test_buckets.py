@@ -28,7 +28,7 @@ def test_types_do_not_share_a_bucket() -> None:
 def test_gradients_land_in_the_buffer_and_add_up_there() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     (bucket,) = fill_buckets([weight], 1000)
-    weight.register_post_accumulate_grad_hook(bucket.land)
+    weight.register_post_accumulate_grad_hook(bucket.accumulate)
     for _ in range(2):  # steps
         bucket.open()
         for _ in range(2):
@@ -41,7 +41,7 @@ def test_gradients_land_in_the_buffer_and_add_up_there() -> None:
 def test_a_sparse_gradient_lands_too() -> None:
     table = nn.Embedding(3, 2, sparse=True)
     (bucket,) = fill_buckets([table.weight], 1000)
-    table.weight.register_post_accumulate_grad_hook(bucket.land)
+    table.weight.register_post_accumulate_grad_hook(bucket.accumulate)
     for _ in range(2):
         table(torch.tensor([2, 2])).sum().backward()
     assert bucket.close().tolist() == [0, 0, 0, 0, 4, 4]
@@ -53,7 +53,7 @@ def test_what_got_no_gradient_is_zero_and_padding_too() -> None:
     bucket.buffer.narrow(0, 0, 5).fill_(7.0)  # of the step before
     bucket.open()
     weights[0].grad = torch.ones(2)
-    bucket.land(weights[0])
+    bucket.accumulate(weights[0])
     assert bucket.close().tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 

@@ -21,6 +21,7 @@ from tests.cases import (
     signed_vectors,
     vectors,
 )
+from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -136,18 +137,18 @@ def sends_before_the_end_of_backward() -> tuple[int, int]:
 
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    sync = ParameterServer(model, group, bucket_bytes=20_000)
+    sharing = ParameterServer(set_of(model, group), bucket_bytes=20_000)
     group.ledger.start_step()
-    sync.start_step()
+    sharing.start_step()
     x = torch.ones(2, 64)
     for layer in model:
         x = layer(x)
         x.register_hook(lambda _: time.sleep(0.01))
-    sync.start_backward(last=True)
+    sharing.start_backward(last=True)
     x.sum().backward()
     ended = time.perf_counter()
-    sync.finish_backward()
-    sync.finish_gradients()
+    sharing.finish_backward()
+    sharing.reduce()
     moves = [move for move in group.ledger.moves if move.subject == "gradients"]
     return len(moves), sum(move.start < ended for move in moves)
 
@@ -158,11 +159,12 @@ def test_gradients_travel_while_the_backward_pass_goes_on() -> None:
 
 
 def test_a_model_that_is_all_frozen_has_nothing_to_move() -> None:
-    sync = ParameterServer(nn.Linear(2, 2).requires_grad_(False), RecordingGroup("data", 1, 2))
-    sync.start_step()
-    sync.finish_gradients()
-    sync.finish_step()
-    assert sync.parameters() == [] == sync.held() == sync.owned()
+    frozen = set_of(nn.Linear(2, 2).requires_grad_(False), RecordingGroup("data", 1, 2))
+    sharing = ParameterServer(frozen)
+    sharing.start_step()
+    sharing.reduce()
+    sharing.publish()
+    assert frozen.trained == [] == sharing.local_parameters() == sharing.owned()
 
 
 def fingerprint() -> list[bytes]:

@@ -10,12 +10,13 @@ from torch import nn
 import echelon
 from echelon.collectives import Ledger, TorchGroup
 from echelon.data_parallel import Zero
-from echelon.data_parallel.units import cut_units
 from echelon.engine import Engine
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import assert_equal
+from echelon.wrapping import Wrapping
 from tests.cases import adamw
 from tests.contract_models import CASES, token_loss, tokens
+from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -52,8 +53,8 @@ def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
 
     model = deep()
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
-    sync = Zero(model, group, 3, cut_units(model), prefetch=prefetch)
-    flats = [flat.flat.untyped_storage() for unit in sync._flats for flat in unit]
+    sharing = Zero(set_of(model, group), 3, Wrapping(), prefetch=prefetch)
+    flats = [flat.flat.untyped_storage() for unit in sharing._flats for flat in unit]
     seen = [0]
 
     def count(*_: object) -> None:
@@ -65,14 +66,14 @@ def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
     for parameter in model.parameters():
         parameter.register_hook(count)
     for _ in range(2):
-        sync.start_step()
+        sharing.start_step()
         for index in range(microbatches):
             total, _ = token_loss(model(tokens(index)[0]), tokens(index)[1])
-            sync.start_backward(last=index == microbatches - 1)
+            sharing.start_backward(last=index == microbatches - 1)
             total.backward()
-            sync.finish_backward()
-        sync.finish_gradients()
-        sync.finish_step()
+            sharing.finish_backward()
+        sharing.reduce()
+        sharing.publish()
     training, seen[0] = seen[0], 0
     between = sum(storage.nbytes() > 0 for storage in flats)
     with torch.no_grad():

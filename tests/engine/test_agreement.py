@@ -10,7 +10,7 @@ from echelon.engine.agreement import _fingerprint, check_same_gradients
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
-from echelon.ownership import Held
+from echelon.ownership import LocalParameter
 from echelon.plan import Plan
 
 
@@ -34,13 +34,13 @@ def test_every_difference_is_in_the_fingerprint() -> None:
 
 def compared(of_rank: Callable[[int], list[Tensor]]) -> str:
     group = Mesh.join(Plan(tensor=2)).group("tensor")
-    held = []
+    local = []
     for number, gradient in enumerate(of_rank(group.rank)):
         parameter = nn.Parameter(torch.zeros_like(gradient))
         parameter.grad = gradient
-        held.append(Held(str(number), parameter, parameter))
+        local.append(LocalParameter(str(number), parameter, parameter))
     try:
-        check_same_gradients(held, [its.parameter for its in held], group)
+        check_same_gradients(local, [each.parameter for each in local], group)
     except UserError as error:
         return str(error)
     return "same"
@@ -63,4 +63,4 @@ def moved(rank: int) -> list[Tensor]:
 def test_gradients_are_the_same_but_for_rounding(
     warm_ranks: Callable[[int], Ranks], of_rank: Callable[[int], list[Tensor]], says: str
 ) -> None:
-    assert all(says in told for told in warm_ranks(2).run(compared, of_rank))
+    assert all(says in answer for answer in warm_ranks(2).run(compared, of_rank))

@@ -22,7 +22,14 @@ def errors_of(check: Any, *arguments: Any) -> tuple[str, ...]:
 
 def good(**changes: Any) -> dict[str, Any]:
     given = {"model": nn.Linear(2, 2), "plan": "data=2", "optimizer": AdamW, "loss": nn.MSELoss()}
-    given |= {"clip": None, "prefetch": 1, "seed": 0, "boundaries": None, "example": None, "table": None}
+    given |= {
+        "clip": None,
+        "prefetch": 1,
+        "seed": 0,
+        "boundaries": None,
+        "sample_batch": None,
+        "tensor_table": None,
+    }
     return given | changes
 
 
@@ -38,8 +45,8 @@ def good(**changes: Any) -> dict[str, Any]:
         {"plan": "pipeline=2", "boundaries": (1,)},
         {"plan": "pipeline=2", "boundaries": [np.int64(1)]},
         {"boundaries": []},
-        {"example": (torch.zeros(2, 2), torch.zeros(2))},
-        {"table": {"up": "column"}},
+        {"sample_batch": (torch.zeros(2, 2), torch.zeros(2))},
+        {"tensor_table": {"up": "column"}},
     ],
 )
 def test_good_arguments_pass(changes: dict[str, Any]) -> None:
@@ -74,14 +81,14 @@ def test_all_errors_of_the_arguments_at_once() -> None:
         ({"prefetch": True}, "prefetch=True"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"seed": False}, "seed=False"),
-        ({"boundaries": 3}, "boundaries=3: must be a list of whole numbers"),
-        ({"boundaries": ["a"]}, "boundaries=['a']: must be a list of whole numbers"),
+        ({"boundaries": 3}, "boundaries=3: must be a list of integers"),
+        ({"boundaries": ["a"]}, "boundaries=['a']: must be a list of integers"),
         ({"boundaries": [1]}, "boundaries=[1] with pipeline=1"),
         ({"boundaries": [1], "plan": "pipeline=auto"}, "boundaries=[1] with pipeline=auto"),
-        ({"example": torch.zeros(2)}, "example: the batch is a Tensor: must be a pair"),
-        ({"example": (np.zeros(2), None)}, "example: inputs is a ndarray"),
-        ({"table": ["x"]}, "table is a list: must map names of modules to words"),
-        ({"table": {"x": 3}}, "table has 'x': 3"),
+        ({"sample_batch": torch.zeros(2)}, "sample_batch: the batch is a Tensor: must be a pair"),
+        ({"sample_batch": (np.zeros(2), None)}, "sample_batch: inputs is a ndarray"),
+        ({"tensor_table": ["x"]}, "tensor_table is a list: must map names of modules to words"),
+        ({"tensor_table": {"x": 3}}, "tensor_table has 'x': 3"),
     ],
 )
 def test_one_bad_argument(changes: dict[str, Any], says: str) -> None:

@@ -22,6 +22,7 @@ from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, train_rank
 from echelon.verify.reference import TrainingResult
+from echelon.wrapping import Wrapping
 from tests.cases import adamw
 from tests.contract_models import SEQUENCE, VOCAB, Encoder, class_loss, token_loss, tokens, vectors
 
@@ -162,7 +163,7 @@ def num_dropping_graphs(layers: int) -> list[int]:
     return added
 
 
-def test_dropout_is_no_reason_to_compile_every_layer_and_step_anew(warm_ranks: Warm) -> None:
+def test_dropout_is_no_reason_to_compile_every_layer_and_step_again(warm_ranks: Warm) -> None:
     first, second = warm_ranks(1).run(num_dropping_graphs, 1)[0]
     assert first > 0
     assert second == 0
@@ -172,7 +173,7 @@ def copied() -> tuple[list[str], list[str], float]:
     with backend("aot_eager"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
         names = list(model.state_dict())
-        compile_layers([model])
+        compile_layers([model], Wrapping())
         x = torch.ones(2, 6)
         model(x)
         other = copy.deepcopy(model)
@@ -193,7 +194,7 @@ def refusal_without_compiler() -> str:
 
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         try:
-            compile_layers([nn.Linear(1, 1)])
+            compile_layers([nn.Linear(1, 1)], Wrapping())
         except UserError as error:
             return str(error)
     return ""

@@ -396,7 +396,7 @@ def stepping_on_after_a_failure(call: str) -> None:
 
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_a_step_after_a_failed_one_is_refused(call: str) -> None:
-    with pytest.raises(UserError, match=r"an earlier step failed in the middle.*; start anew"):
+    with pytest.raises(UserError, match=r"an earlier step failed in the middle.*; start again"):
         echelon.launch(stepping_on_after_a_failure, 2, call, deadline=20.0)
 
 

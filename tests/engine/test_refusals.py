@@ -1,6 +1,6 @@
 """Plans that would not be equal to one device: refused with the fix, or fixed. Each was accepted once.
 
-Most need no ranks: `Within` splits a model for a rank of a mesh that is only pretended.
+Most need no ranks: `LayerSharding` splits a model for a rank of a mesh that is only pretended.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.engine.cutting import cut
-from echelon.engine.within import Within
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
@@ -29,8 +29,10 @@ from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 Warm = Callable[[int], Ranks]
 
 
-def within(model: nn.Module, plan: str, loss: Any = cross_entropy, table: Table | None = None) -> Within:
-    return Within(model, Mesh.pretend(Plan.parse(plan), 0), loss, table, Wrapping())
+def layers_of(
+    model: nn.Module, plan: str, loss: Any = cross_entropy, tensor_table: Table | None = None
+) -> LayerSharding:
+    return LayerSharding(model, Mesh.pretend(Plan.parse(plan), 0), loss, tensor_table, Wrapping())
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -46,13 +48,13 @@ WHOLE_LOGITS = {"head.projection": "replicated"}
 @pytest.mark.parametrize("loss", [cross_entropy, token_loss])
 def test_logits_that_are_whole_have_the_loss_of_one_device(loss: Any) -> None:
     """Their parts on two ranks were taken for parts of the vocabulary: the loss was off by log 2."""
-    assert_equal(Case(gpt, tokens, loss, adamw, steps=3, options={"table": WHOLE_LOGITS}), "tensor=2")
+    assert_equal(Case(gpt, tokens, loss, adamw, steps=3, options={"tensor_table": WHOLE_LOGITS}), "tensor=2")
 
 
 def test_only_split_logits_have_a_loss_over_parts() -> None:
-    assert within(gpt(), "tensor=2", table=WHOLE_LOGITS).loss is cross_entropy
-    assert within(gpt(), "tensor=2").loss is not cross_entropy
-    assert within(gpt(), "tensor=2", token_loss).loss is token_loss
+    assert layers_of(gpt(), "tensor=2", tensor_table=WHOLE_LOGITS).loss is cross_entropy
+    assert layers_of(gpt(), "tensor=2").loss is not cross_entropy
+    assert layers_of(gpt(), "tensor=2", token_loss).loss is token_loss
 
 
 # Hooks and forwards that no stage would run.
@@ -76,20 +78,20 @@ def test_hooks_that_would_never_run_are_named() -> None:
     """Only those of the model itself were looked at."""
     model, mesh = Rows(), Mesh.pretend(Plan(), 0)
     model.trunk[0].register_forward_hook(lambda *_: None)
-    cut(model, mesh, None, by_layers=True)
+    split_stages(model, mesh, None, by_layers=True)
     model.trunk.register_forward_hook(lambda *_: None)
     with pytest.raises(UserError, match=r"forward hooks of trunk: .* put the hooks on the layers"):
-        cut(model, mesh, None, by_layers=True)
-    cut(model, mesh, None, by_layers=False)
+        split_stages(model, mesh, None, by_layers=True)
+    split_stages(model, mesh, None, by_layers=False)
 
 
 def test_forwards_that_were_replaced_and_would_never_run_are_named() -> None:
     model = Rows()
     model.trunk[0].forward = torch.tanh  # type: ignore[method-assign]
-    cut(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
+    split_stages(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
     model.trunk.forward = torch.tanh  # type: ignore[method-assign]
     with pytest.raises(UserError, match="trunk had forward replaced"):
-        cut(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
+        split_stages(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
 
 
 # What ranks must have in common.
@@ -170,11 +172,12 @@ def rows(_: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("warm_contract")
 def test_gradients_of_what_is_whole_must_be_the_same(warm_ranks: Warm) -> None:
     """A module inside what is split was called replicated, and each rank trained its own."""
-    options = {"loss": mean_loss, "table": styles("replicated")}
+    options = {"loss": mean_loss, "tensor_table": styles("replicated")}
     for error in warm_ranks(2).run(partial(told, **options), "tensor=2", Scaled, rows):
         assert "ranks have different gradients of scale.weight, which" in error
         assert "make them 'heads' or 'inner'" in error
-    assert_equal(Case(Scaled, vectors, mean_loss, adamw, 3, options={"table": styles("inner")}), "tensor=2")
+    options = {"tensor_table": styles("inner")}
+    assert_equal(Case(Scaled, vectors, mean_loss, adamw, 3, options=options), "tensor=2")
 
 
 def test_optimizers_over_whole_matrices_are_refused_by_parallelize(warm_ranks: Warm) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from echelon.dropout import key_dropout
-from echelon.engine.within import Within
+from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig, build, cross_entropy
@@ -23,8 +23,10 @@ from tests.contract_models import token_loss
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 
 
-def within(model: nn.Module, plan: str, loss: Any = cross_entropy, table: Table | None = None) -> Within:
-    return Within(model, Mesh.pretend(Plan.parse(plan), 0), loss, table, Wrapping())
+def layers_of(
+    model: nn.Module, plan: str, loss: Any = cross_entropy, tensor_table: Table | None = None
+) -> LayerSharding:
+    return LayerSharding(model, Mesh.pretend(Plan.parse(plan), 0), loss, tensor_table, Wrapping())
 
 
 def gpt(**changes: Any) -> nn.Module:
@@ -45,20 +47,20 @@ class OwnDropout(nn.Dropout):
 def test_ranks_that_split_layers_must_drop_the_same() -> None:
     """With seed=None each rank drew its own masks for hidden states that must be equal."""
     with pytest.raises(UserError, match=r"embedding\.dropout, blocks\.0.*give parallelize a seed"):
-        within(gpt(dropout=0.1), "tensor=2")
-    within(gpt(dropout=0.1), "context=2")
+        layers_of(gpt(dropout=0.1), "tensor=2")
+    layers_of(gpt(dropout=0.1), "context=2")
     model = gpt(dropout=0.1)
     key_dropout(model, Wrapping())
-    within(model, "tensor=2")
+    layers_of(model, "tensor=2")
     model.blocks[0].mlp_dropout = OwnDropout(0.1)
     with pytest.raises(UserError, match=r"dropout of blocks\.0\.mlp_dropout is drawn by torch"):
-        within(model, "tensor=2")
+        layers_of(model, "tensor=2")
 
 
 def test_dropout_inside_torchs_own_modules() -> None:
     model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.LSTM(16, 16, 2, dropout=0.1))
     with pytest.raises(UserError, match=r"1 draw at random inside.*set their rates to 0"):
-        within(model, "tensor=2", table={"*": "replicated"})
+        layers_of(model, "tensor=2", tensor_table={"*": "replicated"})
 
 
 # Positions that are mixed within a part of the sequence.
@@ -92,9 +94,9 @@ def between(*layers: nn.Module) -> nn.Module:
 def test_attention_that_asks_no_view_is_refused_with_context() -> None:
     """Each rank attended within its own part."""
     with pytest.raises(UserError, match=r"no module .* asks a view, so if Attends .*docs/context.md"):
-        within(between(Attends()), "context=2", token_loss)
-    within(between(Attends()), "tensor=2", token_loss, {"*": "replicated"})
-    within(between(Asks()), "context=2", token_loss)
+        layers_of(between(Attends()), "context=2", token_loss)
+    layers_of(between(Attends()), "tensor=2", token_loss, {"*": "replicated"})
+    layers_of(between(Asks()), "context=2", token_loss)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_attention_that_asks_no_view_is_refused_with_context() -> None:
 def test_modules_that_mix_positions_by_themselves(mixer: nn.Module) -> None:
     kind = type(mixer).__name__
     with pytest.raises(UserError, match=rf"layer 2 \({kind}\) mixes positions, and with context=2"):
-        within(between(Asks(), mixer), "context=2", token_loss)
+        layers_of(between(Asks(), mixer), "context=2", token_loss)
 
 
 def by_position() -> nn.Module:
@@ -126,12 +128,14 @@ def test_models_that_mix_nothing_or_ask_are_equal_to_one_device(make: Callable[[
 def test_a_sequence_that_would_stay_in_parts_is_refused() -> None:
     """The loss was given a part of the positions and all targets."""
     with pytest.raises(UserError, match="make that projection 'vocabulary'"):
-        within(gpt(), "tensor=2 sequence=true", table=WHOLE_LOGITS)
+        layers_of(gpt(), "tensor=2 sequence=true", tensor_table=WHOLE_LOGITS)
     whole = {"blocks.*.attention.*": "replicated"}
     with pytest.raises(UserError, match=r"blocks\.0\.attention \(Attention\) has matrices, of which none"):
-        within(gpt(), "tensor=2 sequence=true", table=whole)
-    within(gpt(), "tensor=2", table=whole)
+        layers_of(gpt(), "tensor=2 sequence=true", tensor_table=whole)
+    layers_of(gpt(), "tensor=2", tensor_table=whole)
     ends = {"0": "vocabulary", "3": "vocabulary", "*": "replicated"}
-    within(between(nn.Sequential(nn.Linear(16, 16)), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
+    layers_of(
+        between(nn.Sequential(nn.Linear(16, 16)), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends
+    )
     with pytest.raises(UserError, match=r"1 \(Attends\) has matrices"):
-        within(between(Attends(), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)
+        layers_of(between(Attends(), nn.Tanh()), "tensor=2 sequence=true", token_loss, ends)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel import adding
+from echelon.data_parallel import grad_accumulation
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.verify import Case
 from tests.contract_models import CASES, SEQUENCE, VOCAB
@@ -15,7 +15,7 @@ from tests.fuzz.values import OF_TOKENS, TRANSFORMERS
 
 _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2}
 _IGNORED = -100
-_SMALLEST = adding.SMALLEST
+_SMALLEST = grad_accumulation.SMALLEST
 
 
 def case_of(training: RandomTraining) -> Case:
@@ -40,7 +40,9 @@ def case_of(training: RandomTraining) -> Case:
 def make_model(training: RandomTraining) -> nn.Module:
     if training.plan.compile:
         _compile_without_inductor()
-    adding.SMALLEST = 0 if training.seed % 2 else _SMALLEST  # no matrix here is large enough otherwise
+    grad_accumulation.SMALLEST = (
+        0 if training.seed % 2 else _SMALLEST
+    )  # no matrix here is large enough otherwise
     config = ModelConfig(
         training.model,  # type: ignore[arg-type]
         training.layers,

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from echelon.engine import parallelize
-from echelon.engine.within import Within
+from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -102,7 +102,7 @@ def test_a_model_that_returns_all_layers_is_refused_with_the_fix() -> None:
     """With context=2 the message was to make it an nn.Sequential."""
     model = double("llama", output_hidden_states=True)
     with pytest.raises(UserError, match=r"set model\.config\.output_hidden_states = False"):
-        Within(model, Mesh.pretend(Plan(context=2), 0), cross_entropy, None, Wrapping())
+        LayerSharding(model, Mesh.pretend(Plan(context=2), 0), cross_entropy, None, Wrapping())
 
 
 def test_transformers_is_not_needed() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.layering import listed_layers
 from echelon.models import cross_entropy
-from echelon.pipeline_parallel import even_boundaries, split
+from echelon.pipeline_parallel import even_boundaries, split_model
 from echelon.planner import profile
 from tests.huggingface.models import KINDS, chained, double, tokens
 
@@ -67,7 +67,7 @@ def test_gradient_checkpointing_of_transformers_stays_on() -> None:
 
 def test_stages_keep_the_names_of_the_model() -> None:
     model = double("llama", tie_word_embeddings=True)
-    stages, ties = split(model, even_boundaries(model, 2))
+    stages, ties = split_model(model, even_boundaries(model, 2))
     assert [tie.name for tie in ties] == ["model.embed_tokens.weight"]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert set(names) == dict(model.named_parameters()).keys()

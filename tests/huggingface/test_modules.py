@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from echelon.dropout import key_dropout, scope, unkeyed_dropout
-from echelon.engine.within import Within
+from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError
 from echelon.huggingface import casts_to_float32, draws_by_function, draws_by_head, is_transposed
 from echelon.mesh import Mesh
@@ -55,7 +55,7 @@ def test_the_contract_refuses_attention_with_a_rate() -> None:
 def test_routers_that_draw_are_refused_where_ranks_split_their_experts() -> None:
     model = double("mixtral", router_jitter_noise=0.1)
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.* draw at random inside"):
-        Within(model, Mesh.pretend(Plan(tensor=2), 0), cross_entropy, None, Wrapping())
+        LayerSharding(model, Mesh.pretend(Plan(tensor=2), 0), cross_entropy, None, Wrapping())
 
 
 def test_attention_draws_for_its_own_heads_and_a_jittered_router_for_all_ranks() -> None:

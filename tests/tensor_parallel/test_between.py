@@ -52,7 +52,7 @@ def hidden(step: int) -> tuple[Tensor, Tensor]:
 
 
 def case(p: float) -> Case:
-    options = {"table": TABLE | {"2": "vocabulary"}}
+    options = {"tensor_table": TABLE | {"2": "vocabulary"}}
     return Case(partial(blocks, p), hidden, cross_entropy, adamw, steps=3, options=options)
 
 
@@ -91,7 +91,9 @@ ENCODER = {
 
 def test_torchs_encoder_layer_is_equal_in_evaluation_too() -> None:
     """There it gave its weights, of which a rank has a part, to one kernel for the whole layer."""
-    assert_equal(Case(Encoder, hidden, cross_entropy, adamw, steps=2, options={"table": ENCODER}), "tensor=2")
+    assert_equal(
+        Case(Encoder, hidden, cross_entropy, adamw, steps=2, options={"tensor_table": ENCODER}), "tensor=2"
+    )
 
 
 @pytest.mark.parametrize(("head", "splits"), [("vocabulary", True), ("replicated", False)])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.ownership import Owned, Slice, run_slices, whole_slice
+from echelon.ownership import OwnedSlice, Slice, run_slices, whole_slice
 from echelon.tensor_parallel import Shard
 
 
@@ -24,7 +24,7 @@ def test_unequal_parts_are_cut_each_by_itself() -> None:
 
 
 def test_one_number_is_of_the_whole_parameter() -> None:
-    step = Owned(Slice("w", "step", (), (), (), ()), torch.tensor(3.0))
+    step = OwnedSlice(Slice("w", "step", (), (), ()), torch.tensor(3.0))
     assert Shard(0, (4,), 0, 2).in_whole(step) == [step]
 
 
@@ -50,13 +50,13 @@ def test_the_boxes_of_all_ranks_are_the_whole(
         ends = sorted({0, *(min(cut, share.numel()) for cut in cuts), share.numel()})
         for begin, end in itertools.pairwise(ends):
             for box in run_slices("w", tuple(share.shape), begin, end):
-                for piece in shard.in_whole(Owned(box, share[box.box])):
+                for piece in shard.in_whole(OwnedSlice(box, share[box.box])):
                     assert (found[piece.slice.box] == -1).all()
                     found[piece.slice.box] = piece.tensor
     assert torch.equal(found, whole)
 
 
 def test_a_box_keeps_what_else_is_said_of_it() -> None:
-    box = whole_slice("w", torch.zeros(2, 3), ("data",), "exp_avg")
-    (moved,) = Shard(0, (4,), 1, 2).in_whole(Owned(box, torch.zeros(2, 3)))
-    assert moved.slice == Slice("w", "exp_avg", (4, 3), (2, 0), (2, 3), ("data",))
+    box = whole_slice("w", torch.zeros(2, 3), "exp_avg")
+    (moved,) = Shard(0, (4,), 1, 2).in_whole(OwnedSlice(box, torch.zeros(2, 3)))
+    assert moved.slice == Slice("w", "exp_avg", (4, 3), (2, 0), (2, 3))

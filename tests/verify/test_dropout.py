@@ -80,19 +80,19 @@ def test_after_twenty_steps_too() -> None:
 
 def count_from_zero(engine: Engine) -> None:
     """Every replica takes its samples for the first of the batch."""
-    engine._course._scopes._counts = lambda samples: [0] * engine.replica + [samples]
+    engine._runner._scopes._counts = lambda samples: [0] * engine.replica + [samples]
 
 
 def take_the_next_step(engine: Engine) -> None:
     """The masks of rank 1 are those of the step after."""
-    of_step = engine._course._scopes.of_step
-    engine._course._scopes.of_step = (  # type: ignore[method-assign]
+    of_step = engine._runner._scopes.of_step
+    engine._runner._scopes.of_step = (  # type: ignore[method-assign]
         lambda step, samples: of_step(step + engine.replica, samples)
     )
 
 
 def draw_by_torch(engine: Engine) -> None:
-    engine._course._scopes._modules.clear()
+    engine._runner._scopes._modules.clear()
 
 
 @pytest.mark.parametrize("bug", [count_from_zero, take_the_next_step, draw_by_torch])

@@ -220,20 +220,20 @@ def test_the_rate_of_an_update_is_that_of_the_step_whose_microbatch_it_is_of(
 
 def overwrite(engine: Engine) -> None:
     """Updates overwrite the weights that microbatches in flight have used."""
-    engine._course._stash._renew = lambda: None
+    engine._runner._versions._reallocate = lambda: None
 
 
 def always_newest(engine: Engine) -> None:
     """Every forward uses the newest weights, whatever version its microbatch has used before."""
-    versions = engine._course._stash
+    versions = engine._runner._versions
     using = versions.using
     versions.using = lambda _: using(versions.newest)
 
 
 def count_twice(engine: Engine) -> None:
     """The mean is taken over twice as many samples as there were."""
-    finish = engine._update.finish_step
-    engine._update.finish_step = lambda tally: finish(tally * 2)
+    norm = engine._update.norm
+    engine._update.norm = lambda tally: norm(tally * 2)
 
 
 @pytest.mark.parametrize(

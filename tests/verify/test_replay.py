@@ -2,11 +2,11 @@
 
 import torch
 
-from echelon.data_parallel.asynchronous.log import Push
+from echelon.runtime import Push
 from echelon.verify.reference import train_on_one_device
 from echelon.verify.replay import replay
+from tests.async_training.training import largest_gap
 from tests.cases import counted_loss, masked_vectors, perceptron_case
-from tests.data_parallel.asynchronous.training import largest_gap
 
 CASE = perceptron_case(masked_vectors, counted_loss, steps=4)
 

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.bench.trainers import make_model
-from echelon.data_parallel import Alone, Bond, Sync, Tied
+from echelon.collectives import RecordingGroup
+from echelon.data_parallel import (
+    ParameterSet,
+    SharedGradient,
+    Sharing,
+    SingleReplica,
+    named_subset,
+    sum_within_stage,
+)
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig
 from echelon.plan import Plan
@@ -52,11 +60,12 @@ def make_hidden(config: ModelConfig, samples: int, *, sequence: bool) -> Tensor:
 def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
     """Split as `parallelize` splits the blocks of a model."""
     plan, blocks = mesh.plan, _blocks(config)
+    wrapping = Wrapping()
     sharded = split_over(
         blocks,
         mesh.group("tensor"),
         _table(blocks),
-        Wrapping(),
+        wrapping,
         sequence=plan.sequence,
         whole_sequence=(),
         join_logits=False,
@@ -64,16 +73,16 @@ def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
     sharded.region.overlaps = True  # as in an engine
     view = View()
     view.stretch = plan.tensor if plan.sequence else 1
-    assign(blocks, view)
-    sync = _sync(blocks, sharded)
+    assign(blocks, view, wrapping)
+    sharing = _sharing(blocks, sharded)
     optimizer = _adamw([list(blocks.parameters())])
 
     def step(hidden: Tensor) -> float:
         mesh.ledger.start_step()
-        sync.start_step()
+        sharing.start_step()
         loss = _loss(blocks(hidden))
         loss.backward()
-        sync.finish_gradients()
+        sum_within_stage([sharing])
         optimizer.step()
         return loss.item()
 
@@ -148,14 +157,19 @@ def _blocks(config: ModelConfig) -> nn.Sequential:
 def _table(blocks: nn.Module) -> dict[str, str]:
     """Of `_TABLE`, the lines of modules that are there: one of the user's own has no others."""
     names = [name for name, _ in blocks.named_modules()]
-    return {its: style for its, style in _TABLE.items() if any(fnmatchcase(name, its) for name in names)}
+    return {
+        pattern: style
+        for pattern, style in _TABLE.items()
+        if any(fnmatchcase(name, pattern) for name in names)
+    }
 
 
-def _sync(blocks: nn.Module, sharded: Sharded) -> Sync:
+def _sharing(blocks: nn.Module, sharded: Sharded) -> Sharing:
     """The part of an engine that sums gradients of which ranks have parts."""
     group = sharded.region.group
-    bonds = [Bond(parameter, group, speaks=True, counts=True) for parameter in sharded.partial]
-    return Tied(Alone(blocks), bonds)
+    shared = [SharedGradient(parameter, group) for parameter in sharded.partial]
+    alone = RecordingGroup("data", ledger=group.ledger)
+    return SingleReplica(ParameterSet("dense", named_subset(blocks), alone, shared_gradients=shared))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -84,7 +84,7 @@ def run_turns(plan: Plan, model: ModelConfig, batches: int) -> list[list[Span]]:
             engine.step(batch)
             turn += spans_of(engine)
         if plan.schedule in ASYNCHRONOUS:
-            engine.settle()  # empties the pipeline
+            engine.synchronize()  # empties the pipeline
             turn += spans_of(engine)
         turns.append(turn)
     return turns[_WARMUP:]

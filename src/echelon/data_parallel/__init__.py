@@ -1,27 +1,34 @@
-"""Ways for replicas along `data` to stay equal."""
+"""Parameter sets, and the ways for the ranks of one to hold it and agree on its gradients."""
 
 from echelon.data_parallel.all_reduce import AllReduce
-from echelon.data_parallel.asynchronous import Asynchronous, Push
+from echelon.data_parallel.buffers import Buffers
+from echelon.data_parallel.grad_accumulation import accumulate_in_place
+from echelon.data_parallel.gradients import clip_factor, squared_norm
 from echelon.data_parallel.parameter_server import ParameterServer
-from echelon.data_parallel.several import Several
-from echelon.data_parallel.sync import Alone, Storages, Sync
-from echelon.data_parallel.tied import Bond, Tied
-from echelon.data_parallel.update import Outcome, Synchronous, Update
+from echelon.data_parallel.parameter_set import ParameterSet, SharedGradient, Unit, named_subset
+from echelon.data_parallel.shared_gradients import sum_tied, sum_within_stage
+from echelon.data_parallel.sharing import Sharing, SingleReplica, Storages
+from echelon.data_parallel.units import SMALLEST as SMALLEST_UNIT
+from echelon.data_parallel.units import divide_units
 from echelon.data_parallel.zero import Zero
 
 __all__ = [
+    "SMALLEST_UNIT",
     "AllReduce",
-    "Alone",
-    "Asynchronous",
-    "Bond",
-    "Outcome",
+    "Buffers",
     "ParameterServer",
-    "Push",
-    "Several",
+    "ParameterSet",
+    "SharedGradient",
+    "Sharing",
+    "SingleReplica",
     "Storages",
-    "Sync",
-    "Synchronous",
-    "Tied",
-    "Update",
+    "Unit",
     "Zero",
+    "accumulate_in_place",
+    "clip_factor",
+    "divide_units",
+    "named_subset",
+    "squared_norm",
+    "sum_tied",
+    "sum_within_stage",
 ]

@@ -1,56 +1,46 @@
-"""Data parallelism by all-reduce (DDP): replicas hold everything and sum their gradients, bucket by bucket.
+"""Data parallelism by all-reduce (DDP): ranks hold everything and sum their gradients, bucket by bucket.
 
 A bucket's all-reduce starts as soon as the last microbatch's backward pass has completed it, while the
-backward pass goes on. Earlier microbatches only accumulate: one synchronisation a step.
+backward pass goes on. Earlier microbatches only accumulate: one synchronisation per step.
 """
 
-from collections.abc import Set
 from typing import final
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.collectives import Group, Handle
+from echelon.collectives import Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
 from echelon.data_parallel.buckets import Bucket
-from echelon.data_parallel.buffers import broadcast
-from echelon.data_parallel.sync import NOTHING, Storages, held_gradients, own_module
-from echelon.ownership import Held, Owned, Slice, whole_slice
+from echelon.data_parallel.parameter_set import ParameterSet
+from echelon.data_parallel.sharing import Storages, local_gradients, own_whole
+from echelon.ownership import LocalParameter, OwnedSlice
 
 
 @final
 class AllReduce(Bucketed):
-    """Replicas along `group` that sum gradients; replica 0's weights and buffers are the start."""
+    """Ranks that sum their gradients, and each update everything."""
 
-    sharded = False
-
-    def __init__(self, module: nn.Module, group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, parameter_set: ParameterSet, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._reductions: list[Handle] = []
-        super().__init__(module, group, bucket_bytes)
+        super().__init__(parameter_set, bucket_bytes)
 
-    def held(self) -> list[Held]:
-        return self._trained
+    def local_parameters(self) -> list[LocalParameter]:
+        return self._whole
 
-    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
+    def norm_share(self) -> list[Tensor]:
         # Every rank has every gradient: each takes one part of each bucket, and reads 1/N of the memory.
-        whole = [bucket.buffer for bucket in self._buckets]
-        strayed = any(p.grad is not None and p.grad is not b.views[p] for b in self._buckets for p in b.views)
-        if without or strayed:
-            whole = [gradient.flatten() for gradient in held_gradients(self._trained, without)]
-        return [gradient.tensor_split(self._group.size)[self._group.rank] for gradient in whole]
+        gradients = self._gradient_buffers()
+        uncounted = self.parameter_set.uncounted
+        moved = any(p.grad is not None and p.grad is not b.views[p] for b in self._buckets for p in b.views)
+        if uncounted or moved:
+            gradients = [gradient.flatten() for gradient in local_gradients(self._whole, uncounted)]
+        return [gradient.tensor_split(self._group.size)[self._group.rank] for gradient in gradients]
 
-    def owned(self) -> list[Owned]:
-        return own_module(self._module, replicated=("data",))
-
-    def slices(self, held: Held) -> list[Slice]:
-        return [whole_slice(held.name, held.parameter, replicated=("data",))]
+    def owned(self) -> list[OwnedSlice]:
+        return own_whole(self.parameter_set)
 
     def storages(self) -> Storages:
-        return Storages(list(self._module.parameters()), [bucket.buffer for bucket in self._buckets])
-
-    def _start_equal(self) -> None:
-        with self._group.ledger.about("parameters"):
-            for parameter in self._module.parameters():
-                broadcast(parameter, self._group)
+        return Storages(list(self.parameter_set.parameters.values()), self._gradient_buffers())
 
     def _reduce(self, bucket: Bucket) -> None:
         with self._group.ledger.about("gradients"):

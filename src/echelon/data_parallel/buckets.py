@@ -1,6 +1,6 @@
 """Buckets: gradients of several parameters in one contiguous buffer, reduced at once.
 
-A step's first gradient of a parameter lands in the parameter's view of the buffer, which from then on is its
+A step's first gradient of a parameter moves to the parameter's view of the buffer, which from then on is its
 `.grad`: further microbatches add where the sum is reduced, and nothing is copied out. (To zero the buffer and
 have autograd add the first gradient too would move twice the memory.) Buckets are filled in the order in
 which gradients are expected.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Bucket:
-    """A buffer, and for each of its parameters the view that is its gradient; the rest of `size` is zeros."""
+    """A buffer, and for each parameter the view that is its gradient; the rest of `size` is zeros."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
         first = parameters[0]
@@ -31,7 +31,7 @@ class Bucket:
             views[parameter] = self.buffer[begin:end].view_as(parameter)
         return views
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         """Move to new memory; whoever has a view of the old keeps that."""
         self.buffer = self.buffer.clone()
         self.views = self._cut(self.views)
@@ -41,8 +41,8 @@ class Bucket:
         for parameter in self.views:
             parameter.grad = None
 
-    def land(self, parameter: nn.Parameter) -> None:
-        """A gradient has come: where it is not in the buffer already, it moves there."""
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """A parameter has got a gradient: where it is not in the buffer already, it moves there."""
         view = self.views[parameter]
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -84,3 +84,16 @@ def put(place: Tensor, gradient: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def move_in(bucket: Bucket) -> None:
+    """Copy every parameter into the bucket and make it a view of its place there."""
+    for parameter, view in bucket.views.items():
+        view.copy_(parameter.detach())
+    point_at(bucket)
+
+
+def point_at(bucket: Bucket) -> None:
+    """Make every parameter a view of its place in the bucket."""
+    for parameter, view in bucket.views.items():
+        parameter.data = view

@@ -1,4 +1,4 @@
-"""Buffers of a model (running statistics and such) among replicas: replica 0's are everyone's."""
+"""Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
 
 import torch
 from torch import Tensor, nn
@@ -11,40 +11,39 @@ class Buffers:
     """Keeps the buffers of replicas equal. Only those that a step may have changed are sent."""
 
     def __init__(self, module: nn.Module, group: Group) -> None:
+        """The buffers are equal already: all ranks start from one model."""
         self._module, self._group = module, group
-        # Their kernels change these without leaving a mark on the tensor's version.
-        norms = [its for its in module.modules() if isinstance(its, _NormBase) and its.track_running_stats]
+        # The kernels of these change their statistics without leaving a mark on the tensor's version.
+        norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self._statistics = {buffer for norm in norms for buffer in norm.buffers()}
-        self._send(list(module.buffers()))
-        self._seen = self._look()
+        self._marks = self._current_marks()
 
     def share(self) -> None:
         """Send replica 0's buffers to all, where any replica may have changed them."""
-        buffers = list(self._module.buffers())  # anew: a model may assign a buffer instead of changing it
+        if self._group.size == 1:
+            return
+        buffers = list(self._module.buffers())  # a model may assign a buffer instead of changing it
         if not buffers:
             return
-        moved = [
-            buffer in self._statistics or mark != seen
-            for buffer, mark, seen in zip(buffers, self._look(), self._seen, strict=True)
+        changed = [
+            buffer in self._statistics or mark != earlier
+            for buffer, mark, earlier in zip(buffers, self._current_marks(), self._marks, strict=True)
         ]
-        flags = torch.tensor(moved, dtype=torch.uint8).to(buffers[0].device)
+        flags = torch.tensor(changed, dtype=torch.uint8).to(buffers[0].device)
         with self._group.ledger.about("buffers"):
             self._group.all_reduce(flags, "max")
-        self._send([buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag])
-        self._seen = self._look()
+            for buffer, flag in zip(buffers, flags.tolist(), strict=True):
+                if flag:
+                    broadcast(buffer, self._group)
+        self._marks = self._current_marks()
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _current_marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer does: which tensor it is, and its version."""
         return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
 
-    def _send(self, buffers: list[Tensor]) -> None:
-        with self._group.ledger.about("buffers"):
-            for buffer in buffers:
-                broadcast(buffer, self._group)
-
 
 def broadcast(tensor: Tensor, group: Group) -> None:
-    """Replica 0's values into everyone's `tensor`, however it lies in memory."""
+    """Rank 0's values into everyone's `tensor`, however it lies in memory."""
     packed = tensor.detach().contiguous()
     group.broadcast(packed, source=0)
     if packed.data_ptr() != tensor.data_ptr():

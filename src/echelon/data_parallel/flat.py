@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket
-from echelon.ownership import Held
+from echelon.ownership import LocalParameter
 
 
 class FlatUnit:
@@ -33,43 +33,44 @@ class FlatUnit:
         self.flat = torch.zeros(self._part_size * group.size, dtype=first.dtype, device=first.device)
         self._weights: list[Tensor] = []  # each parameter's place in the buffer
         self._move_in()
-        group.broadcast(self.flat, source=0)
-        self.shard = self._mine(self.flat) if resident else self._mine(self.flat).clone()
-        self.whole = True
+        self.shard = self._local_part(self.flat) if resident else self._local_part(self.flat).clone()
+        self.is_gathered = True
         self._gathering: Handle | None = None
         self._gradient: Bucket | None = None  # whole, of this rank's samples
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
         self.has_part = False  # in this step
-        self._held = list(self._runs())
+        self._local = list(self._runs())
 
-    def held(self) -> list[Held]:
+    def local_parameters(self) -> list[LocalParameter]:
         """This rank's run of each parameter that its part touches, as memory an optimizer can update."""
-        return self._held
+        return self._local
 
-    def _runs(self) -> Iterator[Held]:
+    def _runs(self) -> Iterator[LocalParameter]:
         start = self._part_size * self._group.rank
         for (name, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
             low, high = max(begin, start), min(end, start + self._part_size)
             if low < high:
                 run = self.shard[low - start : high - start]
-                yield Held(name, parameter, nn.Parameter(run, requires_grad=self.trainable), low - begin)
+                yield LocalParameter(
+                    name, parameter, nn.Parameter(run, requires_grad=self.trainable), low - begin
+                )
 
     # Weights.
 
     def gather(self) -> None:
         """Begin to make the weights whole, unless they are or are on the way."""
-        if not self.whole:
+        if not self.is_gathered:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
             for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
                 parameter.data = view
-            self.whole = True
-            self.spread()
+            self.is_gathered = True
+            self.all_gather()
 
-    def spread(self) -> None:
+    def all_gather(self) -> None:
         """Begin to bring every rank's part to every rank."""
         self._gathering = self._group.all_gather(self.flat, self.shard, wait=False)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Return when the weights that are on the way are there."""
         if self._gathering is not None:
             self._gathering.wait()
@@ -77,16 +78,16 @@ class FlatUnit:
 
     def free(self) -> None:
         """Give the memory of the whole weights back; the shard stays."""
-        if not self.resident and self.whole:
-            self.settle()
+        if not self.resident and self.is_gathered:
+            self.synchronize()
             # Whoever reads a weight that is not there finds not-a-number, not somebody else's memory.
             nothing = self.flat.new_full((), float("nan") if self.flat.is_floating_point() else 0)
             for _, parameter in self.parameters:
                 parameter.data = nothing.expand(parameter.shape)
             self.flat.untyped_storage().resize_(0)
-            self.whole = False
+            self.is_gathered = False
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         """Move to new memory; whoever has a view of the old keeps that."""
         self.flat = self.flat.clone()
         self._weights = []
@@ -94,10 +95,10 @@ class FlatUnit:
             parameter.data = self.flat[begin:end].view(parameter.shape)
             self._weights.append(parameter.data)
         start = int(self.shard.storage_offset())
-        self.shard = self._mine(self.flat)
-        for held in self._held:
-            first = int(held.tensor.storage_offset()) - start
-            held.tensor.data = self.shard[first : first + held.tensor.numel()]
+        self.shard = self._local_part(self.flat)
+        for local in self._local:
+            first = int(local.tensor.storage_offset()) - start
+            local.tensor.data = self.shard[first : first + local.tensor.numel()]
 
     # Gradients.
 
@@ -106,9 +107,9 @@ class FlatUnit:
         """The memory of the whole gradient, while there is any."""
         return None if self._gradient is None else self._gradient.buffer
 
-    def land(self, parameter: nn.Parameter) -> None:
-        """A gradient has come: it moves to its place in the buffer, for which this takes memory."""
-        self._bucket().land(parameter)
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """A parameter has got a gradient: it moves to its place in the buffer, which takes memory here."""
+        self._bucket().accumulate(parameter)
 
     def open_gradient(self) -> None:
         """Forget all gradients, but keep their memory."""
@@ -139,7 +140,7 @@ class FlatUnit:
         """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""
         if in_place:
             assert self.gradient is not None
-            self.part = self._mine(self.gradient)
+            self.part = self._local_part(self.gradient)
             self.has_part = True
             return self.part
         if self.part is None:
@@ -150,16 +151,16 @@ class FlatUnit:
         return self.part
 
     def add_part(self, part: Tensor) -> None:
-        """A reduced part has come: add it to the step's, unless it went there directly."""
+        """A reduced part is there: add it to that of the step, unless it went there directly."""
         assert self.part is not None
         if part is not self.part:
             self.part.add_(part)
 
-    def part_of_gradient(self, held: Held) -> Tensor:
-        """The gradient of one held run."""
+    def part_of_gradient(self, local: LocalParameter) -> Tensor:
+        """The gradient of one run."""
         assert self.part is not None
-        start = held.tensor.storage_offset() - self.shard.storage_offset()
-        return self.part[start : start + held.tensor.numel()]
+        start = local.tensor.storage_offset() - self.shard.storage_offset()
+        return self.part[start : start + local.tensor.numel()]
 
     def _places(self) -> Iterator[tuple[int, int]]:
         end = 0
@@ -167,7 +168,7 @@ class FlatUnit:
             begin, end = end, end + parameter.numel()
             yield begin, end
 
-    def _mine(self, buffer: Tensor) -> Tensor:
+    def _local_part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size, self._part_size)[self._group.rank]
 
     def _move_in(self) -> None:

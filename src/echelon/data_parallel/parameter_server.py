@@ -1,28 +1,27 @@
-"""Data parallelism by a parameter server: replica 0 holds the authoritative weights and the only optimizer.
+"""Data parallelism by a parameter server: rank 0 of the group holds the weights that count, and updates them.
 
     step       workers ── gradients, bucket by bucket ──▶ server, which adds them in rank order and updates
                workers ◀── weights ── server
 
 Equal to all-reduce in what it computes, and the measure of why that one is used: here one rank receives
-(N−1)Ψ and sends (N−1)Ψ a step, where a ring has every rank move 2(N−1)/N·Ψ. The server works too.
+(N−1)Ψ and sends (N−1)Ψ per step, where a ring has every rank move 2(N−1)/N·Ψ. The server works too.
 
 Weights are sent after the update and not when the next step starts, so that whatever happens between two
 steps (an evaluation, a save) sees the same weights on every rank.
 """
 
 from collections import deque
-from collections.abc import Set
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon.collectives import Group, Handle
+from echelon.collectives import Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
-from echelon.data_parallel.buckets import Bucket, fill_buckets
-from echelon.data_parallel.buffers import broadcast
-from echelon.data_parallel.sync import NOTHING, Storages, held_gradients, own_module
-from echelon.ownership import Held, Owned, Slice, whole_slice
+from echelon.data_parallel.buckets import Bucket, fill_buckets, move_in, point_at
+from echelon.data_parallel.parameter_set import ParameterSet
+from echelon.data_parallel.sharing import Storages, local_gradients, own_whole
+from echelon.ownership import LocalParameter, OwnedSlice
 
 SERVER = 0
 _IN_FLIGHT = 2  # buckets whose gradients the server may be receiving at once
@@ -38,51 +37,47 @@ class _Arrival(NamedTuple):
 
 @final
 class ParameterServer(Bucketed):
-    """Replicas along `group`, of which number 0 updates for all."""
+    """Ranks of which number 0 updates for all: the server owns everything, the workers nothing."""
 
-    sharded = True  # the server owns everything, the workers nothing
-
-    def __init__(self, module: nn.Module, group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._serves = group.rank == SERVER
+    def __init__(self, parameter_set: ParameterSet, bucket_bytes: int = BUCKET_BYTES) -> None:
+        group = parameter_set.group
+        self._is_server = group.rank == SERVER
         self._workers = [rank for rank in range(group.size) if rank != SERVER]
-        self._weights = fill_buckets([p for p in module.parameters() if p.requires_grad], bucket_bytes)
+        self._weights = fill_buckets([p for _, p in parameter_set.trained], bucket_bytes)
         for bucket in self._weights:
             move_in(bucket)
         self._sends: list[Handle] = []
         self._arrivals: deque[_Arrival] = deque()
-        super().__init__(module, group, bucket_bytes)
+        super().__init__(parameter_set, bucket_bytes)
 
-    def held(self) -> list[Held]:
-        return self._trained if self._serves else []
+    def local_parameters(self) -> list[LocalParameter]:
+        return self._whole if self._is_server else []
 
-    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
-        return held_gradients(self.held(), without)  # none on workers
+    def norm_share(self) -> list[Tensor]:
+        return local_gradients(self.local_parameters(), self.parameter_set.uncounted)  # none on workers
 
-    def finish_step(self) -> None:
-        self._share_weights()
-        super().finish_step()
+    def publish(self) -> None:
+        self._send_weights()
+        super().publish()
 
-    def owned(self) -> list[Owned]:
-        return own_module(self._module, replicated=()) if self._serves else []
-
-    def slices(self, held: Held) -> list[Slice]:
-        return [whole_slice(held.name, held.parameter, replicated=())]
+    def owned(self) -> list[OwnedSlice]:
+        return own_whole(self.parameter_set) if self._is_server else []
 
     def storages(self) -> Storages:
-        gradients = [bucket.buffer for bucket in self._buckets]
+        gradients = self._gradient_buffers()
         gradients += [part for arrival in self._arrivals for part in arrival.parts]
-        return Storages(list(self._module.parameters()), gradients)
+        return Storages(list(self.parameter_set.parameters.values()), gradients)
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         for bucket in self._weights:
-            bucket.renew()
+            bucket.reallocate()
             point_at(bucket)
 
     # Gradients to the server.
 
     def _reduce(self, bucket: Bucket) -> None:
         with self._group.ledger.about("gradients"):
-            if self._serves:
+            if self._is_server:
                 self._arrivals.append(self._receive(bucket))
                 self._add_arrivals(at_most=_IN_FLIGHT)
             else:
@@ -113,35 +108,15 @@ class ParameterServer(Bucketed):
 
     # Weights to the workers.
 
-    def _start_equal(self) -> None:
-        self._share_weights()
-        with self._group.ledger.about("parameters"):
-            for parameter in self._module.parameters():
-                if not parameter.requires_grad:
-                    broadcast(parameter, self._group)
-
-    def _share_weights(self) -> None:
+    def _send_weights(self) -> None:
         """The server's weights to every worker, all at once, from and into the memory they live in."""
         with self._group.ledger.about("parameters"):
             moves = [
                 self._group.send(bucket.buffer, worker, wait=False)
-                if self._serves
+                if self._is_server
                 else self._group.recv(bucket.buffer, SERVER, wait=False)
                 for bucket in self._weights
-                for worker in (self._workers if self._serves else [SERVER])
+                for worker in (self._workers if self._is_server else [SERVER])
             ]
         for move in moves:
             move.wait()
-
-
-def move_in(bucket: Bucket) -> None:
-    """Copy every parameter into the bucket and make it a view of its place there."""
-    for parameter, view in bucket.views.items():
-        view.copy_(parameter.detach())
-    point_at(bucket)
-
-
-def point_at(bucket: Bucket) -> None:
-    """Make every parameter a view of its place in the bucket."""
-    for parameter, view in bucket.views.items():
-        parameter.data = view

@@ -8,10 +8,10 @@ meet the wrong one on its peers. The order is a guess at first, then what replic
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.adding import Adding, may_miss_sums
+from echelon.data_parallel.grad_accumulation import Accumulation, hook_gradient
 from echelon.errors import UserError
 
 
@@ -21,21 +21,20 @@ class Reducer:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        land: Callable[[nn.Parameter], None],
+        accumulate: Callable[[nn.Parameter], None],
         reduce: Callable[[int], None],
     ) -> None:
-        """`land` is called for each gradient of a step that comes, before anything else is made of it."""
+        """`accumulate` is called for each gradient that a backward pass has made, before it is reduced."""
         self._parameters = list(parameters)
-        self._land, self._reduce = land, reduce
+        self._accumulate, self._reduce = accumulate, reduce
         self._groups: list[set[nn.Parameter]] = []
         self._place: dict[nn.Parameter, int] = {}
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
         self._in_step = False
-        self.adding = Adding()
+        self.accumulation = Accumulation()
         self.start_backward(reducing=False)
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._hooks = [hook_gradient(parameter, self._arrived) for parameter in self._parameters]
 
     def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """From the next backward pass on, reduce these groups, in this order."""
@@ -51,7 +50,7 @@ class Reducer:
     def start_backward(self, *, reducing: bool) -> None:
         """Gradients of this backward pass complete their groups, if `reducing`; else they only add up."""
         self._reducing = reducing
-        self.adding.open = self._in_step and not reducing
+        self.accumulation.is_open = self._in_step and not reducing
         self._next = 0
         self._missing = [set(group) for group in self._groups] if reducing else []
 
@@ -61,21 +60,27 @@ class Reducer:
             self._reduce_next()
 
     def finish_step(self) -> None:
-        """From here to the next step gradients are nobody's business here."""
-        self._in_step = self.adding.open = False
+        """Gradients that come before the next step are not ours."""
+        self._in_step = self.accumulation.is_open = False
 
     @property
     def all_reduced(self) -> bool:
         return self._reducing and self._next == len(self._groups)
 
-    @may_miss_sums
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def close(self) -> None:
+        """Hear of no more gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _arrived(self, parameter: Tensor) -> None:
         """The backward pass has added to this parameter's gradient."""
+        assert isinstance(parameter, nn.Parameter)
         if not self._in_step:
             return  # somebody else's backward pass over the same model
         self._refuse_late(parameter)
         if parameter.grad is not None:  # torch also tells when a function has no gradient for it
-            self._land(parameter)
+            self._accumulate(parameter)
             self.used.add(parameter)
         self._arrivals.append(parameter)
         if not self._reducing:
@@ -89,7 +94,7 @@ class Reducer:
             raise UserError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it was reduced: "
                 "its module runs inside a reentrant checkpoint, or backward ran twice; use "
-                "checkpoint(…, use_reentrant=False), and one backward pass a microbatch"
+                "checkpoint(…, use_reentrant=False), and one backward pass per microbatch"
             )
 
     def _reduce_next(self) -> None:

@@ -1,8 +1,8 @@
-"""Residency: which units are whole when the weights themselves are shared out.
+"""Residency: which units are gathered when the weights themselves are sharded.
 
-A unit is whole while something uses it, and for a while before: on entering a unit, the next `prefetch` ones
-are gathered too, in the order of the last forward pass, or its reverse on the way back. So at most
-prefetch + 1 units are whole at a time, beside units that surround others or are tied to them.
+A unit is gathered while something uses it, and for a while before: on entering a unit, the next `prefetch`
+ones are gathered too, in the order of the last forward pass, or its reverse on the way back. So at most
+prefetch + 1 units are gathered at a time, beside units that surround others or are tied to them.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class Residency:
         self._trace: list[int] = []
 
     @property
-    def num_whole(self) -> int:
+    def num_gathered(self) -> int:
         """How many units have memory for their whole weights now."""
-        return sum(any(flat.whole for flat in unit) for unit in self._units)
+        return sum(any(flat.is_gathered for flat in unit) for unit in self._units)
 
     def reset(self) -> None:
         """Free everything: between steps, and after one that failed."""
@@ -49,7 +49,7 @@ class Residency:
             self._free(index)
 
     def enter(self, index: int, *, backward: bool) -> None:
-        """Return when all that unit `index` needs is whole; the next units are on their way."""
+        """Return when all that unit `index` needs is gathered; the next units are on their way."""
         if not backward:
             self._trace.append(index)
         for need in self._needs[index]:
@@ -59,7 +59,7 @@ class Residency:
             self._gather(following)
         for need in self._needs[index]:
             for flat in self._units[need]:
-                flat.settle()
+                flat.synchronize()
 
     def ahead(self, *, backward: bool) -> None:
         """Begin to gather what a pass enters first."""
@@ -91,13 +91,14 @@ class Residency:
 
     def check_agreement(self, group: Group) -> None:
         """Refuse a step in which ranks gathered different units: they have got each other's weights."""
-        if not any(not flat.resident for unit in self._units for flat in unit):
+        moving = [flat for unit in self._units for flat in unit if not flat.resident]
+        if not moving:
             return
-        mine = torch.tensor([self._gathered, -self._gathered])
-        mine = mine.to(self._units[0][0].shard.device)
+        extremes = torch.tensor([self._gathered, -self._gathered])
+        extremes = extremes.to(moving[0].shard.device)
         with self._ledger.about("agreement"):
-            group.all_reduce(mine, "max")
-        most, least = mine.tolist()
+            group.all_reduce(extremes, "max")
+        most, least = extremes.tolist()
         if most != -least:
             raise UserError(
                 "ranks ran different modules in this step, and with zero=3 they gather weights together; "
@@ -107,7 +108,7 @@ class Residency:
     def _gather(self, index: int) -> None:
         with self._ledger.about("parameters"):
             for flat in self._units[index]:
-                if not flat.whole:
+                if not flat.is_gathered:
                     self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
                 flat.gather()
 

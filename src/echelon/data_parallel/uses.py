@@ -1,4 +1,4 @@
-"""Uses: the times during a step when a module needs its units whole, found by hooks.
+"""Uses: the times during a step when a module needs gathered units, found by hooks.
 
 A use is one call of a module's forward. It holds its units from just before the forward to just after it,
 and again from the moment the gradient of its output is there to the moment the gradients of its inputs are:
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.tracing import untraced
+from echelon.wrapping import Wrapping
 
 
 class Use:
@@ -33,11 +34,12 @@ class Use:
 
 
 class UseHooks:
-    """Watches modules and tells `enter(use, backward)`, `leave(use)` and `returned(use, tensor)`."""
+    """Watches modules and calls `enter(use, backward)`, `leave(use)` and `returned(use, tensor)`."""
 
     def __init__(
         self,
         modules: list[nn.Module],
+        wrapping: Wrapping,
         enter: Callable[[Use, bool], None],
         leave: Callable[[Use], None],
         returned: Callable[[Use, Tensor], None],
@@ -47,8 +49,8 @@ class UseHooks:
         # A watched module's output → the uses that it is the only input of.
         self._consumers: MutableMapping[Tensor, list[Use]] = WeakIdKeyDictionary()
         for unit, module in enumerate(modules):
-            module.register_forward_pre_hook(self._before(unit), with_kwargs=True, prepend=True)
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            wrapping.before("gather", module, self._before(unit), with_kwargs=True, prepend=True)
+            wrapping.after("gather", module, self._after, with_kwargs=True, always_call=True)
 
     def _before(self, unit: int) -> Callable[..., Any]:
         @untraced
@@ -66,7 +68,7 @@ class UseHooks:
         use = self._calls[module].pop()
         for tensor in _tensors(output):  # nothing, when the forward has raised
             self._returned(use, tensor)
-            # A hook on a leaf would stay for ever, and a leaf has no backward pass of this module behind it.
+            # A hook on a leaf would stay forever, and a leaf has no backward pass of this module behind it.
             if tensor.requires_grad and not tensor.is_leaf:
                 consumers = self._consumers.setdefault(tensor, [])
                 tensor.register_hook(lambda _, consumers=consumers: self._begin_backward(use, consumers))

@@ -1,16 +1,16 @@
-"""ZeRO 1, 2, 3: replicas that share out what each of them would otherwise hold again.
+"""ZeRO 1, 2, 3: ranks that divide among them what each would otherwise hold again.
 
-    level   weights       gradients           optimizer state     moved a step (Ψ parameters)
+    level   weights       gradients           optimizer state     moved per step (Ψ parameters)
     1       whole         whole, then part    part                reduce-scatter Ψ + all-gather Ψ
     2       whole         part                part                the same
     3       part          part                part                all-gather 2Ψ + reduce-scatter Ψ
 
-Level 3 (what FSDP does) makes a unit whole just before it is used, in the forward pass and again in the
-backward pass, and frees it right after; the next units are gathered meanwhile (`prefetch`). Levels 2 and 3
-reduce a unit's gradient as soon as the backward pass has completed it, so that only a few are ever whole.
+Level 3 (what FSDP does) gathers a unit just before it is used, in the forward pass and again in the backward
+pass, and frees it right after; the next units are gathered meanwhile (`prefetch`). Levels 2 and 3 reduce a
+unit's gradient as soon as the backward pass has completed it, so that only a few are ever whole.
 
 Ranks must issue their messages in the same order. Units are therefore reduced in one agreed order: first the
-reverse of the model's, then, from the second step on, the order in which replica 0 saw them completed.
+reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
 from collections import deque
@@ -21,16 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
-from echelon.data_parallel.adding import add_in_place
-from echelon.data_parallel.buffers import Buffers, broadcast
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.reducer import Reducer
 from echelon.data_parallel.residency import Residency
-from echelon.data_parallel.sync import NOTHING, Storages, Sync, held_gradients
-from echelon.data_parallel.units import Cut, UnitPlan
+from echelon.data_parallel.sharing import Sharing, Storages, local_gradients
 from echelon.data_parallel.uses import Use, UseHooks
 from echelon.errors import UserError
-from echelon.ownership import Held, Owned, Slice, own_run, run_slices, whole_slice
+from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
+from echelon.wrapping import Wrapping
 
 _IN_FLIGHT = 1  # units whose gradients may be on the way while another is produced
 
@@ -44,55 +43,40 @@ class _Reduction(NamedTuple):
 
 
 @final
-class Zero(Sync):
-    """Replicas along `group` that share out optimizer state, gradients (2) and weights (3)."""
-
-    sharded = True
+class Zero(Sharing):
+    """Ranks that shard optimizer state, gradients (2) and weights (3) of a parameter set."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        group: Group,
-        level: int,
-        cut: Cut,
-        *,
-        prefetch: int = 1,
-        alone: Set[nn.Parameter] = NOTHING,
+        self, parameter_set: ParameterSet, level: int, wrapping: Wrapping, *, prefetch: int = 1
     ) -> None:
-        """Each parameter of `alone` is in parts of its own: others, who hold it too, have the same."""
         assert level in (1, 2, 3), level
-        self._module, self._group, self._level = module, group, level
+        super().__init__(parameter_set)
+        self._group, self._level = parameter_set.group, level
         self.lockstep = level > 1
-        plans, self._needs = cut
-        self._named = [(name, p) for plan in plans for name, p in plan.parameters]
-        with group.ledger.about("parameters"):
-            self._flats = [_flatten(plan, group, level, alone) for plan in plans]
-            for _, parameter in self._named:
-                if level < 3 and not parameter.requires_grad:
-                    broadcast(parameter, group)
-        self._buffers = Buffers(module, group)
-        root = len(plans) - 1 if plans[-1].module is module else None
-        self.residency = Residency(self._flats, self._needs, prefetch, group.ledger, root)
+        units = list(parameter_set.units)
+        self._needs = [unit.needs for unit in units]
+        separate = parameter_set.separate_shards
+        self._flats = [_flatten(unit, self._group, level, separate) for unit in units]
+        self.residency = Residency(self._flats, self._needs, prefetch, self._group.ledger, _root(units))
         self.residency.reset()
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
-        self._held = [(flat, held) for flat in self._reduced for held in flat.held()]
-        if level == 3:  # before the reducer, which may let go of a unit when its last gradient is there
-            self._watch_weights()
-        self._reducer = Reducer(self.parameters(), self._land, self._reduce)
+        self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
+        # Before the reducer's, which may let go of a unit when its last gradient is there.
+        self._checks = self._check_weights() if level == 3 else []
+        self._reducer = Reducer([p for _, p in parameter_set.trained], self._accumulate, self._reduce)
+        self.accumulation = self._reducer.accumulation if level == 1 else None
         self._order(self._reduced)
         self._observed = False
         self._in_flight: deque[_Reduction] = deque()
         self._uses: list[Use] = []
-        if level > 1:
-            self._hooks = UseHooks([plan.module for plan in plans], self._enter, self._leave, self._returned)
+        if level == 3:
+            modules = [unit.module for unit in units]
+            self._hooks = UseHooks(modules, wrapping, self._enter, self._leave, self._returned)
 
-    # What the engine asks.
+    # What a stage asks.
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for _, p in self._named if p.requires_grad]
-
-    def held(self) -> list[Held]:
-        return [held for _, held in self._held]
+    def local_parameters(self) -> list[LocalParameter]:
+        return [local for _, local in self._local]
 
     def start_step(self) -> None:
         self._complete(0)  # what a step that failed half-way has left
@@ -113,7 +97,7 @@ class Zero(Sync):
         self._end_uses()
         self._reducer.flush()
 
-    def finish_gradients(self) -> None:
+    def reduce(self) -> None:
         if not self._reducer.all_reduced:  # a replica without samples has had no backward pass
             self.start_backward(last=True)
             self.finish_backward()
@@ -121,49 +105,44 @@ class Zero(Sync):
         self.residency.check_agreement(self._group)
         used = self._reducer.used_anywhere(self._group)
         self._reducer.finish_step()
-        for flat, held in self._held:
-            held.tensor.grad = flat.part_of_gradient(held) if held.parameter in used else None
+        for flat, local in self._local:
+            local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
 
-    def norm_share(self, without: Set[nn.Parameter] = NOTHING) -> list[Tensor]:
-        return held_gradients(self.held(), without)
+    def norm_share(self) -> list[Tensor]:
+        return local_gradients(self.local_parameters(), self.parameter_set.uncounted)
 
-    def finish_step(self) -> None:
+    def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
         if self._level < 3:
             with self._group.ledger.about("parameters"):
                 for flat in self._reduced:
-                    flat.spread()
+                    flat.all_gather()
                 for flat in self._reduced:
-                    flat.settle()
-        self._buffers.share()
+                    flat.synchronize()
         if not self._observed and self._reduced:
             self._observed = True
             self._order(self._by_arrival())
 
-    def owned(self) -> list[Owned]:
-        owned: list[Owned] = []
+    def owned(self) -> list[OwnedSlice]:
+        owned: list[OwnedSlice] = []
         for unit in self._flats:
-            for held in (held for flat in unit for held in flat.held()):
-                owned += own_run(held.tensor, self.slices(held))
-        if self._level < 3:
-            frozen = [(name, p) for name, p in self._named if not p.requires_grad]
-            owned += [Owned(whole_slice(name, p, ("data",)), p) for name, p in frozen]
+            for local in (local for flat in unit for local in flat.local_parameters()):
+                owned += own_run(local.tensor, self.slices(local))
+        for name, parameter in self.parameter_set.parameters.items():  # what is in no flat memory
+            if parameter.numel() == 0 or (self._level < 3 and not parameter.requires_grad):
+                owned.append(OwnedSlice(whole_slice(name, parameter), parameter))
         return owned
 
-    def slices(self, held: Held) -> list[Slice]:
-        shape = tuple(held.parameter.shape)
-        return run_slices(held.name, shape, held.begin, held.begin + held.tensor.numel())
+    def slices(self, local: LocalParameter) -> list[Slice]:
+        shape = tuple(local.parameter.shape)
+        return run_slices(local.name, shape, local.begin, local.begin + local.tensor.numel())
 
     def storages(self) -> Storages:
         flats = [flat for unit in self._flats for flat in unit]
         parameters = [tensor for flat in flats for tensor in (flat.flat, flat.shard)]
-        parameters += [p for _, p in self._named]
+        parameters += self.parameter_set.parameters.values()
         gradients = [tensor for flat in flats for tensor in (flat.gradient, flat.part) if tensor is not None]
         return Storages(parameters, gradients)
-
-    def add_in_place(self) -> None:
-        if self._level == 1:  # the others give every gradient away at once
-            add_in_place(self._module, self._reducer.adding)
 
     def gather(self, *, backward: bool) -> None:
         if self._level == 3:
@@ -172,10 +151,15 @@ class Zero(Sync):
     def free(self) -> None:
         self.residency.free_unused()
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         assert self._level < 3, "weights that come and go have no memory of their own"
         for flat in self._reduced:
-            flat.renew()
+            flat.reallocate()
+
+    def close(self) -> None:
+        self._reducer.close()
+        for check in self._checks:
+            check.remove()
 
     # Gradients, in one agreed order.
 
@@ -186,12 +170,11 @@ class Zero(Sync):
 
     def _by_arrival(self) -> list[FlatUnit]:
         """Units in the order in which the last of their gradients came."""
-        of = {p: flat for flat in self._reduced for _, p in flat.parameters}
-        last_first = [of[p] for p in reversed(self._reducer.agreed_order(self._group))]
+        last_first = [self._flat_of[p] for p in reversed(self._reducer.agreed_order(self._group))]
         return list(reversed(dict.fromkeys(last_first)))
 
-    def _land(self, parameter: nn.Parameter) -> None:
-        self._flat_of[parameter].land(parameter)
+    def _accumulate(self, parameter: nn.Parameter) -> None:
+        self._flat_of[parameter].accumulate(parameter)
 
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
@@ -202,7 +185,7 @@ class Zero(Sync):
         self._in_flight.append(_Reduction(handle, flat, part))
         if self._level > 1:  # at level 1 a sum is made in place, so waiting for it would save no memory
             self._complete(_IN_FLIGHT)
-        for use in self._uses:  # the embedding of tokens: no input tells that it is through
+        for use in self._uses:  # the embedding of tokens: no input says that it is through
             if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)
 
@@ -218,33 +201,33 @@ class Zero(Sync):
             reduction.handle.wait()
             reduction.unit.add_part(reduction.part)
 
-    # Uses of units, where the weights or the memory of gradients come and go.
+    # Uses of units, where weights come and go (level 3).
 
     def _enter(self, use: Use, backward: bool) -> None:
-        if self._level == 3 and backward and torch.is_grad_enabled():
+        if backward and torch.is_grad_enabled():
             raise UserError(
                 "zero=3 frees weights after the backward pass, and a backward pass through it "
                 "(create_graph=True) would need them again; use zero=2"
             )
-        if self._level == 3:
-            self.residency.enter(use.unit, backward=backward)
+        self.residency.enter(use.unit, backward=backward)
         if backward:
             self._uses.append(use)
 
     def _leave(self, use: Use) -> None:
-        if self._level == 3:
-            self.residency.leave(use.unit)
+        self.residency.leave(use.unit)
 
-    def _watch_weights(self) -> None:
-        of = {p: flat for unit in self._flats for flat in unit for _, p in flat.parameters}
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: _check_whole(of[p], p))
+    def _check_weights(self) -> list[torch.utils.hooks.RemovableHandle]:
+        flat_of = {p: flat for unit in self._flats for flat in unit for _, p in flat.parameters}
+        return [
+            parameter.register_post_accumulate_grad_hook(lambda p: _check_gathered(flat_of[p], p))
+            for _, parameter in self.parameter_set.trained
+        ]
 
     def _returned(self, use: Use, tensor: Tensor) -> None:
-        """A module has returned `tensor`: not a weight, which at level 3 is gone when the module is left."""
+        """A module has returned `tensor`: not a weight, which is gone when the module is left."""
         storage = tensor.untyped_storage()._cdata
-        owned = (flat for need in self._needs[use.unit] for flat in self._flats[need])
-        if self._level == 3 and any(flat.flat.untyped_storage()._cdata == storage for flat in owned):
+        needed = (flat for need in self._needs[use.unit] for flat in self._flats[need])
+        if any(flat.flat.untyped_storage()._cdata == storage for flat in needed):
             raise UserError(
                 "a module returns one of its own weights, or a view of one, and with zero=3 weights are "
                 "freed when their module is left; return a clone, or use zero=2"
@@ -256,9 +239,16 @@ class Zero(Sync):
         self._uses = []
 
 
-def _check_whole(flat: FlatUnit, parameter: nn.Parameter) -> None:
+def _root(units: list[Unit]) -> int | None:
+    """The unit whose module surrounds those of the others, if there is one."""
+    last = len(units) - 1
+    inside = set(units[last].module.modules()) if units else set()
+    return last if len(units) > 1 and all(unit.module in inside for unit in units) else None
+
+
+def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:
     """A gradient that was computed while the weights were not there is wrong."""
-    if not flat.whole:
+    if not flat.is_gathered:
         name = next(name for name, p in flat.parameters if p is parameter)
         raise UserError(
             f"{name} was used while it was not gathered: at zero=3 a weight is there only while the "
@@ -267,13 +257,13 @@ def _check_whole(flat: FlatUnit, parameter: nn.Parameter) -> None:
         )
 
 
-def _flatten(plan: UnitPlan, group: Group, level: int, alone: Set[nn.Parameter]) -> list[FlatUnit]:
-    """The memory of one unit: its trainable parameters and, where weights are shared out, its frozen ones;
-    each kind and type of its own."""
+def _flatten(unit: Unit, group: Group, level: int, separate: Set[nn.Parameter]) -> list[FlatUnit]:
+    """The memory of one unit: its trained parameters and, where weights are sharded, its frozen ones;
+    for each kind and type of its own. A parameter of `separate` is sharded by itself."""
     kinds: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in plan.parameters:
+    for name, parameter in unit.parameters:
         if parameter.requires_grad or level == 3:
-            own = name if parameter in alone else ""
+            own = name if parameter in separate else ""
             kind = (parameter.requires_grad, parameter.dtype, parameter.device, own)
             kinds.setdefault(kind, []).append((name, parameter))
-    return [FlatUnit(plan.name, parameters, group, resident=level < 3) for parameters in kinds.values()]
+    return [FlatUnit(unit.name, parameters, group, resident=level < 3) for parameters in kinds.values()]

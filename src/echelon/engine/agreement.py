@@ -2,7 +2,7 @@
 
 The ranks of a replica (along `tensor`, `context` and `pipeline`) are given the same batch. Those along
 `tensor` compute the same gradients of parameters that all of them have whole. Where that is not so, they
-would train something that no device would, and nothing else would tell.
+would train something that no device would, and nothing else would show it.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from echelon.engine.batch import Batch
 from echelon.errors import UserError
 from echelon.fingerprint import fingerprint, wrapped
 from echelon.mesh import Mesh
-from echelon.ownership import Held
+from echelon.ownership import LocalParameter
 
 _SUBJECT = "checks"
 _AT_ONCE = 1 << 22  # elements
@@ -27,25 +27,26 @@ def check_same_batch(batch: Batch, mesh: Mesh) -> None:
     """Raise, on every rank, unless all ranks of each replica are given the same."""
     if mesh.plan.ranks == mesh.plan.data:
         return
-    told = _from_all(torch.tensor(_fingerprint(batch), device=mesh.device), mesh.group("all")).tolist()
+    local = torch.tensor(_fingerprint(batch), device=mesh.device)
+    fingerprints = _gather(local, mesh.group("all")).tolist()
     first: dict[int, int] = {}
-    for rank, place in enumerate(mesh.layout.positions):
-        other = first.setdefault(place.replica, rank)
-        if told[rank] != told[other]:
+    for rank, position in enumerate(mesh.layout.positions):
+        other = first.setdefault(position.replica, rank)
+        if fingerprints[rank] != fingerprints[other]:
             raise UserError(
-                f"ranks {other} and {rank} are given different batches: both are of replica {place.replica} "
-                f"of the plan '{mesh.plan}', so they share one; give each engine.local(batch) of a batch "
-                "that is the same on all ranks, or a sampler with num_replicas=engine.replicas, "
-                "rank=engine.replica"
+                f"ranks {other} and {rank} are given different batches: both are of replica "
+                f"{position.replica} of the plan '{mesh.plan}', so they share one; give each "
+                "engine.local(batch) of a batch that is the same on all ranks, or a sampler with "
+                "num_replicas=engine.replicas, rank=engine.replica"
             )
 
 
 def _fingerprint(structure: object) -> list[int]:
-    """Two whole numbers over all bits of a structure."""
+    """Two integers over all bits of a structure."""
     plain = placed = 0
     for leaf in tree_leaves(structure):
-        told = _of_tensor(leaf) if isinstance(leaf, Tensor) else (zlib.crc32(repr(leaf).encode()), 0)
-        plain, placed = plain * 31 + told[0], placed * 31 + told[1]
+        pair = _of_tensor(leaf) if isinstance(leaf, Tensor) else (zlib.crc32(repr(leaf).encode()), 0)
+        plain, placed = plain * 31 + pair[0], placed * 31 + pair[1]
     return [wrapped(plain), wrapped(placed)]
 
 
@@ -54,46 +55,48 @@ def _of_tensor(tensor: Tensor) -> tuple[int, int]:
     return plain + zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode()), placed
 
 
-def check_same_gradients(held: Iterable[Held], replicated: Collection[nn.Parameter], group: Group) -> None:
+def check_same_gradients(
+    local: Iterable[LocalParameter], replicated: Collection[nn.Parameter], group: Group
+) -> None:
     """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same."""
     whole = set(replicated)
-    mine = sorted((its for its in held if its.parameter in whole), key=lambda its: (its.name, its.begin))
-    if not mine:
+    compared = sorted((each for each in local if each.parameter in whole), key=lambda e: (e.name, e.begin))
+    if not compared:
         return
-    told = _from_all(torch.stack([_measures(its.tensor.grad, its.tensor) for its in mine]), group)
-    sizes = told[..., 1].amax(0)
-    tolerance = max(torch.finfo(its.tensor.dtype).eps for its in mine) ** 0.5
+    measures = _gather(torch.stack([_measures(each.tensor.grad, each.tensor) for each in compared]), group)
+    sizes = measures[..., 1].amax(0)
+    tolerance = max(torch.finfo(each.tensor.dtype).eps for each in compared) ** 0.5
     # Gradients that are nothing but rounding may be anything up to that of the largest.
     allowed = tolerance * (sizes + 10 * tolerance * sizes.amax())
-    apart = ((told.amax(0) - told.amin(0)) > allowed[:, None]).any(1).tolist()
-    names = [its.name for its, differs in zip(mine, apart, strict=True) if differs]
+    differs = ((measures.amax(0) - measures.amin(0)) > allowed[:, None]).any(1).tolist()
+    names = [each.name for each, is_different in zip(compared, differs, strict=True) if is_different]
     if names:
         raise UserError(
             f"tensor={group.size}: ranks have different gradients of {', '.join(dict.fromkeys(names))}, "
-            "which are 'replicated': what these modules work on is not the same on every rank. If it is a "
+            "which are 'replicated': the input of these modules is not the same on every rank. If it is a "
             "part of the heads or features, make them 'heads' or 'inner' in the table that "
-            "parallelize(table=…) takes; if a forward draws at random by itself, let nn.Dropout do it"
+            "parallelize(tensor_table=…) takes; if a forward draws at random by itself, let nn.Dropout do it"
         )
 
 
 def _measures(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A sum that tells places apart, and the norm; no gradient is one of zeros."""
+    """A sum that tells positions apart, and the norm; no gradient is one of zeros."""
+    measures = torch.zeros(2, dtype=torch.float64, device=like.device)
     if gradient is None:
-        return torch.zeros(2, dtype=torch.float64, device=like.device)
+        return measures
     dense = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
-    told = torch.zeros(2, dtype=torch.float64, device=like.device)
     for part in flat.split(_AT_ONCE):
         numbers = part.double().nan_to_num(0.0, 0.0, 0.0)  # a loss that overflows does so on all ranks
         places = torch.arange(len(part), dtype=torch.float64, device=part.device)
-        told += torch.stack([numbers @ places.cos_(), numbers @ numbers])
-    told[1].sqrt_()
-    return told
+        measures += torch.stack([numbers @ places.cos_(), numbers @ numbers])
+    measures[1].sqrt_()
+    return measures
 
 
-def _from_all(mine: Tensor, group: Group) -> Tensor:
+def _gather(local: Tensor, group: Group) -> Tensor:
     """Every rank's numbers, [ranks, …]."""
-    told = mine.new_empty(group.size, *mine.shape)
+    gathered = local.new_empty(group.size, *local.shape)
     with group.ledger.about(_SUBJECT):
-        group.all_gather(told, mine.contiguous())
-    return told
+        group.all_gather(gathered, local.contiguous())
+    return gathered

@@ -1,4 +1,4 @@
-"""What users hand to the engine, judged where it comes in: all errors at once, each with its mend.
+"""What users hand to the engine, validated up front: all errors at once, each with the fix.
 
 The types say the same, but who trains rarely runs a type checker; without this, a mistake shows as an error
 deep in autograd, or as a training that learns nothing.
@@ -15,6 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
 from echelon.plan import AUTO, Plan
+from echelon.program import ASYNCHRONOUS
 
 _PLAIN_LEAVES = (str, int, float, bool, type(None))
 
@@ -28,8 +29,8 @@ def check_arguments(
     prefetch: object,
     seed: object = 0,
     boundaries: object = None,
-    example: object = None,
-    table: object = None,
+    sample_batch: object = None,
+    tensor_table: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
@@ -39,8 +40,8 @@ def check_arguments(
         *_loss_errors(loss),
         *_number_errors(clip, prefetch, seed),
         *_boundary_errors(boundaries, plan),
-        *_example_errors(example),
-        *_table_errors(table),
+        *_sample_batch_errors(sample_batch),
+        *_table_errors(tensor_table),
     ]
     raise_errors("the arguments of parallelize", errors)
 
@@ -92,10 +93,10 @@ def _number_errors(clip: object, prefetch: object, seed: object) -> list[str]:
     errors = []
     if clip is not None and not (isinstance(clip, Real) and not isinstance(clip, bool) and float(clip) > 0):
         errors.append(f"clip={clip!r}: must be a number above 0, or None for no clipping")
-    if not isinstance(prefetch, int) or not _is_whole(prefetch) or prefetch < 0:
-        errors.append(f"prefetch={prefetch!r}: must be a whole number, at least 0")
-    if seed is not None and not _is_whole(seed):
-        errors.append(f"seed={seed!r}: must be a whole number, or None to leave dropout to torch")
+    if not isinstance(prefetch, int) or not _is_integer(prefetch) or prefetch < 0:
+        errors.append(f"prefetch={prefetch!r}: must be an integer, at least 0")
+    if seed is not None and not _is_integer(seed):
+        errors.append(f"seed={seed!r}: must be an integer, or None to leave dropout to torch")
     return errors
 
 
@@ -103,8 +104,8 @@ def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
     if boundaries is None:
         return []
     listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
-    if not listed or not all(map(_is_whole, boundaries)):
-        return [f"boundaries={boundaries!r}: must be a list of whole numbers, like [3, 6], or None"]
+    if not listed or not all(map(_is_integer, boundaries)):
+        return [f"boundaries={boundaries!r}: must be a list of integers, like [3, 6], or None"]
     if not boundaries or _plan_errors(plan):
         return []
     pipeline = (Plan.parse(plan) if isinstance(plan, str) else plan).pipeline
@@ -116,29 +117,38 @@ def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
     ]
 
 
-def _example_errors(example: object) -> list[str]:
+def _sample_batch_errors(sample_batch: object) -> list[str]:
     try:
-        if example is not None:
-            check_batch(example)
+        if sample_batch is not None:
+            check_batch(sample_batch)
     except UserError as refusal:
-        return [f"example: {error}" for error in refusal.errors or (refusal.title,)]
+        return [f"sample_batch: {error}" for error in refusal.errors or (refusal.title,)]
     return []
 
 
 def _table_errors(table: object) -> list[str]:
     if table is None:
         return []
-    mend = "must map names of modules to words, like {'blocks.*.up': 'column'}"
+    rule = "must map names of modules to words, like {'blocks.*.up': 'column'}"
     if not isinstance(table, Mapping):
-        return [f"table is a {type(table).__name__}: {mend}"]
-    strange = [
+        return [f"tensor_table is a {type(table).__name__}: {rule}"]
+    wrong = [
         (name, word) for name, word in table.items() if not isinstance(name, str) or not isinstance(word, str)
     ]
-    return [f"table has {name!r}: {word!r}, and {mend}" for name, word in strange]
+    return [f"tensor_table has {name!r}: {word!r}, and {rule}" for name, word in wrong]
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_clip(plan: Plan, clip: float | None) -> None:
+    """Refuse to clip where no norm of all gradients exists."""
+    if clip is not None and plan.schedule in ASYNCHRONOUS:
+        raise UserError(
+            f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
+            "stand at the same update there; drop clip, or use schedule=1f1b"
+        )
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -161,7 +171,7 @@ def check_optimizer(
         )
     errors = _membership_errors(optimizer, {id(parameter) for parameter in parameters}, whole)
     if isinstance(optimizer, torch.optim.LBFGS):
-        errors.append("LBFGS calls the model itself, many times a step: use an optimizer without a closure")
+        errors.append("LBFGS calls the model itself, many times per step: use an optimizer without a closure")
     elif tensor > 1 and not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
         errors.append(
             f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
@@ -239,8 +249,8 @@ def _pair_errors(result: tuple[Any, ...]) -> list[str]:
 
 def _scalar_errors(name: str, value: Any) -> list[str]:
     if not isinstance(value, Tensor) or value.dim() > 0:
-        mend = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
-        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {mend}"]
+        fix = "take its mean(), or return (total, count)" if isinstance(value, Tensor) else "return a tensor"
+        return [f"{name} {_described(value)}: must be a tensor of one number, without dims; {fix}"]
     if torch.is_grad_enabled() and not value.requires_grad:
         return [
             f"{name} does not depend on the parameters, so nothing would be trained: compute it from the "

@@ -1,7 +1,7 @@
-"""`pipeline=auto`: the first rank measures the model's layers, and the planner cuts them over all ranks.
+"""`pipeline=auto`: the first rank measures the model's layers, and the planner splits them over all ranks.
 
 What comes out is a plan without `auto`, and the boundaries of its stages. Ranks measure differently, so one
-measures and tells the others. The bandwidth is that of a broadcast among all ranks, measured too.
+measures and broadcasts its answer. The bandwidth is that of a broadcast among all ranks, measured too.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,28 +32,30 @@ class Resolved(NamedTuple):
     """A plan without `auto`, and before which layers its stages begin."""
 
     plan: Plan
-    boundaries: list[int] | None
+    boundaries: Sequence[int] | None
 
 
-def resolve(model: nn.Module, plan: Plan, example: Batch | None) -> Resolved:
-    """Measure and cut, on all ranks together; a plan that says its stages stays as it is."""
+def resolve(
+    model: nn.Module, plan: Plan, sample_batch: Batch | None, boundaries: Sequence[int] | None
+) -> Resolved:
+    """Measure and split, on all ranks together; a plan that says its stages stays as it is."""
     if plan.pipeline != AUTO:
-        return Resolved(plan, None)
-    if example is None:
+        return Resolved(plan, boundaries)
+    if sample_batch is None:
         raise UserError(
             "pipeline=auto: measuring the layers takes a batch; give parallelize one, like "
-            "example=(inputs, targets), or say the stages, like pipeline=2"
+            "sample_batch=(inputs, targets), or say the stages, like pipeline=2"
         )
     device = this_device()
-    there = dist.get_world_size() if dist.is_initialized() else 1
-    workers = _workers(plan, there)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    workers = _workers(plan, ranks)
     if workers == 1:
         return Resolved(dataclasses.replace(plan, pipeline=1), None)
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
     bandwidth = _measure_bandwidth(group, device)
-    chosen = _choose(model, plan, example, workers, bandwidth, device) if group.rank == 0 else {}
-    replicas, layers = _tell(chosen, group, device)
+    chosen = _choose(model, plan, sample_batch, workers, bandwidth, device) if group.rank == 0 else {}
+    replicas, layers = _broadcast(chosen, group, device)
     return _resolved(plan, replicas, layers)
 
 
@@ -65,20 +68,20 @@ def ranks_here(plan: Plan) -> int:
     return max(1, devices // others) * others
 
 
-def _workers(plan: Plan, there: int) -> int:
+def _workers(plan: Plan, ranks: int) -> int:
     others = plan.data * plan.tensor * plan.context
-    if there % others:
+    if ranks % others:
         raise UserError(
-            f"plan '{plan}' with {there} ranks: the pipeline takes what data × tensor × context = {others} "
-            f"leaves, so the ranks must be a multiple of that; start {others * max(1, there // others)} ranks"
+            f"plan '{plan}' with {ranks} ranks: the pipeline takes what data × tensor × context = {others} "
+            f"leaves, so the ranks must be a multiple of that; start {others * max(1, ranks // others)} ranks"
         )
-    return there // others
+    return ranks // others
 
 
 def _choose(
-    model: nn.Module, plan: Plan, example: Batch, workers: int, bandwidth: float, device: torch.device
+    model: nn.Module, plan: Plan, sample_batch: Batch, workers: int, bandwidth: float, device: torch.device
 ) -> dict[str, Any]:
-    inputs, targets = take_part(take_part(example, 0, plan.data), 0, plan.microbatches)
+    inputs, targets = take_part(take_part(sample_batch, 0, plan.data), 0, plan.microbatches)
     inputs = cast(to_device(inputs, device), DTYPES[plan.precision])
     measured = profile(model, (inputs, targets))
     # Weight versions and gathered weights are each rank's own: those stages have no replicas.
@@ -94,19 +97,19 @@ def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
     return Resolved(dataclasses.replace(plan, pipeline=tuple(replicas)), boundaries)
 
 
-def _tell(chosen: dict[str, Any], group: Group, device: torch.device) -> tuple[list[int], list[int]]:
+def _broadcast(chosen: dict[str, Any], group: Group, device: torch.device) -> tuple[list[int], list[int]]:
     """What rank 0 chose, on every rank."""
     text = torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([len(text)], device=device)
     group.broadcast(size)
     text = text if group.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
     group.broadcast(text)
-    told = json.loads(bytes(text.tolist()))
-    return told["replicas"], told["layers"]
+    received = json.loads(bytes(text.tolist()))
+    return received["replicas"], received["layers"]
 
 
 def _measure_bandwidth(group: Group, device: torch.device) -> float:
-    """Bytes a second of a large message between ranks."""
+    """Bytes per second of a large message between ranks."""
     message = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
     group.broadcast(message)
     return _PROBE / statistics.median(_timed(group, message) for _ in range(_TIMES))

@@ -4,9 +4,7 @@ Only the `forward` of a layer is compiled. Its hooks stay outside (ZeRO gathers 
 and its names, parameters and state are what they were. Layers of one class share their compiled code.
 """
 
-import inspect
 from collections.abc import Iterable
-from types import MethodType
 from typing import Any, final
 
 import torch
@@ -16,13 +14,14 @@ from echelon.dropout import is_keyed
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.layering import listed_layers
+from echelon.wrapping import Wrapper, Wrapping
 
 # Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
 # recordings of a function and, when there are more, goes on without compiling, which is slow but right.
 _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
-def compile_layers(stages: Iterable[nn.Module]) -> None:
+def compile_layers(stages: Iterable[nn.Module], wrapping: Wrapping) -> None:
     """Compile each layer that the stages list; a model that lists none of its own, as a whole."""
     _check_compiler()
     for stage in stages:
@@ -30,30 +29,22 @@ def compile_layers(stages: Iterable[nn.Module]) -> None:
         layers = [layer for layer in listed_layers(stage) if layer in inside]
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone, whose mask is never compiled
-                _share_code(layer)
-                layer.forward = Compiled(layer)
-
-
-def _share_code(layer: nn.Module) -> None:
-    """What replaces a module's forward becomes a method: torch knows those of several layers as the same, and
-    any other object as itself alone, for which it would compile every layer anew."""
-    for module in layer.modules():
-        own = module.__dict__.get("forward")
-        if own is not None and not inspect.isroutine(own):
-            module.forward = own.__call__
+                wrapping.wrap(CompiledForward(layer))
 
 
 @final
-class Compiled:
-    """The forward of one layer. No closure, so that the model can be copied: a copy compiles its own."""
+class CompiledForward(Wrapper):
+    """All that is inside of a layer, compiled; a copy of a model compiles its own."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer, self._own = layer, layer.__dict__.get("forward")  # what a split layer has
+    entry = "compile"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self._compiled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            self._compiled = torch.compile(self._own or MethodType(type(self.layer).forward, self.layer))
+            self._compiled = torch.compile(self.inner)
         beat()  # the first calls take long
         with torch._dynamo.config.patch(_LIMITS):
             return self._compiled(*args, **kwargs)

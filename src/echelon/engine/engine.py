@@ -1,65 +1,65 @@
 """The engine: one training step, and the state it acts on, whatever the plan.
 
-A step is a program: forwards, backwards and messages of each microbatch, then the sum of gradients over
-replicas, clip, update. Its course (course.py) runs it; what each part means under a plan is said by the
-strategies that `parallelize` composes.
+A step is a program: forwards, backwards and messages of each microbatch, the sum of gradients over replicas,
+norm, update, new weights to all. A step runner runs it (step_runner.py); what each instruction means under a
+plan is said by the strategies that `parallelize` composes.
 """
 
 import copy
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger
-from echelon.data_parallel import Push, Update
 from echelon.engine.batch import Batch, take_part
-from echelon.engine.course import Assigned, Course, Endless, Flushed
+from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics
+from echelon.engine.restore import restore_weights
 from echelon.engine.samples import Scopes
-from echelon.engine.within import Within
+from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
+from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import VALUE, Owned, StateNames, assemble, whole_slice
+from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, assemble, whole_slice
 from echelon.plan import Plan
 from echelon.program import ASYNCHRONOUS, Span
-
-_Whole = dict[tuple[str, str], Tensor]  # by name and part
+from echelon.runtime import LocalStages, Push, Update
+from echelon.wrapping import Wrapping
 
 
 class Engine:
-    """Made by `echelon.parallelize`; the same calls on every rank."""
+    """Made by `echelon.parallelize`; the same calls on every rank. `close` it, or use it in a `with`."""
 
     def __init__(
         self,
         module: nn.Module,
         names: StateNames,
         mesh: Mesh,
-        held: Assigned,
+        local: LocalStages,
         update: Update,
-        within: Within,
-        schedule: Callable[[int], float] | None,
+        layers: LayerSharding,
         scopes: Scopes,
+        wrapping: Wrapping,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self.steps = 0
-        self._names, self._held, self._within = names, held, within
-        self._update, self._schedule = update, schedule
-        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._stashed: Callable[[], list[Tensor]] = list  # none before there is a course
+        self._names, self._local, self._layers = names, local, layers
+        self._update, self._scopes, self._wrapping = update, scopes, wrapping
+        self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._meter = Meter(module, self._storages)
-        self._course: Course
+        self._runner: StepRunner
         if mesh.plan.schedule in ASYNCHRONOUS:
-            self._course = Endless(mesh, held, update, within, self._meter, scopes, self._set_learning_rate)
+            self._runner = ContinuousRunner(mesh, local, update, layers, self._meter, scopes)
         else:
-            self._course = Flushed(mesh, held, update, within, self._meter, scopes)
-        self._stashed = self._course.storages
-        stages = [its for stage in held.stages.values() for its in stage.modules()]
-        self._modules = list(dict.fromkeys([*module.modules(), *stages]))  # layers may be made on the fly
+            self._runner = FlushedRunner(mesh, local, update, layers, self._meter, scopes)
+        self._stashed = self._runner.storages
+        in_stages = [each for stage in local.modules for each in stage.modules()]
+        self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
+        self._is_closed = False
 
     # What a training loop needs.
 
@@ -70,7 +70,7 @@ class Engine:
     @property
     def boundaries(self) -> list[int]:
         """The layers before which the stages of the pipeline begin."""
-        return self._held.boundaries
+        return self._local.boundaries
 
     @property
     def ledger(self) -> Ledger:
@@ -98,13 +98,14 @@ class Engine:
 
     def step(self, batch: Batch) -> Metrics:
         """Train on this replica's part of the batch. Replicas may hold different numbers of samples."""
+        self._check_open()
         start = time.perf_counter()
         self.ledger.start_step()
         self._meter.start_step()
-        self._set_learning_rate(self.steps)
+        self._update.set_learning_rate(self.steps)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
-        total, count, norm = self._course.train(batch, self.steps)
+        total, count, norm = self._runner.train(batch, self.steps)
         self._meter.sample()
         self.steps += 1
         beat()
@@ -113,12 +114,13 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
         """The mean loss over the global batch, without training."""
+        self._check_open()
         self.ledger.start_step()
-        self.settle()
+        self.synchronize()
         modes = {module: module.training for module in self._modules}
         self._set_mode(training=False)
         try:
-            tally = self._course.evaluate(batch)
+            tally = self._runner.evaluate(batch)
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -128,71 +130,116 @@ class Engine:
 
     # The state, whole.
 
-    def owned(self) -> list[Owned]:
-        """Every slice of weights and optimizer state that this rank holds."""
-        return [its for owned in self._update.owned() for its in self._within.in_whole(owned)]
+    def owned(self) -> list[OwnedSlice]:
+        """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
+        optimizer state, buffers, and the engine's own counters."""
+        parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
+        return [*parts, *self._owned_buffers(), *self._owned_counters()]
 
-    def settle(self) -> None:
+    def _owned_buffers(self) -> list[OwnedSlice]:
+        """The buffers of the state dict that are on this rank."""
+        return [
+            OwnedSlice(whole_slice(name, buffer), buffer)
+            for name, buffer in self.module.state_dict(keep_vars=True).items()
+            if isinstance(buffer, Tensor) and name in self._names.state and name not in self._names.parameters
+        ]
+
+    def _owned_counters(self) -> list[OwnedSlice]:
+        counters = {"steps": self.steps, "seed": self._scopes.seed}
+        return [
+            OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.tensor(-1 if value is None else value))
+            for part, value in counters.items()
+        ]
+
+    def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps."""
-        self._course.drain()
-        self._update.settle()
+        self._check_open()
+        self._runner.drain()
+        self._update.synchronize()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers, whole, under their original names, on every rank (copies)."""
-        self.settle()
-        mine = self.module.state_dict()
-        weights = [its for its in self._update.owned() if its.slice.part == VALUE]
-        whole = self._assemble(weights, mine if self.plan.stages > 1 else {})
-        # Extra state, and parameters without elements, which nobody owns, are as they are here.
+        whole = self._assemble(lambda box: box.part == VALUE)
+        local = self.module.state_dict()
+        # Extra state, which nobody owns, is as it is here.
         return {
-            name: whole[first, VALUE] if (first, VALUE) in whole else _copy(mine[name])
+            name: whole[first, VALUE] if (first, VALUE) in whole else copy.deepcopy(local[name])
             for name, first in self._names.state.items()
-            if (first, VALUE) in whole or name in mine
+            if (first, VALUE) in whole or name in local
         }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
-        self.settle()
-        state = [its for its in self._update.owned() if its.slice.part != VALUE]
         whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part), tensor in self._assemble(state).items():
+        for (name, part), tensor in self._assemble(lambda box: box.part not in (VALUE, MASTER)).items():
             whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in self._names.parameters.items()}
 
-    def _assemble(self, owned: list[Owned], more: Mapping[str, Any] = MappingProxyType({})) -> _Whole:
-        """Put together what the ranks with the same weights own, then what those along `tensor` do, then all
-        stages; `more` is of the stage."""
-        device = self.mesh.device
-        whole = assemble(owned, self.mesh.group("weights"), device, sharded=self._update.sharded)
-        if self.plan.tensor > 1:
-            pieces = [
-                piece
-                for (name, part), its in whole.items()
-                for piece in self._within.in_whole(Owned(whole_slice(name, its, (), part), its))
-            ]
-            whole = assemble(pieces, self.mesh.group("tensor"), device, sharded=True)
-        if self.plan.stages == 1:
-            return whole
-        others = {(name, VALUE): its for name, its in more.items() if isinstance(its, Tensor)}
-        pieces = [
-            Owned(whole_slice(name, its, (), part), its)
-            for (name, part), its in {**others, **whole}.items()
-            if (name, part) in whole or name not in self._names.parameters
-        ]
-        return assemble(pieces, self.mesh.group("pipeline"), device, sharded=True)
+    def _assemble(self, chosen: Callable[[Slice], bool]) -> dict[tuple[str, str], Tensor]:
+        """What all ranks own of the model, put together."""
+        self.synchronize()
+        owned = [each for each in self.owned() if each.slice.name != ENGINE and chosen(each.slice)]
+        return assemble(owned, self.mesh.group("all"), self.mesh.device)
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""
+        self._check_open()
         return self._update.log()
 
     @property
     def spans(self) -> list[Span]:
         """When each instruction of the last step was executed on this rank."""
-        return self._course.spans
+        return self._runner.spans
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak."""
         return self._meter.read()
+
+    # The end.
+
+    def close(self) -> None:
+        """Release process groups, threads, hooks and shared memory; all ranks must call this.
+
+        Afterwards the model is called as before, and is whole on every rank: another engine may take it.
+        """
+        if self._is_closed:
+            return
+        is_split = self.plan.zero == 3 or self.plan.tensor > 1 or self._local.program.stages > 1
+        weights = self.full_state_dict() if is_split else {}
+        if not is_split:
+            self.synchronize()
+        self._release()
+        restore_weights(self.module, weights, self._names)
+
+    def _release(self) -> None:
+        """Without a word to other ranks, which may be gone."""
+        self._is_closed = True
+        self._update.close()
+        self._wrapping.remove()
+        self.mesh.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._is_closed:
+            self._release()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("this engine is closed; make another one with parallelize")
+
+    def __repr__(self) -> str:
+        lines = [f"Engine('{self.plan}', rank {self.mesh.rank} of {self.plan.ranks})"]
+        for stage in self._local.stages.values():
+            entries = self._wrapping.entries(stage.module.modules())
+            stack = ", ".join(f"{entry} ×{count}" for entry, count in entries.items()) or "nothing"
+            lines += [f"  {stage.describe()}", f"    wrapping, innermost first: {stack}"]
+        return "\n".join(lines)
 
     def _set_mode(self, *, training: bool) -> None:
         self.module.train(training)
@@ -200,18 +247,6 @@ class Engine:
             module.training = training
 
     def _storages(self) -> dict[str, list[Tensor]]:
-        found = self._update.storages()
-        found["parameters"] = [*found["parameters"], *self._stashed()]
-        return found
-
-    def _set_learning_rate(self, step: int) -> None:
-        if self._schedule is not None:
-            factor = self._schedule(step)
-            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-                group["lr"] = base * factor
-
-
-def _copy(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    return value.detach().clone(memory_format=torch.contiguous_format)
+        storages = self._update.storages()
+        storages["parameters"] = [*storages["parameters"], *self._stashed()]
+        return storages

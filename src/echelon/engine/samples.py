@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import final
 
 import torch
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.dropout import keyed_modules, scope
+from echelon.dropout import key_dropout, keyed_modules, scope
 from echelon.engine.batch import part_bounds
+from echelon.mesh import Mesh
+from echelon.wrapping import Wrapping
 
 Counts = Callable[[int], Sequence[int]]  # from the samples of this replica to those of each
 
@@ -23,15 +26,15 @@ def first_sample(counts: Sequence[int], replica: int, microbatch: int, microbatc
 
 
 def gather_counts(samples: int, group: Group, device: torch.device, replicas: int) -> list[int]:
-    """How many samples each replica holds: one whole number of each goes to all.
+    """How many samples each replica holds: one integer of each goes to all.
 
     A stage of a pipeline may have several ranks of each replica in its group, one after the other.
     """
     counts = torch.empty(group.size, dtype=torch.int64, device=device)
     with group.ledger.about("samples"):
         group.all_gather(counts, torch.tensor([samples], device=device))
-    told: list[int] = counts.tolist()
-    return told[:: group.size // replicas]
+    of_ranks: list[int] = counts.tolist()
+    return of_ranks[:: group.size // replicas]
 
 
 def assume_equal_counts(samples: int, group: Group) -> list[int]:
@@ -50,7 +53,7 @@ class Scopes:
         self, model: nn.Module, seed: int | None, counts: Counts, replica: int, microbatches: int
     ) -> None:
         self._modules = [] if seed is None else keyed_modules(model)
-        self._seed, self._counts = seed or 0, counts
+        self.seed, self._counts = seed, counts
         self._replica, self._microbatches = replica, microbatches
 
     def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
@@ -61,10 +64,21 @@ class Scopes:
 
         def open_scope(microbatch: int) -> AbstractContextManager[None]:
             first = first_sample(counts, self._replica, microbatch, self._microbatches)
-            return scope(seed=self._seed, step=step, first_sample=first)
+            return scope(seed=self.seed or 0, step=step, first_sample=first)
 
         return open_scope
 
 
 def no_scope(_: int) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+def make_scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrapping) -> Scopes:
+    """Key the model's dropout, and say where in the training its forward passes are."""
+    group = mesh.group("data")
+    counts: Counts = partial(gather_counts, group=group, device=mesh.device, replicas=mesh.plan.data)
+    if mesh.plan.sync == "async":
+        counts = partial(assume_equal_counts, group=group)
+    if seed is not None:
+        key_dropout(model, wrapping)
+    return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)

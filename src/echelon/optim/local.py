@@ -6,10 +6,9 @@ Runs of elements are flat, which is right for optimizers that treat every elemen
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.errors import UserError
 
@@ -50,12 +49,6 @@ def make_local(
         group["params"] = [part for p in group["params"] for part in held.get(p, ())]
     optimizer.state.clear()
     return optimizer
-
-
-def state_tensors(optimizer: torch.optim.Optimizer, held: nn.Parameter) -> dict[str, Tensor]:
-    """The optimizer's state of one tensor that it updates."""
-    state: dict[str, Any] = optimizer.state.get(held, {})
-    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:

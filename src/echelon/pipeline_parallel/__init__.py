@@ -1,35 +1,21 @@
-"""Pipelines: models in stages, and the interpreter that runs a program over them."""
+"""Pipeline parallelism: a model split into stages. What runs them is in `echelon.runtime`."""
 
-from echelon.pipeline_parallel.interpreter import Interpreter, Microbatch, Replicas, Script, Task
-from echelon.pipeline_parallel.stages import (
-    Split,
-    Stage,
+from echelon.pipeline_parallel.model_split import (
+    ModelSplit,
+    StageModule,
     Tie,
     check_boundaries,
     even_boundaries,
     keep_only,
-    split,
-    start_equal,
+    split_model,
 )
-from echelon.pipeline_parallel.structure import Spec
-from echelon.pipeline_parallel.versions import Versions
-from echelon.pipeline_parallel.wire import Wire
 
 __all__ = [
-    "Interpreter",
-    "Microbatch",
-    "Replicas",
-    "Script",
-    "Spec",
-    "Split",
-    "Stage",
-    "Task",
+    "ModelSplit",
+    "StageModule",
     "Tie",
-    "Versions",
-    "Wire",
     "check_boundaries",
     "even_boundaries",
     "keep_only",
-    "split",
-    "start_equal",
+    "split_model",
 ]

@@ -2,8 +2,8 @@
 
 import torch
 
-from echelon.precision.stepper import Direct, Masters, Stepper
+from echelon.precision.stepper import DirectStepper, MasterStepper, Stepper
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
-__all__ = ["DTYPES", "Direct", "Masters", "Stepper"]
+__all__ = ["DTYPES", "DirectStepper", "MasterStepper", "Stepper"]

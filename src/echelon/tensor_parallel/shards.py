@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.huggingface import is_transposed
-from echelon.ownership import Owned, Slice
+from echelon.ownership import OwnedSlice, Slice
 from echelon.tensor_parallel.styles import Style
 
 
@@ -55,7 +55,7 @@ class Shard:
         """The shape of the parameter of which this rank holds `shape`."""
         return (*shape[: self.dim], shape[self.dim] * self.ranks, *shape[self.dim + 1 :])
 
-    def in_whole(self, owned: Owned) -> list[Owned]:
+    def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
         """A box of this rank's share as boxes of the whole: it may touch several parts."""
         box = owned.slice
         if len(box.shape) <= self.dim:  # one number for the whole parameter
@@ -69,7 +69,7 @@ class Shard:
             if low < high:
                 begin = whole + self.rank * share + low - here
                 tensor = owned.tensor.narrow(self.dim, low - first, high - low)
-                found.append(Owned(self._moved(box, begin, high - low), tensor))
+                found.append(OwnedSlice(self._moved(box, begin, high - low), tensor))
             here, whole = here + share, whole + size
         return found
 

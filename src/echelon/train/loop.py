@@ -34,7 +34,7 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
         clip=job.optimizer.clip,
         schedule=_rates(job),
         seed=job.seed,
-        example=batches.at(0, (0, 1)) if Plan.parse(job.plan).pipeline == AUTO else None,
+        sample_batch=batches.at(0, (0, 1)) if Plan.parse(job.plan).pipeline == AUTO else None,
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)

@@ -92,7 +92,7 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
         loss=case.loss,
         clip=case.clip,
         seed=case.seed,
-        example=batches[0],
+        sample_batch=batches[0],
         **case.options,
     )
     if bug is not None:

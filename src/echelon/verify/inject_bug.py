@@ -4,10 +4,11 @@ Each function takes a finished engine and breaks it. `echelon verify --inject-bu
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from echelon.collectives import CompletedWork, Handle
-from echelon.data_parallel import Sync, Synchronous
+from echelon.data_parallel import Sharing
 from echelon.engine import Engine
 from echelon.errors import UserError
 
@@ -16,21 +17,21 @@ Bug = Callable[[Engine], None]
 
 def _divide_twice(engine: Engine) -> None:
     """Divide the gradient by the number of replicas once more."""
-    sync = _sync(engine)
-    finish = sync.finish_gradients
+    for sharing in _sharings(engine):
+        reduce = partial(_reduce_and_divide, sharing, sharing.reduce, engine.replicas)
+        sharing.reduce = reduce  # type: ignore[method-assign]
 
-    def finish_and_divide() -> None:
-        finish()
-        for held in sync.held():
-            if held.tensor.grad is not None:
-                held.tensor.grad.div_(engine.replicas)
 
-    sync.finish_gradients = finish_and_divide  # type: ignore[method-assign]
+def _reduce_and_divide(sharing: Sharing, reduce: Callable[[], None], replicas: int) -> None:
+    reduce()
+    for local in sharing.local_parameters():
+        if local.tensor.grad is not None:
+            local.tensor.grad.div_(replicas)
 
 
 def _skip_bucket(engine: Engine) -> None:
     """Never send the first gradient message of a step, so that this part of the gradient is not summed."""
-    _sync(engine)
+    _sharings(engine)
     group = engine.mesh.group("data")
     do = group._do
 
@@ -44,12 +45,11 @@ def _skip_bucket(engine: Engine) -> None:
     group._do = do_all_but_the_first  # type: ignore[method-assign]
 
 
-def _sync(engine: Engine) -> Sync:
+def _sharings(engine: Engine) -> list[Sharing]:
     """How the engine's replicas sum gradients, which these bugs break."""
     if engine.plan.sync != "all-reduce":
         raise UserError(f"--inject-bug needs sync=all-reduce, but the plan is '{engine.plan}'; change sync")
-    assert isinstance(engine._update, Synchronous)
-    return engine._update.sync
+    return engine._local.sharings
 
 
 BUGS: dict[str, Bug] = {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon.engine.batch import num_samples, part_bounds, take_part, total_and_count
-from echelon.pipeline_parallel import split
+from echelon.pipeline_parallel import split_model
 from echelon.plan import Plan
 from echelon.verify.case import Case
 from echelon.verify.reference import ReferenceModel, TrainingResult
@@ -51,7 +51,7 @@ def train_by_formula(
 
 def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
     """The stage of each parameter."""
-    stages = split(model, boundaries).stages if boundaries else [model]
+    stages = split_model(model, boundaries).stages if boundaries else [model]
     return {p: number for number, stage in enumerate(stages) for p in stage.parameters()}
 
 

@@ -11,8 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel.asynchronous import Push
 from echelon.dropout import key_dropout, scope
+from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
 from echelon.wrapping import Wrapping
 

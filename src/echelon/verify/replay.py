@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.data_parallel.asynchronous.log import Push
 from echelon.engine.batch import num_samples, take_part, total_and_count
+from echelon.runtime import Push
 from echelon.verify.case import Case
 from echelon.verify.reference import ReferenceModel, TrainingResult
 

@@ -1,0 +1,171 @@
+"""The asynchronous way to new weights: pull, compute, push, and wait for nobody who is not too far behind.
+
+    staleness 0      one update per round, of the mean over all workers: equal to bulk-synchronous training
+    staleness S ≥ 1  every push is one update; a worker is at most S steps ahead of the slowest
+    staleness inf    every push is one update; nobody ever waits
+
+The loss, norm and tokens of a step are those of the update it went into: with staleness 0 of the global
+batch, else of this worker's own. Whatever ranks do together between steps calls `synchronize` first.
+"""
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.async_training.gradients import WorkerGradients
+from echelon.async_training.host import Host
+from echelon.async_training.messages import open_group
+from echelon.async_training.port import SERVER, LocalPort, Port, RemotePort
+from echelon.async_training.server import Gradient
+from echelon.collectives import Group
+from echelon.data_parallel import Buffers
+from echelon.errors import UserError
+from echelon.optim.learning_rate import LearningRate
+from echelon.optim.local import Make, make_local
+from echelon.ownership import OwnedSlice, whole_slice
+from echelon.precision import DirectStepper, MasterStepper
+from echelon.runtime import Outcome, Push, Update
+
+
+@final
+class AsyncUpdate(Update):
+    """Workers along a group; the process of replica 0 hosts the server beside its worker.
+
+    `groups` are the ranks of this group and of all others along its axis, in the same order on every rank.
+    `schedule` maps the version to a factor of the learning rate; `stepper` is how the server updates.
+    """
+
+    def __init__(
+        self,
+        gradients: WorkerGradients,
+        buffers: Buffers,
+        make: Make,
+        *,
+        groups: Sequence[Sequence[int]],
+        staleness: float,
+        clip: float | None = None,
+        schedule: Callable[[int], float] | None = None,
+        stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
+    ) -> None:
+        self._gradients, self._buffers = gradients, buffers
+        parameter_set = gradients.parameter_set
+        self._group: Group = parameter_set.group
+        self._host: Host | None = None
+        if self._group.rank == SERVER:
+            self._host = Host(
+                parameter_set.trained,
+                make,
+                stepper,
+                workers=self._group.size,
+                staleness=staleness,
+                clip=clip,
+                schedule=schedule,
+            )
+            self.optimizer = self._host.optimizer
+        else:
+            trained: list[nn.Parameter] = [parameter for _, parameter in parameter_set.trained]
+            self.optimizer = make_local(make, trained, {}, in_parts=False)
+        self._learning_rate = LearningRate(self.optimizer, schedule)
+        self._step = 0
+        self._messages: dist.ProcessGroup | None = None
+        self._tally = (0.0, 0.0)
+        self._port = self._open_port(groups)
+        # When nobody has this any more, or the process ends, the server must not wait for this worker.
+        weakref.finalize(self, self._port.leave).atexit = False
+        # At the end the last to register is the first to be called: while the process group is still there.
+        atexit.register(_leave_at_exit, weakref.ref(self._port))
+
+    def start_step(self) -> float:
+        self._port.pull(self._step, self._gradients.weights)
+        self._gradients.start_step()
+        return 1.0
+
+    def norm(self, tally: Tensor) -> None:
+        """The server sums: a worker has its own numbers alone."""
+        total, count = tally.tolist()
+        self._tally = total, count
+
+    def step(self) -> None:
+        gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
+        landed = self._port.push(self._step, gradient)
+        self._step += 1
+        _check_counted(landed.counted)
+        if self._host is None:  # the server sets its own; here it is for those who look
+            self._learning_rate.set(landed.version - 1)
+        self.outcome = Outcome(landed.total, landed.counted, landed.norm)
+
+    def publish(self) -> None:
+        """The next pull brings the new weights."""
+
+    def synchronize(self) -> None:
+        """Wait until every worker is here and bring the newest weights, and replica 0's buffers, to all."""
+        self._synchronize()
+
+    def log(self) -> list[Push]:
+        """All that led to the weights as they are, the same on every rank; all must call this."""
+        return self._port.log(self._synchronize())
+
+    def agree(self, tally: Tensor) -> tuple[float, float]:
+        with self._group.ledger.about("metrics"):
+            self._group.all_reduce(tally)
+        total, count = tally.tolist()
+        _check_counted(count)
+        return total, count
+
+    def owned(self) -> list[OwnedSlice]:
+        if self._host is None:
+            return []
+        parameters = self._gradients.parameter_set.parameters
+        frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
+        return self._host.owned() + [OwnedSlice(whole_slice(name, p), p) for name, p in frozen]
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        worker = self._gradients.storages()
+        storages = {"parameters": worker.parameters, "gradients": worker.gradients, "optimizer": []}
+        if self._host is not None:
+            served = self._host.storages()
+            storages["parameters"] += served.parameters
+            storages["gradients"] += served.gradients
+            storages["optimizer"] += self._host.optimizer_storages()
+        return storages
+
+    def close(self) -> None:
+        self._port.leave()
+        self._gradients.close()
+        if self._host is not None:
+            self._host.close()
+        if self._messages is not None:
+            dist.destroy_process_group(self._messages)
+            self._messages = None
+
+    def _open_port(self, groups: Sequence[Sequence[int]]) -> Port:
+        messages = self._messages = open_group(groups) if self._group.size > 1 else None
+        if self._host is None:
+            assert messages is not None, "a single worker is the server"
+            return RemotePort(messages, self._group.ledger)
+        if messages is not None:
+            self._host.connect(messages)
+        return LocalPort(self._host.server, self._group.ledger)
+
+    def _synchronize(self) -> int:
+        version = self._port.synchronize(self._gradients.weights)
+        self._buffers.share()
+        return version
+
+
+def _leave_at_exit(reference: weakref.ref[Port]) -> None:
+    port = reference()
+    if port is not None:
+        port.leave()
+
+
+def _check_counted(count: float) -> None:
+    if count == 0:
+        raise UserError(
+            "a step had no sample that the loss counts; give every worker at least one (with staleness=0, "
+            "one worker)"
+        )

@@ -1,0 +1,82 @@
+"""A parameter set: named parameters that are replicated over the same ranks.
+
+A stage of dense layers has one set, over its replicas. A stage with experts has two: the dense parameters
+over `data`, and the experts over the ranks that hold the same ones. What strategies must know of a parameter
+beyond its replicas is data of the set: which gradients are summed with other ranks too, and whose norm others
+count.
+"""
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import nn
+
+from echelon.collectives import Group
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered, reduced and freed together.
+
+    `module` runs while they are whole, and may need other units of the same set too: `needs` has their
+    places, that of the unit itself included.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: list[tuple[str, nn.Parameter]]
+    needs: list[int]
+
+
+class SharedGradient(NamedTuple):
+    """A gradient that is summed over `group` too, after the sum over replicas.
+
+    The first and the last stage of a language model share the embedding; tensor ranks sum the gradients of
+    parameters that each used on a part of the work.
+    `contributes`: whether this rank brings in its gradient; its replicas would bring the same again.
+    `counts_norm`: whether this rank's stage counts it in the gradient norm.
+    `tie`: between stages, the number of the tie, in which all ranks go through them; None within a stage.
+    """
+
+    parameter: nn.Parameter
+    group: Group
+    contributes: bool = True
+    counts_norm: bool = True
+    tie: int | None = None
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """Parameters by name, frozen ones too, and the ranks that hold copies of them."""
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    group: Group
+    units: Sequence[Unit] = ()
+    shared_gradients: Sequence[SharedGradient] = ()
+    norm_elsewhere: Set[nn.Parameter] = frozenset()  # whose gradients other ranks count
+
+    @cached_property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that get gradients, by name."""
+        return [(name, p) for name, p in self.parameters.items() if p.requires_grad]
+
+    @cached_property
+    def uncounted(self) -> Set[nn.Parameter]:
+        """The parameters whose gradients this rank leaves out of the norm."""
+        return {g.parameter for g in self.shared_gradients if not g.counts_norm} | self.norm_elsewhere
+
+    @property
+    def separate_shards(self) -> Set[nn.Parameter]:
+        """The parameters that other stages hold too, which must cut them into the same parts."""
+        return {g.parameter for g in self.shared_gradients if g.tie is not None}
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+
+def named_subset(module: nn.Module, only: Collection[nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
+    """The parameters of a module by their first name; those of `only`, if given."""
+    return {name: p for name, p in module.named_parameters() if only is None or p in only}

@@ -1,0 +1,145 @@
+"""How the ranks of a parameter set hold it and agree on its gradients: the interface.
+
+A stage calls, for each step and in this order: `start_step`; for each microbatch `start_backward`, the
+backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parameters()`; `publish`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
+from typing import NamedTuple, final
+
+from torch import Tensor, nn
+
+from echelon.data_parallel.grad_accumulation import Accumulation
+from echelon.data_parallel.parameter_set import ParameterSet
+from echelon.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
+
+
+class Storages(NamedTuple):
+    """The tensors whose memory a strategy answers for, by category of the memory meter."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+
+
+class Sharing(ABC):
+    """One way for the ranks of a parameter set to stay equal. Knows nothing of other axes."""
+
+    # Whether ranks talk during every microbatch, so that each must run the same number of them.
+    lockstep: bool = False
+
+    # Where large matrices may add to their gradients directly; None where gradients never stay.
+    accumulation: Accumulation | None = None
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        self.parameter_set = parameter_set
+
+    @abstractmethod
+    def local_parameters(self) -> list[LocalParameter]:
+        """What this rank's optimizer updates."""
+
+    @abstractmethod
+    def start_step(self) -> None:
+        """Forget old gradients. Also clears what a failed step left behind."""
+
+    @abstractmethod
+    def start_backward(self, *, last: bool) -> None:
+        """A microbatch's backward pass begins; it is the `last` of the step."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """The backward pass is over: parameters that it has not reached will get no gradient from it."""
+
+    @abstractmethod
+    def reduce(self) -> None:
+        """Return when `.grad` of each local parameter is the sum over ranks, or None if no rank used it."""
+
+    @abstractmethod
+    def norm_share(self) -> list[Tensor]:
+        """Gradients whose squares, summed over ranks, are those of the set: each counted by one rank."""
+
+    def publish(self) -> None:  # noqa: B027 (nothing to do where every rank updates what it uses)
+        """The optimizer has updated the local parameters: bring the weights everywhere they are used."""
+
+    @abstractmethod
+    def owned(self) -> list[OwnedSlice]:
+        """The weights that this rank holds, frozen ones too."""
+
+    def slices(self, local: LocalParameter) -> list[Slice]:
+        """Where the pieces of `local.tensor` lie in the whole parameter, in order."""
+        return [whole_slice(local.name, local.parameter)]
+
+    @abstractmethod
+    def storages(self) -> Storages:
+        """What memory holds weights and gradients on this rank now."""
+
+    def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
+        """The stage is about to be used: begin to gather what comes first."""
+
+    def free(self) -> None:  # noqa: B027
+        """The stage was used: give back what was gathered ahead and not used."""
+
+    def reallocate(self) -> None:
+        """Move the weights to new memory, and leave the old to whoever holds it."""
+        for _, parameter in self.parameter_set.trained:
+            parameter.data = parameter.data.clone()
+
+    def close(self) -> None:  # noqa: B027 (nothing to do where nothing was hooked)
+        """Take away all hooks, and leave every parameter whole where it is whole on this rank."""
+
+
+@final
+class SingleReplica(Sharing):
+    """One rank holds the set: there is nobody to agree with."""
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        super().__init__(parameter_set)
+        self._local = whole_parameters(parameter_set)
+        self.accumulation = Accumulation()
+
+    def local_parameters(self) -> list[LocalParameter]:
+        return self._local
+
+    def start_step(self) -> None:
+        for local in self._local:
+            local.parameter.grad = None
+
+    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
+        assert self.accumulation is not None
+        self.accumulation.is_open = True
+
+    def finish_backward(self) -> None:
+        assert self.accumulation is not None
+        self.accumulation.is_open = False
+
+    def reduce(self) -> None:
+        pass
+
+    def norm_share(self) -> list[Tensor]:
+        return local_gradients(self._local, self.parameter_set.uncounted)
+
+    def owned(self) -> list[OwnedSlice]:
+        return own_whole(self.parameter_set)
+
+    def storages(self) -> Storages:
+        parameters: list[Tensor] = list(self.parameter_set.parameters.values())
+        return Storages(parameters, [p.grad for p in parameters if p.grad is not None])
+
+
+def whole_parameters(parameter_set: ParameterSet) -> list[LocalParameter]:
+    """Every trained parameter, whole."""
+    return [LocalParameter(name, p, p) for name, p in parameter_set.trained]
+
+
+def local_gradients(
+    local: Sequence[LocalParameter], uncounted: Set[nn.Parameter] = frozenset()
+) -> list[Tensor]:
+    """The gradients of local parameters, where there are any, without those of `uncounted` parameters."""
+    return [
+        each.tensor.grad for each in local if each.tensor.grad is not None and each.parameter not in uncounted
+    ]
+
+
+def own_whole(parameter_set: ParameterSet) -> list[OwnedSlice]:
+    """Every parameter of a set that this rank holds whole."""
+    return [OwnedSlice(whole_slice(name, p), p) for name, p in parameter_set.parameters.items()]

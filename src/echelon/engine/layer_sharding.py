@@ -1,0 +1,191 @@
+"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, and the
+sequence over `context`. Which of them there are is known here alone; layers, losses and dropout only see it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from echelon.context_parallel import RingView, positions, take
+from echelon.data_parallel import SharedGradient
+from echelon.dropout import keyed_modules, set_global_indices
+from echelon.engine.batch import Loss
+from echelon.engine.loss_check import LossCheck
+from echelon.engine.sequence_checks import check_masks, check_positions, check_split
+from echelon.errors import UserError
+from echelon.layering import how_to_list, listed_layers
+from echelon.mesh import Mesh
+from echelon.ownership import OwnedSlice
+from echelon.program import Program
+from echelon.sequence import View, assign
+from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
+from echelon.wrapping import Wrapping
+
+
+class LayerSharding:
+    """The layers of a model, as this rank has them."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, loss: Loss, tensor_table: Table | None, wrapping: Wrapping
+    ) -> None:
+        """Split `model` in place."""
+        self._mesh, self._context = mesh, mesh.group("context")
+        self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
+        layers = _layers(model, mesh) if self.by_layers else []
+        check_positions(layers, mesh.plan)
+        check_masks(model, mesh.plan)
+        before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
+        self.sharded = self._split(model, loss, tensor_table, before, wrapping)
+        if mesh.plan.sequence:
+            assert self.sharded is not None
+            check_split(model, before, self.sharded, mesh.plan)
+        self.loss = self._loss(loss)
+        unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
+        self.loss_check = LossCheck(loss, self._context) if unknown else None
+        self._place_dropout(model, before)
+
+    # Tensor.
+
+    def _split(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        tensor_table: Table | None,
+        before: Sequence[nn.Module],
+        wrapping: Wrapping,
+    ) -> Sharded | None:
+        group = self._mesh.group("tensor")
+        if group.size == 1:
+            return None
+        return split_over(
+            model,
+            group,
+            tensor_table,
+            wrapping,
+            sequence=self._mesh.plan.sequence,
+            whole_sequence=before,
+            join_logits=split_loss(loss) is None,
+        )
+
+    def _loss(self, loss: Loss) -> Loss:
+        """The same, of what the last layer returns here."""
+        over_parts = split_loss(loss)
+        if self.sharded is None or over_parts is None or not self.sharded.splits_logits:
+            return loss
+        group = self._mesh.group("tensor")
+        return lambda output, targets: over_parts(output, targets, group)
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
+        return self._mesh.position.tensor == 0
+
+    def shared_gradients(self, module: nn.Module) -> list[SharedGradient]:
+        """What tensor ranks sum among themselves: gradients of which each has a part."""
+        if self.sharded is None:
+            return []
+        group, inside = self._mesh.group("tensor"), set(module.parameters())
+        partial_gradients = [p for p in self.sharded.partial if p in inside and p.requires_grad]
+        return [SharedGradient(p, group, counts_norm=self.counts_loss) for p in partial_gradients]
+
+    @property
+    def norm_elsewhere(self) -> frozenset[nn.Parameter]:
+        """The parameters whose gradients the first tensor rank counts in the norm."""
+        if self.sharded is None or self.counts_loss:
+            return frozenset()
+        return frozenset(self.sharded.replicated)
+
+    def overlap(self, model: nn.Module, program: Program) -> None:
+        """Let sums of gradients go on behind those of weights, where one backward pass computes both and it
+        is known which weights are there at once. What is compiled goes its own way."""
+        if self.sharded is None:
+            return
+        plan, layers = self._mesh.plan, listed_layers(model)
+        number_layers(layers)
+        self.sharded.region.overlaps = (
+            not program.halves and not plan.compile and (plan.zero < 3 or bool(layers))
+        )
+
+    def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
+        """What this rank owns of its part of a tensor, as boxes of the whole tensor."""
+        shard = None if self.sharded is None else self.sharded.shards.get(owned.slice.name)
+        return [owned] if shard is None else shard.in_whole(owned)
+
+    # The sequence.
+
+    def assign_views(self, stages: Mapping[int, nn.Module], wrapping: Wrapping) -> None:
+        """Let the layers of this rank's stages know which part of the sequence they see."""
+        if not self.by_layers:
+            return
+        view: View = RingView(self._context) if self._context.size > 1 else View()
+        view.stretch = self._mesh.plan.tensor if self._mesh.plan.sequence else 1
+        for stage in stages.values():
+            assign(stage, view, wrapping)
+        if self._mesh.plan.sequence and 0 in stages:
+            assert self.sharded is not None
+            first = listed_layers(stages[0])[0]
+            wrapping.after("sequence", first, _SplitOutput(self.sharded.region.part))
+
+    def take_part(self, structure: Any) -> Any:
+        """This rank's part of the sequences of a batch."""
+        if self._context.size == 1:
+            return structure
+        take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
+        return tree_map(lambda leaf: take_local(leaf) if _has_sequence(leaf) else leaf, structure)
+
+    # Dropout.
+
+    def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
+        """Masks are those of one device: a dropout is told which part of the whole it is given."""
+        by_heads = [] if self.sharded is None else self.sharded.by_heads
+        inner = [] if self.sharded is None else self.sharded.inner
+        for module in keyed_modules(model):
+            if module in by_heads:
+                set_global_indices(module, self._heads)
+            elif self.by_layers:
+                split = self._mesh.plan.sequence and module not in before and module not in inner
+                set_global_indices(module, self._stream if split else self._positions)
+
+    def _heads(self, count: int) -> Tensor:
+        return torch.arange(count) + count * self._mesh.position.tensor
+
+    def _positions(self, length: int) -> Tensor:
+        return positions(length, self._context.rank, self._context.size)
+
+    def _stream(self, length: int) -> Tensor:
+        """Of this rank's part along `context`, its part along `tensor`."""
+        plan = self._mesh.plan
+        return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
+
+
+class _SplitOutput:
+    """A forward hook: the rest of the model has a part of what this layer returns."""
+
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
+        self._part = part
+
+    def __call__(self, module: nn.Module, _: Any, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise UserError(
+                f"sequence=true: the first layer, {type(module).__name__}, returns a "
+                f"{type(output).__name__}; it must return hidden states alone, [batch, sequence, width]"
+            )
+        return self._part(output)
+
+
+def _has_sequence(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 1
+
+
+def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:
+    layers = listed_layers(model)
+    if not layers:
+        raise UserError(
+            f"plan '{mesh.plan}': {type(model).__name__} lists no layers, between which sequences are split; "
+            f"{how_to_list(model)}"
+        )
+    return layers

@@ -1,0 +1,89 @@
+"""How each stage's parameters are divided into sets, and how the ranks of each set share it."""
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from echelon.async_training import WorkerGradients
+from echelon.data_parallel import (
+    AllReduce,
+    Buffers,
+    ParameterServer,
+    ParameterSet,
+    SharedGradient,
+    Sharing,
+    SingleReplica,
+    Zero,
+    accumulate_in_place,
+    divide_units,
+    named_subset,
+)
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.stage_split import StageSplit
+from echelon.mesh import Mesh
+from echelon.plan import Plan
+from echelon.program import ASYNCHRONOUS
+from echelon.runtime import LocalStages, Stage
+from echelon.wrapping import Wrapping
+
+
+def share_stages(
+    split: StageSplit,
+    mesh: Mesh,
+    layers: LayerSharding,
+    wrapping: Wrapping,
+    *,
+    prefetch: int,
+    smallest_unit: int,
+) -> LocalStages:
+    """This rank's stages, each with its parameter sets shared as the plan says."""
+    stages = {}
+    for number, module in split.modules.items():
+        shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
+        sets = [dense_set(module, mesh, shared, layers.norm_elsewhere, smallest_unit)]
+        sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
+        stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
+    return LocalStages(stages, split.program, split.boundaries)
+
+
+def dense_set(
+    module: nn.Module,
+    mesh: Mesh,
+    shared_gradients: Sequence[SharedGradient],
+    norm_elsewhere: Collection[nn.Parameter],
+    smallest_unit: int,
+) -> ParameterSet:
+    """All parameters of a stage, over the ranks that hold the same weights."""
+    group = mesh.group("weights")
+    units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
+    return ParameterSet(
+        "dense", named_subset(module), group, units, shared_gradients, frozenset(norm_elsewhere)
+    )
+
+
+def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:
+    """How the ranks of a set hold it, and agree on its gradients."""
+    if plan.sync == "async":
+        return WorkerGradients(parameter_set)
+    if parameter_set.group.size == 1:
+        return SingleReplica(parameter_set)
+    if plan.zero and parameter_set.trained:
+        return Zero(parameter_set, plan.zero, wrapping, prefetch=prefetch)
+    if plan.sync == "parameter-server":
+        return ParameterServer(parameter_set)
+    return AllReduce(parameter_set)
+
+
+def accumulate_gradients(local: LocalStages, plan: Plan, wrapping: Wrapping) -> None:
+    """Let large matrices add to their gradients in place, where several microbatches make one gradient and
+    one backward pass makes it; what is compiled goes its own way."""
+    if plan.compile or plan.microbatches == 1 or plan.schedule in ASYNCHRONOUS or local.program.halves:
+        return
+    for stage in local.stages.values():
+        accumulations = {
+            parameter: sharing.accumulation
+            for sharing in stage.sharings
+            if sharing.accumulation is not None
+            for _, parameter in sharing.parameter_set.trained
+        }
+        accumulate_in_place(stage.module, accumulations, wrapping)

@@ -1,0 +1,171 @@
+"""The stages of a plan: which layers this rank keeps, and which weights stages share."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from echelon.collectives import Group
+from echelon.data_parallel import SharedGradient
+from echelon.engine.step_program import step_program
+from echelon.errors import UserError
+from echelon.layering import listed_layers, outside_layers
+from echelon.mesh import Mesh
+from echelon.pipeline_parallel import (
+    StageModule,
+    Tie,
+    check_boundaries,
+    even_boundaries,
+    keep_only,
+    split_model,
+)
+from echelon.plan import Plan
+from echelon.program import ASYNCHRONOUS, Program
+from echelon.wrapping import replaced_forward
+
+
+class StageSplit(NamedTuple):
+    """The layers of each stage that this rank holds, and the gradients that each shares with other stages."""
+
+    modules: dict[int, nn.Module]
+    shared_gradients: dict[int, list[SharedGradient]]
+    program: Program  # of a step
+    boundaries: list[int]  # the layers before which stages begin
+
+
+def split_stages(
+    model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool
+) -> StageSplit:
+    """Split the model (before these layers, or evenly) and drop the stages of other ranks.
+
+    `by_layers`: even a single stage runs layer by layer, and not the model's own forward.
+    """
+    plan = mesh.plan
+    program = step_program(plan, ties=False)
+    if program.stages == 1:
+        return StageSplit({0: _undivided(model, plan, by_layers=by_layers)}, {0: []}, program, [])
+    edges = even_boundaries(model, program.stages)
+    if boundaries is not None:
+        edges = check_boundaries(model, boundaries, program.stages)
+    stages, ties = split_model(model, edges)
+    _check_ties(ties, program, mesh)
+    _check_shared(stages)
+    _check_model(model)
+    rank = mesh.group("pipeline").rank
+    local: dict[int, nn.Module] = {number: stages[number] for number in program.stages_of(rank)}
+    shared = _shared_gradients(ties, list(local), program, mesh)
+    if any(tie.parameter.requires_grad for tie in ties):
+        program = step_program(plan, ties=True)
+    keep_only(model, stages, [stages[number] for number in local])
+    return StageSplit(local, shared, program, edges)
+
+
+def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
+    """The model itself; or all of its layers in a row, where the plan is about them and they are made on the
+    fly: only then are they called, so that their weights are gathered (zero=3)."""
+    own = set(model.modules())
+    listed = plan.zero == 0 or all(layer in own for layer in listed_layers(model))
+    if listed and not by_layers:
+        return model
+    _check_model(model)
+    return split_model(model, []).stages[0]
+
+
+def _shared_gradients(
+    ties: list[Tie], local: list[int], program: Program, mesh: Mesh
+) -> dict[int, list[SharedGradient]]:
+    """The ties of each local stage. Every rank makes every group, in the same order."""
+    rank = mesh.group("pipeline").rank
+    shared: dict[int, list[SharedGradient]] = {stage: [] for stage in local}
+    for number, (tie, group) in enumerate(_groups(ties, program, mesh)):
+        for stage in (stage for stage in local if stage in tie.stages):
+            contributes = mesh.layout.even or program.placement[stage][0] == rank
+            counts_norm = stage == tie.stages[0]
+            shared[stage].append(SharedGradient(tie.parameter, group, contributes, counts_norm, tie=number))
+    return shared
+
+
+def _groups(ties: list[Tie], program: Program, mesh: Mesh) -> list[tuple[Tie, Group]]:
+    """Each tie of trained weights with the ranks that hold it: one group for each set of stages."""
+    trained = [tie for tie in ties if tie.parameter.requires_grad]
+    places = [frozenset(_position(program, mesh, stage) for stage in tie.stages) for tie in trained]
+    made = {positions: mesh.group_of_stages(positions) for positions in dict.fromkeys(places)}
+    return [(tie, made[positions]) for tie, positions in zip(trained, places, strict=True)]
+
+
+def _position(program: Program, mesh: Mesh, stage: int) -> int:
+    """Where a stage is along the pipeline axis: with replicas, each stage has a position of its own."""
+    return program.placement[stage][0] if set(mesh.plan.replicas) == {1} else stage
+
+
+def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
+    """Refuse ties that cannot be kept."""
+    trained = [tie for tie in ties if tie.parameter.requires_grad]
+    names = ", ".join(tie.name for tie in trained)
+    plan = mesh.plan
+    if trained and plan.schedule in ASYNCHRONOUS:
+        raise UserError(
+            f"schedule={plan.schedule} with {names} in several stages: stages update at different times, so "
+            "the copies would drift apart; untie the weights, or use schedule=1f1b"
+        )
+    if trained and plan.zero and not mesh.layout.even:
+        raise UserError(
+            f"zero={plan.zero} pipeline={'-'.join(map(str, plan.replicas))} with {names} in several stages: "
+            "stages of different replicas shard a weight differently, so their shards cannot be summed; "
+            "untie the weights, or use zero=0"
+        )
+    for tie in ties:
+        holders = [program.placement[stage][0] for stage in tie.stages]
+        if len(set(holders)) < len(holders):
+            raise UserError(
+                f"pipeline: {tie.name} is in the stages {', '.join(map(str, tie.stages))}, two of them on "
+                "one rank; use other chunks, so that layers that share a weight are on different ranks"
+            )
+
+
+def _check_shared(stages: Sequence[StageModule]) -> None:
+    """Refuse modules in several stages that keep something of their own there."""
+    seen: dict[nn.Module, int] = {}
+    for number, stage in enumerate(stages):
+        for module in set(stage.modules()):
+            drops = isinstance(module, _DropoutNd) and module.p > 0
+            keeps = any(True for _ in module.buffers(recurse=False))
+            if (drops or keeps) and seen.setdefault(module, number) != number:
+                raise UserError(
+                    f"pipeline: one {type(module).__name__} is used in the stages {seen[module]} and "
+                    f"{number}, and would {'repeat its masks' if drops else 'have other buffers'} there; "
+                    "give each layer its own"
+                )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what belongs to the model as a whole, which no rank runs."""
+    never_called = {name or type(model).__name__: module for name, module in outside_layers(model).items()}
+    hooked = [name for name, module in never_called.items() if _has_hooks(module)]
+    if hooked:
+        raise UserError(
+            f"forward hooks of {', '.join(hooked)}: where a plan runs layer by layer, only layers and what "
+            "is in them are called, and these would never run; put the hooks on the layers"
+        )
+    replaced = [name for name, module in never_called.items() if replaced_forward(module) is not None]
+    if replaced:
+        raise UserError(
+            f"{', '.join(replaced)} had forward replaced: where a plan runs layer by layer, only layers and "
+            "what is in them are called, and this would never run; do it in a layer"
+        )
+    extra = [name for name in model.state_dict() if name.endswith("_extra_state")]
+    if extra:
+        raise UserError(
+            f"pipeline: {', '.join(extra)} cannot be brought together from several stages; keep what it "
+            "holds in buffers"
+        )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

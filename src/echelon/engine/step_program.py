@@ -1,0 +1,71 @@
+"""The program of a plan's step: of its schedule by name, or from a file that must fit the plan."""
+
+from echelon.errors import raise_errors
+from echelon.plan import Plan
+from echelon.program import Op, Program, add_gathers, build, check, load_schedule
+
+
+def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> Program:
+    """What the plan's schedule does in a step, checked. `ties`: stages share weights.
+
+    `microbatches`: those that a replica with few samples has, if not the plan's.
+    """
+    gather = plan.zero == 3
+    if plan.schedule_is_file:
+        program = load_schedule(plan.schedule, ties=ties)
+        raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
+        program = add_gathers(program) if gather else program
+    else:
+        number = plan.microbatches if microbatches is None else microbatches
+        program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, ties=ties)
+    check(program)
+    return program
+
+
+def _file_errors(program: Program, plan: Plan) -> list[str]:
+    """Why a schedule from a file does not fit the plan."""
+    errors = []
+    replicas = _replicas(program)
+    if replicas != plan.replicas:
+        errors.append(
+            f"its ranks hold the stages with replicas {'-'.join(map(str, replicas))}, and the plan has "
+            f"pipeline={'-'.join(map(str, plan.replicas))}; set pipeline={'-'.join(map(str, replicas))}"
+        )
+    if program.microbatches != plan.microbatches:
+        errors.append(
+            f"it is for {program.microbatches} microbatches, and the plan has {plan.microbatches}; set "
+            f"microbatches={program.microbatches}"
+        )
+    instructions = [instruction for rank in program.ranks for instruction in rank]
+    if any(i.op is Op.STASH or i.version is not None for i in instructions):
+        errors.append("it keeps weight versions, which only the schedules by name do; leave them out")
+    if plan.zero == 3 and program.halves:
+        errors.append("it splits backwards in two, and zero=3 frees the weights between; use zero=2")
+    if plan.compile and program.halves:
+        errors.append("it splits backwards in two, and those of compiled layers are one piece; drop compile")
+    if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):
+        errors.append("a step has one REDUCE for each stage and then one UPDATE, at the end; leave them out")
+    return errors
+
+
+def _replicas(program: Program) -> tuple[int, ...]:
+    """The replicas of each position of the pipeline; a rank with several stages is one position."""
+    if all(len(holders) == 1 for holders in program.placement):
+        return (1,) * len(program.ranks)
+    return tuple(len(holders) for holders in program.placement)
+
+
+def _ends_once(program: Program, rank: int) -> bool:
+    """Whether a rank sums each stage's gradients once, after its last backward, and then updates once."""
+    ops = [instruction.op for instruction in program.ranks[rank]]
+    stages = program.stages_of(rank)
+    if ops.count(Op.REDUCE) != len(stages) or ops.count(Op.UPDATE) != 1:
+        return False
+    backwards = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    if any(op in (*backwards, Op.FORWARD) for op in ops[ops.index(Op.UPDATE) :]):
+        return False
+    for stage in stages:
+        own = [instruction.op for instruction in program.ranks[rank] if instruction.stage == stage]
+        if any(op in backwards for op in own[own.index(Op.REDUCE) :]):
+            return False
+    return True

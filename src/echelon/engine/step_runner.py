@@ -1,0 +1,288 @@
+"""The step runner: which program runs on which microbatches, and what its instructions mean for this plan.
+
+`FlushedRunner`: every step begins and ends with an empty pipeline and makes one update. `ContinuousRunner`
+(PipeDream): a step leaves microbatches on their way, and stages update at times of their own; `drain`
+finishes what is under way.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from echelon.engine.agreement import check_same_batch, check_same_gradients
+from echelon.engine.arguments import check_batch, check_loss
+from echelon.engine.batch import Batch, cast, microbatches, num_samples, to_device, total_and_count
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.samples import Scopes, no_scope
+from echelon.engine.step_program import step_program
+from echelon.errors import UserError
+from echelon.memory import Meter
+from echelon.mesh import Mesh
+from echelon.precision import DTYPES
+from echelon.program import (
+    ASYNCHRONOUS,
+    Program,
+    Span,
+    add_gathers,
+    add_transfers,
+    asynchronous,
+    check,
+    forward_only,
+)
+from echelon.runtime import (
+    Interpreter,
+    LocalStages,
+    Microbatch,
+    Outcome,
+    Script,
+    Stage,
+    Update,
+    Versions,
+    Wire,
+)
+
+
+class StepRunner(ABC):
+    """Takes batches through the stages of this rank. The interpreter's StageRuntime."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        local: LocalStages,
+        update: Update,
+        layers: LayerSharding,
+        meter: Meter,
+        scopes: Scopes,
+    ) -> None:
+        self._mesh, self._local, self._update = mesh, local, update
+        self._layers, self._meter, self._scopes = layers, meter, scopes
+        self._rank = mesh.group("pipeline").rank
+        plan = mesh.plan
+        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS
+        # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
+        self._fixed_count = self._pipelined or local.lockstep or plan.schedule_is_file
+        self._scripts: dict[object, Script] = {}
+        self._broken = False
+        self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
+        wire = Wire(mesh.group("pipeline"), mesh.backward_group, mesh.device)
+        self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._make_versions())
+
+    @abstractmethod
+    def train(self, batch: Batch, step: int) -> Outcome:
+        """One training step, the first of which is 0."""
+
+    def _make_versions(self) -> Versions | None:
+        return None
+
+    def drain(self) -> None:  # noqa: B027 (nothing is left where every step ends with an empty pipeline)
+        """Finish what is under way, on all ranks together."""
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """(loss total, count) of what this rank computed the loss of."""
+        feed = self._feed(batch, "evaluation", no_scope)
+        return self._run(self._script(("forward", len(feed)), lambda: self._forward_program(len(feed))), feed)
+
+    def _forward_program(self, number: int) -> Program:
+        program = add_transfers(forward_only(self._local.program.placement, number))
+        program = add_gathers(program) if self._mesh.plan.zero == 3 else program
+        check(program, training=False)
+        return program
+
+    def storages(self) -> list[Tensor]:
+        """Memory of weights beside the newest."""
+        return []
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each instruction of the last step was executed here."""
+        return self._interpreter.spans
+
+    def _run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
+        if self._broken:
+            raise UserError(
+                "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
+                "again"
+            )
+        try:
+            return self._interpreter.run(script, feed, normaliser)
+        except BaseException:
+            self._interpreter.forget()
+            self._broken = self._pipelined
+            raise
+
+    def _script(self, key: object, make: Callable[[], Program]) -> Script:
+        if key not in self._scripts:
+            self._scripts[key] = Script(make(), self._rank)
+        return self._scripts[key]
+
+    # Microbatches.
+
+    def _training_feed(self, batch: Batch, step: int, begin: int = 0) -> dict[int, Microbatch]:
+        check_batch(batch)
+        if not self._same_batch:
+            check_same_batch(batch, self._mesh)
+            self._same_batch = True
+        return self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
+
+    def _feed(
+        self,
+        batch: Batch,
+        purpose: str,
+        scope: Callable[[int], AbstractContextManager[None]],
+        begin: int = 0,
+    ) -> dict[int, Microbatch]:
+        """The microbatches of a batch, numbered from `begin`."""
+        check_batch(batch)
+        parts = microbatches(batch, self._mesh.plan.microbatches, always=self._fixed_count)
+        return {
+            begin + number: self._microbatch(part, weight, purpose, partial(scope, number))
+            for number, (part, weight) in enumerate(parts)
+        }
+
+    def _microbatch(
+        self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
+    ) -> Microbatch:
+        inputs, targets = self._layers.take_part(part)
+        look = purpose + _look(inputs) if self._local.program.stages > 1 else ""
+        if 0 in self._local.stages:
+            inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
+        if self._local.program.stages - 1 in self._local.stages:
+            if self._layers.loss_check is not None:
+                self._layers.loss_check.check_targets(part[1])
+            targets = to_device(targets, self._mesh.device)
+        return Microbatch(inputs, targets, weight, look, scope)
+
+    # What instructions mean (StageRuntime).
+
+    @property
+    def counts_loss(self) -> bool:
+        return self._layers.counts_loss
+
+    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
+        result = self._layers.loss(output, microbatch.targets)
+        check_loss(result)
+        if self._layers.loss_check is not None:
+            self._layers.loss_check.check_result(output, microbatch.targets, result)
+        total, count = total_and_count(result, microbatch.targets)
+        # The samples that a mean counts are shared by the ranks along `context`.
+        weight = microbatch.weight / (1 if isinstance(result, tuple) else self._mesh.plan.context)
+        return total * weight, count * weight
+
+    @contextmanager
+    def around(self, microbatch: Microbatch) -> Iterator[None]:
+        with self._meter.activations(), microbatch.scope():
+            yield
+
+    def reduce(self, stage: Stage) -> None:
+        self._meter.sample()
+        stage.reduce()
+
+    def tie(self) -> None:
+        self._update.tie()
+
+    def norm(self, tally: Tensor) -> None:
+        self._update.norm(tally)
+
+    def update(self) -> None:
+        sharded = self._layers.sharded
+        if not self._same_gradients and sharded is not None:
+            local, group = self._local.local_parameters(), self._mesh.group("tensor")
+            check_same_gradients(local, sharded.replicated, group)
+            self._same_gradients = True
+        self._update.step()
+
+    def publish(self) -> None:
+        self._update.publish()
+
+
+@final
+class FlushedRunner(StepRunner):
+    """Every step runs the whole program and makes one update."""
+
+    def train(self, batch: Batch, step: int) -> Outcome:
+        normaliser = self._update.start_step()
+        feed = self._training_feed(batch, step)
+        script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
+        self._run(script, feed, normaliser)
+        return self._update.outcome
+
+    def _program(self, number: int) -> Program:
+        """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
+        if number == self._local.program.microbatches:
+            return self._local.program
+        return step_program(self._mesh.plan, ties=False, microbatches=number)
+
+
+@final
+class ContinuousRunner(StepRunner):
+    """The pipeline is never empty between steps; each stage updates when its gradients are there."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        local: LocalStages,
+        update: Update,
+        layers: LayerSharding,
+        meter: Meter,
+        scopes: Scopes,
+    ) -> None:
+        self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
+        self._norm = 0.0
+        super().__init__(mesh, local, update, layers, meter, scopes)
+        self._update.start_step()
+
+    def train(self, batch: Batch, step: int) -> Outcome:
+        feed = self._training_feed(batch, step, begin=self._taken)
+        plan = self._mesh.plan
+        begin, self._taken = self._taken, self._taken + len(feed)
+        program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, drain=False)
+        tally = self._run(Script(add_transfers(program), self._rank, empties=False), feed)
+        square = self._norm**2 if self._mesh.group("stage").rank == 0 else 0.0
+        numbers = torch.cat([tally, tally.new_tensor([square])])
+        group = self._mesh.group("all")
+        with group.ledger.about("metrics"):
+            group.all_reduce(numbers)
+        total, count, square_of_all = numbers.tolist()
+        if count == 0:
+            raise UserError("no replica had a sample that the loss counts; give the step one that has")
+        return Outcome(total, count, square_of_all**0.5)
+
+    def drain(self) -> None:
+        if self._taken == 0:
+            return
+        plan = self._mesh.plan
+        program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=self._taken, taken=0)
+        self._run(Script(add_transfers(program), self._rank), {})
+        self._taken = 0
+        self._versions.restart()
+
+    def _make_versions(self) -> Versions:
+        self._versions = Versions(self._local.modules, self._local.reallocate)
+        return self._versions
+
+    def storages(self) -> list[Tensor]:
+        return self._versions.storages()
+
+    def update(self) -> None:
+        plan = self._mesh.plan
+        updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
+        self._update.set_learning_rate(self._updates // updates_per_step)
+        super().update()
+        self._norm = self._update.outcome.norm
+        self._updates += 1
+
+    def publish(self) -> None:
+        super().publish()
+        self._update.start_step()
+
+
+def _look(structure: Any) -> str:
+    """The shapes and types of all tensors: what the form of later activations follows from, mostly."""
+    leaves = [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
+    return " ".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in leaves)

@@ -1,0 +1,60 @@
+"""How gradients become new weights under a plan: the user's optimizer over what this rank holds."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from echelon.async_training import AsyncUpdate, WorkerGradients
+from echelon.data_parallel import Buffers
+from echelon.engine.arguments import check_optimizer
+from echelon.mesh import Mesh
+from echelon.optim.local import Make
+from echelon.precision import DTYPES, DirectStepper, MasterStepper
+from echelon.program import ASYNCHRONOUS
+from echelon.runtime import LocalStages, SynchronousUpdate, Update
+
+
+def make_update(
+    local: LocalStages,
+    mesh: Mesh,
+    optimizer: Make,
+    clip: float | None,
+    schedule: Callable[[int], float] | None,
+) -> Update:
+    """The update of all ranks together, or each worker's own (sync=async)."""
+    plan = mesh.plan
+    stepper_kind = MasterStepper if DTYPES[plan.precision].itemsize < 4 else DirectStepper
+    make = _checked(optimizer, whole=plan.stages == 1, tensor=plan.tensor)
+    if plan.sync == "async":
+        (gradients,) = local.sharings
+        assert isinstance(gradients, WorkerGradients)
+        return AsyncUpdate(
+            gradients,
+            Buffers(local.stages[0].module, mesh.group("data")),
+            make,
+            groups=mesh.layout.groups("data"),
+            staleness=plan.staleness,
+            clip=clip,
+            schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
+            stepper=stepper_kind,
+        )
+    stepper = stepper_kind(make, local.trained(), local.local_parameters(), in_parts=plan.zero > 0)
+    # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
+    steady = plan.schedule not in ASYNCHRONOUS
+    everyone = mesh.group("all")
+    group = everyone if steady else mesh.group("stage")
+    return SynchronousUpdate(local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady)
+
+
+def _checked(make: Make, *, whole: bool, tensor: int) -> Make:
+    """`make`, with a check of what it makes. Unless `whole`, it is given a part of the model; its matrices
+    are split over `tensor` ranks."""
+
+    def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = list(parameters)
+        optimizer = make(given)
+        check_optimizer(optimizer, given, whole=whole, tensor=tensor)
+        return optimizer
+
+    return make_and_check

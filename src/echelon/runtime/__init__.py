@@ -1,0 +1,27 @@
+"""The runtime: stages, the interpreter that runs a program over them, and the update at the end of a step.
+
+It runs every plan; a model in one stage is the smallest pipeline.
+"""
+
+from echelon.runtime.interpreter import Interpreter, Microbatch, Script, StageRuntime
+from echelon.runtime.stage import LocalStages, Stage
+from echelon.runtime.structure import Spec
+from echelon.runtime.update import Outcome, Push, SynchronousUpdate, Update
+from echelon.runtime.versions import Versions
+from echelon.runtime.wire import Wire
+
+__all__ = [
+    "Interpreter",
+    "LocalStages",
+    "Microbatch",
+    "Outcome",
+    "Push",
+    "Script",
+    "Spec",
+    "Stage",
+    "StageRuntime",
+    "SynchronousUpdate",
+    "Update",
+    "Versions",
+    "Wire",
+]

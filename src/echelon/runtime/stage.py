@@ -1,0 +1,136 @@
+"""A stage: one position of the pipeline on this rank, and the seam at which strategies meet.
+
+Its layers are called in order; its parameter sets are each shared in a way of their own (`Sharing`). The
+interpreter speaks to stages alone. What a rank does with all of its stages at once is in `LocalStages`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from echelon.data_parallel import Buffers, Sharing, Storages, sum_tied, sum_within_stage
+from echelon.ownership import LocalParameter, OwnedSlice
+from echelon.program import Program
+
+
+@final
+class Stage:
+    """The layers of one stage, and how each of its parameter sets is shared."""
+
+    def __init__(self, index: int, module: nn.Module, sharings: Sequence[Sharing], buffers: Buffers) -> None:
+        self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas talk during every microbatch, so that each must run the same number of them."""
+        return any(sharing.lockstep for sharing in self.sharings)
+
+    def forward(self, value: Any) -> Any:
+        return self.module(value)
+
+    def start_backward(self, *, last: bool) -> None:
+        for sharing in self.sharings:
+            sharing.start_backward(last=last)
+
+    def finish_backward(self) -> None:
+        for sharing in self.sharings:
+            sharing.finish_backward()
+
+    def gather(self, *, backward: bool) -> None:
+        for sharing in self.sharings:
+            sharing.gather(backward=backward)
+
+    def free(self) -> None:
+        for sharing in self.sharings:
+            sharing.free()
+
+    def reduce(self) -> None:
+        """Return when the gradients of the stage are summed."""
+        for sharing in self.sharings:
+            sharing.reduce()
+        sum_within_stage(self.sharings)
+
+    def publish(self) -> None:
+        """Bring new weights and buffers to all replicas."""
+        for sharing in self.sharings:
+            sharing.publish()
+        self._buffers.share()
+
+    def describe(self) -> str:
+        """'stage 1: Block ×4; dense 1,234,567 parameters over data (2), Zero'."""
+        sets = "; ".join(
+            f"{sharing.parameter_set.name} {sharing.parameter_set.numel:,} parameters over "
+            f"{sharing.parameter_set.group.axis} ({sharing.parameter_set.group.size}), "
+            f"{type(sharing).__name__}"
+            for sharing in self.sharings
+        )
+        return f"stage {self.index}: {sets}"
+
+
+@final
+@dataclass(frozen=True)
+class LocalStages:
+    """The stages of this rank; `program` is that of a step, which also says where every stage is."""
+
+    stages: Mapping[int, Stage]
+    program: Program
+    boundaries: list[int]  # the layers before which stages begin
+
+    @property
+    def sharings(self) -> list[Sharing]:
+        return [sharing for stage in self.stages.values() for sharing in stage.sharings]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [stage.module for stage in self.stages.values()]
+
+    @property
+    def lockstep(self) -> bool:
+        return any(stage.lockstep for stage in self.stages.values())
+
+    def trained(self) -> list[nn.Parameter]:
+        """The model's trained parameters, as the user's optimizer is to see them."""
+        return [p for sharing in self.sharings for _, p in sharing.parameter_set.trained]
+
+    def local_parameters(self) -> list[LocalParameter]:
+        return [local for sharing in self.sharings for local in sharing.local_parameters()]
+
+    def start_step(self) -> None:
+        for sharing in self.sharings:
+            sharing.start_step()
+
+    def sum_tied_gradients(self) -> None:
+        sum_tied(self.sharings)
+
+    def norm_share(self) -> list[Tensor]:
+        return [gradient for sharing in self.sharings for gradient in sharing.norm_share()]
+
+    def publish(self) -> None:
+        for stage in self.stages.values():
+            stage.publish()
+
+    def reallocate(self) -> None:
+        for sharing in self.sharings:
+            sharing.reallocate()
+
+    def owned_weights(self) -> list[OwnedSlice]:
+        return [owned for sharing in self.sharings for owned in sharing.owned()]
+
+    def slices(self) -> Iterator[tuple[Sharing, LocalParameter]]:
+        """Each local parameter with the sharing that knows where it lies in the whole."""
+        for sharing in self.sharings:
+            for local in sharing.local_parameters():
+                yield sharing, local
+
+    def storages(self) -> Storages:
+        each = [sharing.storages() for sharing in self.sharings]
+        return Storages(
+            [tensor for storages in each for tensor in storages.parameters],
+            [tensor for storages in each for tensor in storages.gradients],
+        )
+
+    def close(self) -> None:
+        for sharing in self.sharings:
+            sharing.close()

@@ -1,0 +1,182 @@
+"""From the gradients of one rank's samples to new weights: the interface, and the synchronous way."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import Group
+from echelon.data_parallel import clip_factor, squared_norm
+from echelon.errors import UserError
+from echelon.optim.learning_rate import LearningRate
+from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state
+from echelon.precision import Stepper
+from echelon.runtime.stage import LocalStages
+
+
+class Outcome(NamedTuple):
+    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient."""
+
+    total: float
+    counted: float
+    norm: float
+
+
+class Push(NamedTuple):
+    """Of asynchronous training: worker `worker` took its step number `step` at version `pulled`, and its
+    gradient went into version `pushed`.
+
+    Version 0 is the start; every update makes the next one. Entries that share `pushed` were averaged.
+    """
+
+    worker: int
+    step: int
+    pulled: int
+    pushed: int
+
+
+class Update(ABC):
+    """One way to turn the work of all replicas into new weights.
+
+    The runner calls, for each update and in this order: `start_step`; then, at the instructions of these
+    names, `tie`, `norm`, `step` (UPDATE) and `publish`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    outcome: Outcome  # of the last update
+
+    def set_learning_rate(self, step: int) -> None:  # noqa: B027 (nothing to do where a server sets it)
+        """Set the rate for the update of `step`, as the schedule says."""
+
+    @abstractmethod
+    def start_step(self) -> float:
+        """Begin; returns what to divide the loss total by before the backward pass."""
+
+    def tie(self) -> None:  # noqa: B027 (nothing to do where no stages share weights)
+        """Sum the gradients of weights that several stages hold."""
+
+    @abstractmethod
+    def norm(self, tally: Tensor) -> None:
+        """All gradients are summed: sum this rank's (loss total, count) and the norm over all ranks."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Update the local parameters."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring the new weights to all ranks that use them."""
+
+    def synchronize(self) -> None:  # noqa: B027 (nothing to do where every step ends with all ranks alike)
+        """Bring the newest weights to every rank: before all ranks do something together between steps."""
+
+    def log(self) -> list[Push]:
+        """Which worker's step made which version: there is none where all make each version together."""
+        return []
+
+    @abstractmethod
+    def agree(self, tally: Tensor) -> tuple[float, float]:
+        """(loss total, count) over all replicas: the same numbers on every rank."""
+
+    @abstractmethod
+    def owned(self) -> list[OwnedSlice]:
+        """Every slice of weights, masters, optimizer state and counters that this rank holds."""
+
+    @abstractmethod
+    def storages(self) -> dict[str, list[Tensor]]:
+        """The tensors whose memory holds parameters, gradients and optimizer state now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release hooks, threads and connections."""
+
+
+@final
+class SynchronousUpdate(Update):
+    """Every step waits for every replica: the mean over the global batch, then one optimizer step."""
+
+    def __init__(
+        self,
+        stages: LocalStages,
+        stepper: Stepper,
+        group: Group,
+        clip: float | None,
+        *,
+        everyone: Group,
+        schedule: Callable[[int], float] | None = None,
+        steady: bool = True,
+    ) -> None:
+        """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
+
+        `steady`: all of them are at the same update, so that one's count can scale the next one's losses.
+        """
+        self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
+        self._everyone, self._steady = everyone, steady
+        self.optimizer = stepper.optimizer
+        self._learning_rate = LearningRate(self.optimizer, schedule)
+        # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
+        # rank, known before the backward pass, and right whenever the count does not change.
+        self._normaliser = 1.0
+
+    def set_learning_rate(self, step: int) -> None:
+        self._learning_rate.set(step)
+
+    def start_step(self) -> float:
+        self._stages.start_step()
+        return self._normaliser
+
+    def tie(self) -> None:
+        self._stages.sum_tied_gradients()
+
+    def norm(self, tally: Tensor) -> None:
+        square = squared_norm(self._stages.norm_share(), tally.device)
+        summed = _sum(torch.cat([tally, square.view(1)]), self._group, may_be_empty=not self._steady)
+        total, count, square_of_all = summed
+        norm = self._normaliser / count * square_of_all**0.5 if count else 0.0
+        self.outcome = Outcome(total, count, norm)
+
+    def step(self) -> None:
+        _, count, norm = self.outcome
+        if count == 0:  # a microbatch without samples is an update that changes nothing
+            return
+        self.stepper.step(self._normaliser / count * clip_factor(norm, self._clip))
+        if self._steady:
+            self._normaliser = count
+
+    def publish(self) -> None:
+        if self.outcome.counted:
+            self._stages.publish()
+
+    def agree(self, tally: Tensor) -> tuple[float, float]:
+        total, count = _sum(tally, self._everyone)
+        return total, count
+
+    def owned(self) -> list[OwnedSlice]:
+        owned = self._stages.owned_weights()
+        for sharing, local in self._stages.slices():
+            slices = sharing.slices(local)
+            for part, value in self.stepper.state(local).items():
+                owned += own_state(part, value, slices)
+        normaliser = torch.tensor(self._normaliser, dtype=torch.float64)
+        return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        weights = self._stages.storages()
+        local = self._stages.local_parameters()
+        state = [tensor for each in local for tensor in self.stepper.state(each).values()]
+        return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
+
+    def close(self) -> None:
+        self._stages.close()
+
+
+def _sum(tally: Tensor, group: Group, *, may_be_empty: bool = False) -> list[float]:
+    """(loss total, count, …) over all ranks of the group."""
+    with group.ledger.about("metrics"):
+        group.all_reduce(tally)
+    values: list[float] = tally.tolist()
+    if values[1] == 0 and not may_be_empty:
+        raise UserError("no replica had a sample that the loss counts; give the step one that has")
+    return values

@@ -1,0 +1,171 @@
+"""The server as a monitor: threads of one process are its workers."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.async_training.host import Host, flat_buckets
+from echelon.async_training.server import Gradient, Landed, Server, ServerFailed
+from echelon.launching import PeerLost
+from echelon.precision import DirectStepper
+from echelon.runtime import Push
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+class Served:
+    """A server of one weight, which starts as [0, 0], and what its workers do."""
+
+    def __init__(self, workers: int, staleness: float, make: Any = sgd, **options: Any) -> None:
+        self.parameter = nn.Parameter(torch.zeros(2))
+        given = {"clip": None, "schedule": None} | options
+        self.host = Host(
+            [("w", self.parameter)], make, DirectStepper, workers=workers, staleness=staleness, **given
+        )
+        self.server: Server = self.host.server
+        self.pool = ThreadPoolExecutor(workers)
+
+    def pull(self, worker: int, step: int) -> tuple[int, list[float]]:
+        into = torch.empty(2)
+        return self.server.pull(worker, step, [into]), into.tolist()
+
+    def push(self, worker: int, step: int, value: float, count: float = 1.0) -> Landed:
+        buckets = flat_buckets([self.parameter])
+        buckets[0].buffer.fill_(value)
+        return self.server.push(worker, step, Gradient(buckets, torch.ones(1, dtype=torch.uint8), 0.0, count))
+
+    def synchronize(self, worker: int) -> tuple[int, list[float]]:
+        into = torch.empty(2)
+        return self.server.synchronize(worker, [into]), into.tolist()
+
+    def later(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Begin a call that must not return yet."""
+        future = self.pool.submit(call, *args)
+        time.sleep(0.05)
+        assert not future.done()
+        return future
+
+
+def test_every_push_is_an_update_of_its_own_mean() -> None:
+    served = Served(2, staleness=float("inf"))
+    assert served.pull(0, 0) == served.pull(1, 0) == (0, [0.0, 0.0])
+    assert served.push(1, 0, 6.0, count=2.0) == (1, 0.0, 2.0, pytest.approx(18**0.5))
+    assert served.pull(1, 1) == (1, [-3.0, -3.0])
+    served.push(0, 0, 1.0)
+    assert served.pull(0, 1) == (2, [-4.0, -4.0])
+    assert served.server.log(2) == [Push(1, 0, 0, 1), Push(0, 0, 0, 2)]
+    assert served.server.log(1) == [Push(1, 0, 0, 1)]
+
+
+def test_a_round_is_one_update_weighed_by_counts() -> None:
+    served = Served(2, staleness=0)
+    first = served.later(served.push, 1, 0, 3.0, 1.0)
+    second = served.push(0, 0, 5.0, 3.0)
+    assert first.result(1) == second == (1, 0.0, 4.0, pytest.approx(8**0.5))
+    assert served.pull(0, 1) == (1, [-2.0, -2.0])
+    assert served.server.log(1) == [Push(0, 0, 0, 1), Push(1, 0, 0, 1)]
+
+
+def test_clipping_is_by_the_norm_of_the_mean() -> None:
+    served = Served(1, staleness=1, clip=1.0)
+    served.push(0, 0, 30.0, count=10.0)
+    assert torch.tensor(served.pull(0, 1)[1]).norm() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_pull_waits_for_the_slowest_and_then_sees_its_update() -> None:
+    served = Served(2, staleness=1)
+    served.push(0, 0, 1.0)
+    assert served.pull(0, 1)[0] == 1
+    served.push(0, 1, 1.0)
+    held_back = served.later(served.pull, 0, 2)
+    served.push(1, 0, 1.0)
+    assert held_back.result(1) == (3, [-3.0, -3.0])
+
+
+def test_all_synchronize_on_the_same_weights_and_none_starts_before() -> None:
+    served = Served(2, staleness=float("inf"))
+    first = served.later(served.synchronize, 0)
+    served.push(1, 0, 1.0)
+    assert served.synchronize(1) == first.result(1) == (1, [-1.0, -1.0])
+    for _ in range(50):
+        again = [served.pool.submit(served.synchronize, worker) for worker in (0, 1)]
+        assert again[0].result(1) == again[1].result(1)
+
+
+def test_resting_ends_a_round_that_would_wait_for_ever() -> None:
+    served = Served(2, staleness=0)
+    alone = served.later(served.push, 1, 0, 2.0)
+    resting = served.pool.submit(served.synchronize, 0)
+    assert alone.result(1).version == 1
+    served.synchronize(1)
+    assert resting.result(1) == (1, [-2.0, -2.0])
+
+
+def test_a_push_without_samples_moves_the_clock_and_nothing_else() -> None:
+    served = Served(2, staleness=1)
+    assert served.push(1, 0, 0.0, count=0.0) == (0, 0.0, 0.0, 0.0)
+    assert served.server.log(9) == []
+    served.push(0, 0, 1.0)
+    served.push(0, 1, 1.0)
+    assert served.pull(0, 2)[0] == 2
+
+
+def test_the_rate_follows_the_version() -> None:
+    served = Served(2, staleness=float("inf"), schedule=lambda version: float(version == 1))
+    served.push(0, 0, 1.0)
+    served.push(1, 0, 5.0)
+    served.push(1, 1, 1.0)
+    assert served.pull(0, 1) == (3, [-5.0, -5.0])
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        raise ZeroDivisionError("told to fail")
+
+
+def test_an_update_that_fails_fails_everyone() -> None:
+    served = Served(2, staleness=1, make=lambda parameters: Broken(parameters, lr=1.0))
+    waiting = served.later(served.synchronize, 0)
+    with pytest.raises(ZeroDivisionError):
+        served.push(1, 0, 1.0)
+    for ask in (lambda: waiting.result(1), lambda: served.pull(1, 1), lambda: served.server.log(0)):
+        with pytest.raises(ServerFailed, match="ZeroDivisionError: told to fail"):
+            ask()
+
+
+def test_a_lost_worker_is_told_as_that() -> None:
+    served = Served(2, staleness=0)
+    waiting = served.later(served.push, 0, 0, 1.0)
+    served.server.fail(PeerLost("worker 1 is lost"))
+    with pytest.raises(PeerLost, match="worker 1 is lost"):
+        waiting.result(1)
+
+
+def test_lingering_ends_with_the_last_goodbye_or_with_patience() -> None:
+    served = Served(2, staleness=0)
+    begin = time.perf_counter()
+    served.server.linger(patience=0.05)
+    assert time.perf_counter() - begin < 1
+    served.server.leave(0)
+    threading.Timer(0.05, served.server.leave, [1]).start()
+    served.server.linger(patience=60.0)
+    assert time.perf_counter() - begin < 5
+
+
+def tensors(served: Served) -> list[Tensor]:
+    return [owned.tensor for owned in served.host.owned()]
+
+
+def test_the_host_owns_weights_and_state_of_its_own() -> None:
+    served = Served(1, staleness=1, make=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
+    served.push(0, 0, 2.0)
+    assert [value.tolist() for value in tensors(served)] == [[-2.0, -2.0], [2.0, 2.0]]
+    assert served.parameter.tolist() == [0.0, 0.0], "the worker's weights stay as it pulled them"

@@ -1,0 +1,177 @@
+"""Asynchronous training: what it computes is what its log says, and the log keeps its bound."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.optim import constant
+from echelon.runtime import Push
+from echelon.verify import Case, assert_equal
+from echelon.verify.replay import replay
+from tests.async_training.training import (
+    assert_replays,
+    asynchronous,
+    engine_for,
+    leads,
+    same,
+    train,
+)
+from tests.cases import (
+    Branching,
+    Perceptron,
+    adamw,
+    counted_loss,
+    eleven_vectors,
+    masked_vectors,
+    mean_loss,
+    perceptron_case,
+    signed_vectors,
+    vectors,
+)
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2", "data=3 microbatches=2", "data=4"])
+def test_without_staleness_it_is_bulk_synchronous(plan: str) -> None:
+    assert_equal(perceptron_case(eleven_vectors), f"{plan} sync=async staleness=0")
+
+
+def test_without_staleness_means_weigh_by_tokens_and_unused_parameters_rest() -> None:
+    assert_equal(perceptron_case(masked_vectors, counted_loss), "data=3 sync=async staleness=0")
+    assert_equal(Case(Branching, signed_vectors, mean_loss, adamw), "data=2 sync=async staleness=0")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "ranks"), [("0", 2), ("1", 3), ("2", 2), ("2", 4), ("inf", 2), ("inf", 4)]
+)
+def test_training_equals_the_replay_of_its_log(staleness: str, ranks: int) -> None:
+    case = perceptron_case(eleven_vectors, steps=12)
+    first, *others = echelon.launch(train, ranks, case, f"data={ranks} staleness={staleness}", 0.02)
+    assert all(same(first, other) for other in others)
+    assert_replays(first, replay(first[2], case, workers=ranks))
+    assert sorted((entry.worker, entry.step) for entry in first[2]) == [
+        (worker, step) for worker in range(ranks) for step in range(12)
+    ]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_bound_holds_and_is_reached(staleness: int) -> None:
+    _, _, log = echelon.launch(train_with_a_straggler, 3, f"data=3 staleness={staleness}")[0]
+    assert max(leads(log, workers=3)) == staleness
+
+
+def train_with_a_straggler(plan: str) -> object:
+    import os
+
+    return train(perceptron_case(steps=8), plan, 0.06 if os.environ["RANK"] == "2" else 0.0)
+
+
+def test_gradients_are_really_stale() -> None:
+    """Else the replay would prove nothing."""
+    _, _, log = echelon.launch(train, 4, perceptron_case(steps=10), "data=4 staleness=inf", 0.01)[0]
+    assert max(entry.pushed - entry.pulled for entry in log) > 1
+
+
+def test_a_schedule_is_of_versions() -> None:
+    case, schedule = perceptron_case(steps=6), constant(warmup=10)
+    (first, _), (_, rates) = echelon.launch(train_with_schedule, 2, case)
+    assert_replays(first, replay(first[2], case, workers=2, schedule=schedule))
+    assert rates == pytest.approx([0.01 * schedule(e.pushed - 1) for e in first[2] if e.worker == 1])
+
+
+def train_with_schedule(case: Case) -> tuple[object, list[float]]:
+    engine = engine_for(case, "data=2 staleness=inf", schedule=constant(warmup=10))
+    rates = []
+    for batch in case.batches():
+        engine.step(engine.local(batch))
+        rates.append(engine.learning_rate)
+    state = engine.full_state_dict(), engine.full_optimizer_state(), asynchronous(engine).log()
+    return state, rates
+
+
+def own_numbers() -> tuple[float, float, int]:
+    engine = engine_for(perceptron_case(eleven_vectors), "data=2 staleness=inf")
+    metrics = engine.step(engine.local(eleven_vectors(0)))
+    return metrics.loss, engine.evaluate(engine.local(eleven_vectors(0))).loss, metrics.tokens
+
+
+def test_a_step_tells_of_its_own_batch_and_an_evaluation_of_all() -> None:
+    (first, together, six), (second, as_well, five) = echelon.launch(own_numbers, 2)
+    assert first != second
+    assert together == as_well
+    assert (six, five) == (6, 5)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def uneven_numbers_of_steps(staleness: str) -> tuple[list[dict[str, Tensor]], list[Push]]:
+    """Worker w makes w + 1 steps between two meetings; nobody may be left waiting."""
+    engine = engine_for(Case(Norms, vectors, mean_loss, adamw), f"data=3 staleness={staleness}")
+    seen = []
+    for meeting in range(3):
+        for step in range(engine.replica + 1):
+            engine.step(engine.local(vectors(meeting + step)))
+        engine.evaluate(engine.local(vectors(0)))
+        seen += [{k: v.clone() for k, v in engine.module.state_dict().items()}, engine.full_state_dict()]
+    return seen, asynchronous(engine).log()
+
+
+@pytest.mark.parametrize("staleness", ["0", "1", "inf"])
+def test_meetings_bring_the_newest_weights_to_all(staleness: str) -> None:
+    (first, log), *others = echelon.launch(uneven_numbers_of_steps, 3, staleness, deadline=60.0)
+    assert all(other_log == log for _, other_log in others)
+    for module, whole in zip(first[::2], first[1::2], strict=True):
+        assert all(torch.equal(module[name], whole[name]) for name in whole)
+    for seen, _ in others:
+        for mine, theirs in zip(first, seen, strict=True):
+            assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert [sum(entry.worker == worker for entry in log) for worker in range(3)] == [3, 6, 9]
+
+
+def cost_of_steps(steps: int) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:
+    case = perceptron_case()
+    engine = engine_for(case, "data=3 staleness=inf")
+    asynchronous(engine).synchronize()
+    asynchronous(engine).synchronize()  # so that the answers to the one before are counted
+    engine.ledger.totals.clear()
+    for step in range(steps):
+        engine.step(engine.local(vectors(step)))
+    asynchronous(engine).synchronize()
+    rows = {
+        (str(row["operation"]), str(row["subject"])): (int(row["sent"]), int(row["received"]))
+        for row in engine.ledger.rows()
+    }
+    return rows, engine.memory().now
+
+
+def test_what_the_server_moves_and_holds() -> None:
+    (server, its_memory), *workers = echelon.launch(cost_of_steps, 3, 4)
+    size = 8 * sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
+    flags = sum(p.requires_grad for p in Perceptron().parameters())
+    assert server["recv", "gradients"] == (0, 2 * 4 * (size + flags))
+    assert server["send", "parameters"][0] >= 2 * 4 * size
+    for rows, memory in workers:
+        assert rows["send", "gradients"] == (4 * (size + flags), 0)
+        assert rows["recv", "parameters"] == (0, (4 + 1) * size)
+        assert memory["optimizer"] == 0
+        assert memory["gradients"] == size
+    assert its_memory["optimizer"] > 0
+    assert its_memory["gradients"] == 3 * size, "its own, and one for each worker"
+
+
+def no_samples_at_all() -> None:
+    engine = engine_for(perceptron_case(), "data=2 staleness=1")
+    inputs, targets = vectors(0)
+    engine.step((inputs[:0], targets[:0]) if engine.replica else (inputs, targets))
+
+
+def test_a_worker_without_samples_is_refused() -> None:
+    with pytest.raises(echelon.UserError, match="no sample that the loss counts"):
+        echelon.launch(no_samples_at_all, 2)

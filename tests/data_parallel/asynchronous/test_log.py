@@ -1,7 +1,0 @@
-from echelon.data_parallel.asynchronous.log import Push, pack_log, unpack_log
-
-
-def test_a_log_survives_the_journey() -> None:
-    log = [Push(0, 0, 0, 1), Push(3, 7, 5, 9)]
-    assert unpack_log(pack_log(log)) == log
-    assert unpack_log(pack_log([])) == []

@@ -1,0 +1,67 @@
+"""Weights that two ranks hold as parts of different models: both make the same update, one counts it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.collectives import Ledger, RecordingGroup, group_over
+from echelon.data_parallel import SharedGradient, SingleReplica, sum_tied, sum_within_stage
+from echelon.launching import Ranks
+from tests.sets import set_of
+
+Warm = Callable[[int], Ranks]
+Summed = tuple[list[float] | None, list[float] | None, float, set[str]]
+
+
+def summed(users: list[int], contributors: list[int], tie: int | None = None) -> Summed:
+    """Rank r holds a weight that both share and one of its own; `users` have a gradient of 10^r for it."""
+    group = group_over("tied", torch.distributed.group.WORLD, Ledger())
+    alone = RecordingGroup("data", ledger=group.ledger)
+    module = nn.ParameterDict({"own": nn.Parameter(torch.zeros(2)), "shared": nn.Parameter(torch.zeros(2))})
+    shared, own = module["shared"], module["own"]
+    gradient = SharedGradient(
+        shared, group, contributes=group.rank in contributors, counts_norm=group.rank == 0, tie=tie
+    )
+    sharing = SingleReplica(set_of(module, alone, shared_gradients=[gradient]))
+    sharing.start_step()
+    own.grad = torch.full((2,), 5.0)
+    if group.rank in users:
+        shared.grad = torch.full((2,), 10.0**group.rank)
+    sharing.reduce()
+    sum_within_stage([sharing])
+    if tie is not None:
+        assert not group.ledger.moves, "a tie between stages waits for all of them"
+        sum_tied([sharing])
+    square = sum(float(gradient.square().sum()) for gradient in sharing.norm_share())
+    total = None if shared.grad is None else shared.grad.tolist()
+    assert own.grad is not None
+    return total, own.grad.tolist(), square, {move.subject for move in group.ledger.moves}
+
+
+@pytest.mark.parametrize("tie", [None, 0])
+def test_both_end_with_the_sum_and_one_counts_it(warm_ranks: Warm, tie: int | None) -> None:
+    first, second = warm_ranks(2).run(summed, [0, 1], [0, 1], tie)
+    assert first[:2] == second[:2] == ([11.0, 11.0], [5.0, 5.0])
+    assert (first[2], second[2]) == (50.0 + 242.0, 50.0)
+    assert first[3] == {"tied gradients"}
+
+
+@pytest.mark.parametrize(("user", "value"), [(0, 1.0), (1, 10.0)])
+def test_who_did_not_use_it_gets_the_other_s(warm_ranks: Warm, user: int, value: float) -> None:
+    first, second = warm_ranks(2).run(summed, [user], [0, 1])
+    assert first[0] == second[0] == [value, value]
+    assert first[2] == 50.0 + 2 * value**2
+
+
+def test_what_nobody_used_stays_without_a_gradient(warm_ranks: Warm) -> None:
+    for total, _, square, _ in warm_ranks(2).run(summed, [], [0, 1]):
+        assert total is None
+        assert square == 50.0
+
+
+def test_who_does_not_contribute_brings_nothing_in(warm_ranks: Warm) -> None:
+    """A replica of the contributor: its gradient is the same sum already."""
+    first, second = warm_ranks(2).run(summed, [0, 1], [0])
+    assert first[0] == second[0] == [1.0, 1.0]

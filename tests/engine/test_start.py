@@ -1,0 +1,46 @@
+"""How a training starts: all ranks from the first one's model."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.collectives import Ledger, RecordingGroup, group_over
+from echelon.engine import start
+from echelon.engine.start import start_equal
+from echelon.launching import Ranks
+
+Warm = Callable[[int], Ranks]
+
+
+def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
+    """Rank r fills its model with 100 r + the number of the tensor."""
+    start._BYTES_AT_ONCE = bytes_at_once
+    group = group_over("all", torch.distributed.group.WORLD, Ledger())
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(2), nn.Linear(1, 1).double())
+    model[1].weight.data = torch.empty(4)[::2]  # not contiguous
+    model.register_buffer("nothing", torch.empty(0))
+    with torch.no_grad():
+        for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
+            tensor.fill_(100 * group.rank + number)
+    start_equal(model, group)
+    assert {move.subject for move in group.ledger.moves} == {"parameters"}
+    values = [float(t.flatten()[0]) for t in [*model.parameters(), *model.buffers()] if t.numel()]
+    return values, len(group.ledger.moves)
+
+
+@pytest.mark.parametrize(("bytes_at_once", "messages"), [(2**20, 3), (1, 9)])
+def test_every_rank_has_the_first_one_s_parameters_and_buffers(
+    warm_ranks: Warm, bytes_at_once: int, messages: int
+) -> None:
+    expected = [float(number) for number in range(6)] + [7.0, 8.0, 9.0]  # 6 is the empty buffer
+    for values, moves in warm_ranks(2).run(values_after_start, bytes_at_once):
+        assert values == expected
+        assert moves == messages  # one for each type of numbers, or one for each tensor
+
+
+def test_one_rank_moves_nothing() -> None:
+    group = RecordingGroup("all", ledger=Ledger())
+    start_equal(nn.Linear(2, 2), group)
+    assert not group.ledger.moves

@@ -1,0 +1,249 @@
+"""A backward pass in two halves leaves what one in a whole does, and each weight hears of it once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+from echelon.runtime.split_backward import SplitBackward
+
+X, Y = (3, 4, 6), (3, 4, 6)
+
+
+class Module(nn.Module):
+    """Two inputs to a list of outputs."""
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class Perceptron(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [self.second(torch.tanh(self.first(x))) + y]
+
+
+class TransformerBlock(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [self.block(x), self.block(y * 2)[:1]]
+
+
+class Recurrent(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, num_layers=2, batch_first=True)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        output, (h, c) = self.lstm(x)
+        return [output + y, h, c]
+
+
+class UsedTwice(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [self.last(self.linear(torch.tanh(self.linear(x)))), self.linear(y)]
+
+
+class SharedWeight(Module):
+    """One weight in two modules, transposed in one of them; one also is an output itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [F.linear(self.second(self.first(x)), self.first.weight.t()) + y, self.first.weight * 2]
+
+
+class OffTheSpine(Module):
+    """Outputs, and parts of outputs, that depend on no input; a weight that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale, self.bias = nn.Embedding(4, 6), nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.unused = nn.Linear(2, 2)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        positions = self.scale(self.table(torch.arange(4)))
+        return [x + positions * self.bias, positions, self.bias.exp(), (y * 3).detach()]
+
+
+class SeveralOutputs(Module):
+    """A node with several outputs, of which not all lead on; an output twice; a weight made from weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 18)
+        self.left, self.right = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        a, b, _ = self.linear(x).chunk(3, -1)
+        low = (a + y) @ (self.left @ self.right)
+        return [low, low, b.unbind(0)[1]]
+
+
+class PassedThrough(Module):
+    """Inputs that come out as they went in, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [x.view_as(x), y.view_as(y), self.linear(x)]
+
+
+MODULES = [
+    Perceptron,
+    TransformerBlock,
+    Recurrent,
+    UsedTwice,
+    SharedWeight,
+    OffTheSpine,
+    SeveralOutputs,
+    PassedThrough,
+]
+
+
+def training(make: Callable[[], Module], wanting: str = "xy") -> tuple[Module, list[Tensor], list[Tensor]]:
+    """A module in float64, the inputs that want gradients, and the outputs that have a way back."""
+    torch.manual_seed(0)
+    module = make().double()
+    x = torch.randn(X, dtype=torch.float64, requires_grad="x" in wanting)
+    y = torch.randn(Y, dtype=torch.float64, requires_grad="y" in wanting)
+    outputs = [its for its in module.outputs(x, y) if its.requires_grad]
+    return module, [its for its in (x, y) if its.requires_grad], outputs
+
+
+def random_like(tensors: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(its.shape, dtype=its.dtype, generator=generator) for its in tensors]
+
+
+def gradients(tensors: Any) -> list[Tensor | None]:
+    return [its.grad for its in tensors]
+
+
+def assert_same(mine: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    assert [its is None for its in mine] == [its is None for its in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wanting", ["xy", "x", "y", ""])
+@pytest.mark.parametrize("make", MODULES)
+def test_both_halves_are_the_whole(make: Callable[[], Module], wanting: str) -> None:
+    whole, inputs, outputs = training(make, wanting)
+    torch.autograd.backward(outputs, random_like(outputs))
+    split, its_inputs, its_outputs = training(make, wanting)
+    edges = [get_gradient_edge(its) for its in its_outputs]
+    backward = SplitBackward(edges, random_like(its_outputs), its_inputs)
+    found = backward.for_inputs()
+    assert all(gradient is None for gradient in gradients(split.parameters()))
+    assert all(gradient is None for gradient in gradients(its_inputs))
+    assert_same(found, gradients(inputs))
+    backward.for_weights()
+    assert_same(gradients(split.parameters()), gradients(whole.parameters()))
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_every_weight_hears_of_its_gradient_once(make: Callable[[], Module]) -> None:
+    module, inputs, outputs = training(make)
+    heard: dict[str, int] = {}
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: heard.__setitem__(name, heard.get(name, 0) + 1)
+        )
+    backward = SplitBackward([get_gradient_edge(its) for its in outputs], random_like(outputs), inputs)
+    backward.for_inputs()
+    assert heard == {}
+    backward.for_weights()
+    used = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+    assert heard == dict.fromkeys(used, 1)
+    assert used == {name for name, _ in module.named_parameters() if not name.startswith("unused")}
+
+
+def test_gradients_add_up_over_microbatches() -> None:
+    module, inputs, outputs = training(Perceptron)
+    given = random_like(outputs)
+    for _ in range(3):
+        edges = [get_gradient_edge(its) for its in module.outputs(*inputs)]
+        backward = SplitBackward(edges, given, inputs)
+        backward.for_inputs()
+        backward.for_weights()
+    whole, _, its_outputs = training(Perceptron)
+    torch.autograd.backward(its_outputs, [3 * its for its in given])
+    assert_same(gradients(module.parameters()), gradients(whole.parameters()))
+
+
+def test_only_some_outputs_have_a_gradient() -> None:
+    """Of the outputs that nobody used, no gradient comes: their weights stay without one."""
+    module, inputs, outputs = training(SeveralOutputs)
+    backward = SplitBackward([get_gradient_edge(outputs[2])], random_like(outputs[2:]), inputs)
+    found = backward.for_inputs()
+    backward.for_weights()
+    assert found[0] is not None
+    assert found[1] is None
+    assert module.left.grad is None
+    assert module.linear.weight.grad is not None
+
+
+def test_nothing_came_back_at_all() -> None:
+    module, inputs, _ = training(Perceptron)
+    backward = SplitBackward([], [], inputs)
+    assert backward.for_inputs() == [None, None]
+    backward.for_weights()
+    assert gradients(module.parameters()) == [None] * 4
+
+
+def test_a_frozen_weight_is_left_alone() -> None:
+    module = Perceptron().double()
+    module.first.requires_grad_(False)
+    x = torch.randn(X, dtype=torch.float64, requires_grad=True)
+    (output,) = module.outputs(x, x)
+    backward = SplitBackward([get_gradient_edge(output)], random_like([output]), [x])
+    assert backward.for_inputs()[0] is not None
+    backward.for_weights()
+    assert module.first.weight.grad is None
+    assert module.second.weight.grad is not None
+
+
+def test_the_weights_half_does_not_go_through_the_model_again() -> None:
+    """It takes the nodes on which weights hang, and none between them: it costs a third, not two."""
+    steps: list[str] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(_: Any, gradient: Any) -> Any:
+            steps.append("back")
+            return gradient
+
+    linear, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    x = torch.randn(2, 6, requires_grad=True)
+    output = last(Watched.apply(linear(x)))
+    backward = SplitBackward([get_gradient_edge(output)], [torch.ones(2, 6)], [x])
+    backward.for_inputs()
+    assert steps == ["back"]
+    backward.for_weights()
+    assert steps == ["back"]
+    assert linear.weight.grad is not None

@@ -1,0 +1,175 @@
+"""Messages between two real ranks: whatever form they have, expected or not, and how many bytes they take."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives import Group, Ledger, group_over
+from echelon.launching import Ranks
+from echelon.runtime import Spec, Wire
+from echelon.runtime.message import Gradients
+from echelon.runtime.message import size as message_size
+from echelon.runtime.structure import Leaf
+
+Warm = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+
+
+def a_wire() -> tuple[Group, Wire]:
+    """One way there and another back, as over NCCL, in one ledger."""
+    ledger = Ledger()
+    group, back = (group_over("pipeline", dist.new_group([0, 1]), ledger) for _ in range(2))
+    return group, Wire(group, back, CPU)
+
+
+def values(step: int) -> list[Any]:
+    """What is sent in each step: the same form, others, nothing at all, more than once under one key."""
+    numbers = torch.arange(12.0) + step
+    return [
+        [numbers.view(3, 4)],
+        [(numbers.view(3, 4), None, {"n": step})],
+        [numbers[: step + 1].requires_grad_()],
+        [numbers.view(3, 4), numbers.view(4, 3), numbers.view(3, 4).t()],
+        [(torch.zeros(0, 3), torch.tensor(7), torch.tensor([True, False]), numbers.to(torch.bfloat16))],
+        [{"complex": torch.complex(numbers, -numbers), "text": "ü" * step}],
+    ][step % 6]
+
+
+def exchange(steps: list[int]) -> list[Any]:
+    """Rank 0 sends, rank 1 tells what came, with the form that was expected."""
+    group, wire = a_wire()
+    told = []
+    for step in steps:
+        wire.start_step()
+        for value in values(step):
+            if group.rank == 0:
+                wire.send(*Spec.of(value), peer=1, key=(0, "look"))
+                continue
+            posted = wire.post(0, (0, "look"))
+            spec, tensors = wire.receive(posted, 0, (0, "look"))
+            told.append((posted is not None, spec.rebuild([tensor.clone() for tensor in tensors]), spec.text))
+        wire.finish_step(emptied=True)
+    return told
+
+
+def test_any_form_arrives_whatever_was_expected(warm_ranks: Warm) -> None:
+    steps = [0, 0, 1, 2, 2, 3, 3, 0, 4, 4, 5, 5, 11, 2]
+    sent = [value for step in steps for value in values(step)]
+    came = warm_ranks(2).run(exchange, steps)[1]
+    assert len(came) == len(sent)
+    assert [expected for expected, _, _ in came] == [False] + [True] * (len(sent) - 1)
+    for (_, value, text), original in zip(came, sent, strict=True):
+        spec, tensors = Spec.of(original)
+        assert text == spec.text
+        _, its_tensors = Spec.of(value)
+        assert all(
+            mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+            for mine, theirs in zip(its_tensors, tensors, strict=True)
+        )
+
+
+def counted(shapes: list[list[int]]) -> dict[str, list[int]]:
+    """The bytes of every message of one key, tensors of float64 of these shapes, two a step."""
+    group, wire = a_wire()
+    for shape in shapes:
+        wire.start_step()
+        for _ in range(2):
+            if group.rank == 0:
+                wire.send(*Spec.of(torch.ones(shape, dtype=torch.float64)), peer=1, key=(0, ""))
+            else:
+                wire.receive(wire.post(0, (0, "")), 0, (0, ""))
+        wire.finish_step(emptied=True)
+    moves = group.ledger.moves
+    assert {(move.axis, move.subject) for move in moves} == {("pipeline", "activations")}
+    return {
+        "sent": [move.traffic.sent for move in moves if move.operation == "send"],
+        "received": [move.traffic.received for move in moves if move.operation == "recv"],
+    }
+
+
+def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
+    """A message is 24 bytes of head, a flag for each tensor, up to 16, and then each tensor, up to 16."""
+    told = warm_ranks(2).run(counted, [[3, 5], [3, 5], [2, 5]])
+    whole, other = 32 + 3 * 5 * 8, 32 + 2 * 5 * 8
+    text, other_text = (len(Spec.of(torch.ones(n, 5).double())[0].text) for n in (3, 2))
+    described = [8, text, whole + 8]  # 15 numbers of 8 bytes are 120: up to 128
+    expected = [
+        *described,  # the first step: nothing is remembered
+        *described,  # and what is learned counts from the next step on
+        whole + 8,
+        whole + 8,
+        *[whole + 8, other_text, other],  # the message that was expected says that another form comes
+        *[whole + 8, other_text, other],
+    ]
+    assert told[0] == {"sent": expected, "received": []}
+    assert told[1] == {"sent": [], "received": expected}
+
+
+LEAVES = [
+    Leaf((2, 2), torch.float64, wants_gradient=True),
+    Leaf((3,), torch.float32, wants_gradient=True),
+    Leaf((), torch.bfloat16, wants_gradient=True),
+]
+
+
+def gradients_of(given: list[Tensor | None], tally: tuple[float, float]) -> tuple[Any, int]:
+    group, wire = a_wire()
+    wire.start_step()
+    came = None
+    if group.rank == 1:
+        wire.send_gradients(LEAVES, Gradients(given, tally), peer=0)
+    else:
+        came = wire.receive_gradients(wire.post_gradients(LEAVES, 1))
+    wire.finish_step(emptied=True)
+    return came, sum(move.traffic.payload for move in group.ledger.moves)
+
+
+def test_gradients_arrive_and_none_stays_none(warm_ranks: Warm) -> None:
+    matrix, number = torch.randn(2, 2).double(), torch.tensor(1.5, dtype=torch.bfloat16)
+    (came, size), _ = warm_ranks(2).run(gradients_of, [matrix, None, number], (3.25, 7.0))
+    assert torch.equal(came.tensors[0], matrix)
+    assert came.tensors[1] is None
+    assert torch.equal(came.tensors[2], number)
+    assert came.tally == (3.25, 7.0)
+    assert size == message_size(LEAVES) == 32 + 32 + 16 + 16
+
+
+def test_gradients_of_nothing_still_tell_the_loss(warm_ranks: Warm) -> None:
+    (came, _), _ = warm_ranks(2).run(gradients_of, [None, None, None], (1.0, 2.0))
+    assert came == ([None, None, None], (1.0, 2.0))
+
+
+def keeps_until_gone() -> tuple[int, int, int]:
+    """How many messages the sender holds: before they are taken, after a step that leaves them, after the
+    next, which waits for them."""
+    group, wire = a_wire()
+    one, key = torch.ones(1000), (0, "")
+    wire.start_step()
+    if group.rank == 0:
+        for _ in range(3):
+            wire.send(*Spec.of(one), peer=1, key=key)
+        held = len(wire._sent)
+        wire.finish_step(emptied=False)
+        left = len(wire._earlier)
+    group.barrier()
+    if group.rank == 1:
+        for _ in range(3):
+            wire.receive(None, 0, key)
+        return 0, 0, 0
+    wire.start_step()
+    wire.finish_step(emptied=False)
+    return held, left, len(wire._earlier) + len(wire._sent)
+
+
+def test_a_step_may_leave_messages_and_the_next_one_waits_for_them(warm_ranks: Warm) -> None:
+    held, left, after = warm_ranks(2).run(keeps_until_gone)[0]
+    assert held == left > 0
+    assert after == 0
+
+
+def test_leaves_are_aligned_for_every_type() -> None:
+    for count in range(40):
+        assert message_size([Leaf((1,), torch.complex128, wants_gradient=False)] * count) % 16 == 0

@@ -1,0 +1,19 @@
+"""Parameter sets for tests of single strategies."""
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from echelon.collectives import Group
+from echelon.data_parallel import ParameterSet, SharedGradient, divide_units, named_subset
+
+
+def set_of(
+    module: nn.Module,
+    group: Group,
+    only: Collection[nn.Parameter] | None = None,
+    shared_gradients: Sequence[SharedGradient] = (),
+) -> ParameterSet:
+    """All parameters of a module, or `only` some, over a group."""
+    units = divide_units(module, smallest=0, only=only)
+    return ParameterSet("dense", named_subset(module, only), group, units, shared_gradients)
