@@ -31,7 +31,7 @@ from .processes import wait_until
 
 class NotForSending:
     def __reduce__(self) -> Any:
-        raise TypeError("I stay here")
+        raise TypeError("I cannot be sent")
 
 
 class NotForRebuilding:
@@ -40,7 +40,7 @@ class NotForRebuilding:
 
 
 def refuse_to_rebuild() -> None:
-    raise ValueError("I stay there")
+    raise ValueError("I cannot be rebuilt")
 
 
 def rank() -> int:

@@ -25,7 +25,7 @@ def test_every_part_that_cannot_be_sent_is_named() -> None:
     assert "top level of a module" in function
     assert "argument 1 of type lock" in lock
     assert "argument 2 of type NotForSending" in stubborn
-    assert "I stay here" in stubborn
+    assert "I cannot be sent" in stubborn
 
 
 def test_a_local_function_is_refused() -> None:

@@ -30,9 +30,9 @@ class Launched:
             text=True,
             start_new_session=True,
         )
-        found = wait_until(lambda: len(list(notes.glob("rank-?"))) == 3, 30)
+        all_started = wait_until(lambda: len(list(notes.glob("rank-?"))) == 3, 30)
         self.pids = [int(pid) for note in notes.glob("rank-?") for pid in note.read_text().split()]
-        assert found, "the ranks did not start"
+        assert all_started, "the ranks did not start"
 
     def leaves_nothing(self) -> bool:
         return still_alive(self.pids) == [] and wait_until(lambda: not any(self.temporary.iterdir()), 2)

@@ -125,8 +125,8 @@ def test_a_user_error_is_raised_unchanged() -> None:
 @pytest.mark.parametrize(
     ("rebuild", "words"),
     [
-        (False, "its result of type NotForSending cannot be sent back: I stay here"),
-        (True, "sent a value that cannot be rebuilt here: ValueError: I stay there"),
+        (False, "its result of type NotForSending cannot be sent back: I cannot be sent"),
+        (True, "sent a value that cannot be rebuilt here: ValueError: I cannot be rebuilt"),
     ],
 )
 def test_a_result_that_cannot_be_sent_names_the_rank(rebuild: bool, words: str) -> None:

@@ -107,15 +107,17 @@ def two_networks() -> Iterator[list[list[str]]]:
     if os.geteuid() != 0 or not ip("netns", "add", names[0]):
         pytest.skip("network namespaces need root and iproute2")
     try:
-        made = ip("netns", "add", names[1]) and ip(
+        is_connected = ip("netns", "add", names[1]) and ip(
             *("link", "add", "veth0", "netns", names[0], "type", "veth"),
             *("peer", "name", "veth0", "netns", names[1]),
         )
         for node, name in enumerate(names):
-            made = made and ip("-n", name, "addr", "add", f"10.213.77.{node + 1}/24", "dev", "veth0")
-            made = made and ip("-n", name, "link", "set", "veth0", "up")
-            made = made and ip("-n", name, "link", "set", "lo", "up")
-        if not made:
+            is_connected = is_connected and ip(
+                "-n", name, "addr", "add", f"10.213.77.{node + 1}/24", "dev", "veth0"
+            )
+            is_connected = is_connected and ip("-n", name, "link", "set", "veth0", "up")
+            is_connected = is_connected and ip("-n", name, "link", "set", "lo", "up")
+        if not is_connected:
             pytest.skip("this machine makes no virtual cables")
         yield [["ip", "netns", "exec", name] for name in names]
     finally:

@@ -10,7 +10,7 @@ from .processes import needs_proc
 
 
 def test_a_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launch(tasks.nothing, 1)  # the fork server is there now, with the environment and folder of before
+    launch(tasks.nothing, 1)  # now the fork server runs, with the environment and folder of this moment
     monkeypatch.setenv("ECHELON_TEST_MARK", "set late")
     monkeypatch.chdir(tmp_path)
     first, second = launch(tasks.surroundings, 2, backend="gloo")
@@ -49,10 +49,10 @@ def test_nothing_listens_beyond_loopback() -> None:
 def listening_addresses(pid: int) -> list[str]:
     """The local addresses, in the kernel's hexadecimal, of the listening TCP sockets of a process."""
     links = [link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    mine = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
     tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     rows = [row.split() for table in tables for row in table]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets]
 
 
 def is_loopback(address: str) -> bool:
