@@ -1,30 +1,20 @@
-"""echelon schedule: the figures, what is drawn, and every way to ask for what has no meaning."""
+"""echelon schedule: the figures of every schedule, files, and every invalid argument."""
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echelon.bench import rehearsal
-from echelon.cli.main import run
-from echelon.launching import Ranks
 from echelon.program import build, load_schedule, show
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run(["schedule", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.cli.schedule_output import output
 
 
 def result(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> dict[str, Any]:
     code, out, err = output(capsys, name, "--stages", "4", "--microbatches", "8", *arguments, "--json")
     assert (code, err) == (0, "")
-    given: dict[str, Any] = json.loads(out)
-    return given
+    summary: dict[str, Any] = json.loads(out)
+    return summary
 
 
 @pytest.mark.parametrize(
@@ -47,45 +37,30 @@ def test_the_figures_of_each_schedule(
     in_flight: list[int],
     versions: list[int],
 ) -> None:
-    given = result(capsys, *arguments)
-    assert given["bubble_fraction"] == pytest.approx(bubble, abs=1e-12)
-    assert given["in_flight"] == in_flight
-    assert given["versions"] == versions
-    assert (given["schedule"], given["stages"], given["microbatches"]) == (arguments[0], 4, 8)
-    assert ("3 batches" in given["bubble_of"]) == arguments[0].startswith("pipedream")
+    summary = result(capsys, *arguments)
+    assert summary["bubble_fraction"] == pytest.approx(bubble, abs=1e-12)
+    assert summary["in_flight"] == in_flight
+    assert summary["versions"] == versions
+    assert (summary["schedule"], summary["stages"], summary["microbatches"]) == (arguments[0], 4, 8)
+    assert ("3 batches" in summary["bubble_of"]) == arguments[0].startswith("pipedream")
 
 
 def test_costs_change_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    given = result(
+    summary = result(
         capsys, "1f1b", "--forward", "0.5,1,1,1", "--backward", "2", "--transfer", "0.1", "--update", "1"
     )
-    assert given["busy_seconds"] == [8 * 2.5 + 1, 25, 25, 25]
-    assert given["seconds"] > 8 * 3 + 3 * 3 + 1
+    assert summary["busy_seconds"] == [8 * 2.5 + 1, 25, 25, 25]
+    assert summary["seconds"] > 8 * 3 + 3 * 3 + 1
     halves = result(capsys, "zero-bubble", "--backward-input", "1", "--backward-weight", "0")
     assert halves["busy_seconds"] == [16] * 4
 
 
 def test_replicated_stages(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, "1f1b", "--replicas", "3-1", "--microbatches", "6", "--json")
-    given = json.loads(out)
+    summary = json.loads(out)
     assert code == 0
-    assert given["placement"] == [[0, 1, 2], [3]]
-    assert given["in_flight"] == [2, 2, 2, 1]
-
-
-def test_a_person_sees_the_bubble_the_table_and_the_grid(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    code, out, err = output(capsys, "1f1b", "--stages", "2", "--microbatches", "2")
-    assert (code, err) == (0, "")
-    assert "bubble 1/3 = 33.3% of one step" in out
-    assert "rank 0  F0 F1 ·  B0 ·  B1\nrank 1  ·  F0 B0 F1 B1 ·\n" in out
-    code, out, _ = output(capsys, "1f1b", "--stages", "2", "--microbatches", "500")
-    assert "more parts like these are left out: --out FILE.svg" in out
-    assert out.count("\n") < 90
-    code, out, _ = output(capsys, "1f1b", "--stages", "70", "--microbatches", "3")
-    assert "in flight at most 3" in out
+    assert summary["placement"] == [[0, 1, 2], [3]]
+    assert summary["in_flight"] == [2, 2, 2, 1]
 
 
 def test_text_is_the_program_and_can_be_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -99,17 +74,8 @@ def test_text_is_the_program_and_can_be_loaded(capsys: pytest.CaptureFixture[str
     assert load_schedule(file) == program
     assert json.loads(out)["text"] == show(program)
     code, out, _ = output(capsys, str(file), "--json", "--stages", "3")
-    given = json.loads(out)
-    assert (given["schedule"], given["stages"], given["microbatches"]) == ("zero-bubble", 3, 4)
-
-
-def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
-    for path in (svg, png):
-        assert output(capsys, "1f1b", "--stages", "2", "--microbatches", "2", "--out", str(path))[0] == 0
-    assert svg.read_text().startswith("<svg")
-    assert "1f1b: 2 stages, 2 microbatches" in svg.read_text()
-    assert png.read_bytes().startswith(b"\x89PNG")
+    summary = json.loads(out)
+    assert (summary["schedule"], summary["stages"], summary["microbatches"]) == ("zero-bubble", 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +122,7 @@ def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["nowhere/a.txt", "--forward", "x"], ["--forward x"]),
     ],
 )
-def test_what_has_no_meaning_is_exit_2_with_every_reason(
+def test_invalid_arguments_are_exit_2_with_every_reason(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: list[str]
 ) -> None:
     code, out, err = output(capsys, *arguments)
@@ -183,7 +149,7 @@ def test_what_has_no_meaning_is_exit_2_with_every_reason(
         ),
     ],
 )
-def test_a_faulty_file_is_exit_2_with_the_line_the_grid_and_the_reason(
+def test_an_invalid_file_is_exit_2_with_the_line_the_grid_and_the_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: list[str]
 ) -> None:
     file = tmp_path / "mine.txt"
@@ -203,87 +169,3 @@ def test_options_that_differ_from_the_file(capsys: pytest.CaptureFixture[str], t
     assert code == 2
     assert "--stages 2: the file says 1" in err
     assert "--microbatches 3: the file says 1" in err
-
-
-# --- measured -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _measuring(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
-
-
-@pytest.mark.usefixtures("_measuring")
-@pytest.mark.parametrize(
-    ("arguments", "costs"),
-    [
-        (["1f1b", "--stages", "2"], {"forward", "backward", "update"}),
-        (["zero-bubble", "--stages", "2"], {"forward", "backward_input", "backward_weight", "update"}),
-        (["pipedream", "--stages", "2"], {"forward", "backward", "update"}),
-    ],
-)
-def test_the_measured_bubble_stands_beside_that_of_the_measured_costs(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], costs: set[str]
-) -> None:
-    code, out, err = output(capsys, *arguments, "--microbatches", "2", "--measure", "--json")
-    assert (code, err) == (0, "")
-    given = json.loads(out)
-    assert 0 < given["bubble_fraction"] < 1
-    assert 0 < given["bubble_measured"] < 1
-    assert given["bubble_measured"] in given["bubbles_measured"]
-    assert set(given["costs_measured"]) == costs | {"transfer"}
-    assert all(seconds > 0 for seconds in given["costs_measured"]["forward"])
-    assert given["seconds_measured"] > given["batches"] * 2 * min(given["costs_measured"]["forward"])
-    assert given["model"]["layers"] == 4
-
-
-@pytest.mark.usefixtures("_measuring")
-def test_what_was_measured_is_drawn_above_the_plan(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    file, out = tmp_path / "mine.txt", tmp_path / "a.svg"
-    file.write_text("rank 0: F0 F1 B0 B1\nrank 1: F0 B0 F1 B1\n")
-    code, told, err = output(capsys, str(file), "--measure", "--out", str(out))
-    assert (code, err) == (0, "")
-    assert "measured (median of 9 turns)" in told
-    assert "simulated with the measured costs" in told
-    assert "a GPT of 4 blocks on 2 ranks of this machine" in told
-    assert [told.count(f"rank {rank}") for rank in (0, 1)] == [2, 2]
-    picture = out.read_text()
-    assert "2 stages, 2 microbatches: measured" in picture
-    assert picture.index(": measured") < picture.index("simulated with the measured costs")
-    assert [picture.count(f">{name}<") for name in ("F0", "B1", "rank 1")] == [4, 4, 2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["--stages", "2", "--update", "1", "--text"],
-            ["2 errors", "--update with", "--text with --measure"],
-        ),
-        (["--stages", "2", "--backward-input", "0"], ["--backward-input with --measure"]),
-        (["--stages", "40"], ["2 errors", "40 ranks", "1600 forwards: at most 1000"]),
-        (["--stages", "1"], ["1 ranks: it needs 2 to 16"]),
-    ],
-)
-def test_what_cannot_be_measured_is_exit_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], says: list[str]
-) -> None:
-    code, out, err = output(capsys, "gpipe", "--microbatches", "40", *arguments, "--measure")
-    assert (code, out) == (2, "")
-    for part in says:
-        assert part in err
-
-
-def test_measuring_under_torchrun_and_versions_from_a_file_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "mine.txt"
-    assert output(capsys, "pipedream", "--stages", "2", "--microbatches", "2", "--out", str(file))[0] == 0
-    monkeypatch.setattr("echelon.cli.schedule_measure.is_under_torchrun", lambda: True)
-    code, _, err = output(capsys, str(file), "--measure")
-    assert code == 2
-    assert "without torchrun" in err
-    assert "keeps weight versions" in err

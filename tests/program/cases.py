@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.program import (
-    ASYNCHRONOUS,
-    SCHEDULES,
     Instruction,
     Op,
     Program,
@@ -20,7 +19,7 @@ from echelon.program.text import parse
 
 
 class Shape(NamedTuple):
-    """What a schedule is made of."""
+    """The numbers of a schedule."""
 
     name: str
     replicas: tuple[int, ...]
@@ -33,7 +32,7 @@ class Shape(NamedTuple):
         return self.microbatches * self.batches
 
     def program(self) -> Program:
-        if self.name in ASYNCHRONOUS:
+        if self.name in ASYNCHRONOUS_SCHEDULES:
             stages = len(self.replicas)
             return add_transfers(asynchronous(self.name, stages, self.microbatches, taken=self.taken))
         return build(self.name, self.replicas, self.microbatches, self.chunks)
@@ -45,7 +44,7 @@ def shapes(draw: st.DrawFn, names: tuple[str, ...] = SCHEDULES, most_replicas: i
     depth = draw(st.integers(1, 6))
     if name == "interleaved":
         return Shape(name, (1,) * depth, depth * draw(st.integers(1, 3)), draw(st.integers(2, 3)))
-    if name in ASYNCHRONOUS:
+    if name in ASYNCHRONOUS_SCHEDULES:
         least = depth if name == "pipedream-2bw" else 1
         return Shape(name, (1,) * depth, draw(st.integers(least, 9)), batches=draw(st.integers(1, 4)))
     replicas = draw(st.lists(st.integers(1, most_replicas), min_size=depth, max_size=depth))
@@ -73,14 +72,14 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def program_of(text: str) -> Program:
-    """The program that a text stands for."""
+    """The program of a text."""
     parsed = parse(text)
     assert parsed.program is not None, parsed.errors
     return parsed.program
 
 
 def with_rank(program: Program, rank: int, instructions: list[Instruction]) -> Program:
-    """The same program, but for what one rank does."""
+    """The same program with other instructions on one rank."""
     ranks = [*program.ranks]
     ranks[rank] = tuple(instructions)
     return replace(program, ranks=tuple(ranks))

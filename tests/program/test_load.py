@@ -1,4 +1,4 @@
-"""Schedule files: lowered as far as they leave to do, checked, and refused with the line."""
+"""Schedule files: completed with what they leave out, checked, and rejected with the line."""
 
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def test_a_whole_program_is_taken_as_it_is(file: Path) -> None:
         ("", ["no rank: write a line for each"]),
     ],
 )
-def test_errors_are_told_with_the_line_and_the_grid(file: Path, text: str, says: list[str]) -> None:
+def test_errors_name_the_line_and_show_the_grid(file: Path, text: str, says: list[str]) -> None:
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         load_schedule(file)

@@ -1,12 +1,13 @@
-"""Measured spans: the bubble by its definition, and costs that bring a simulation back to it."""
+"""Measured spans: the bubble by definition, and costs with which a simulation has the same bubble."""
 
 import pytest
 
-from echelon.program import ASYNCHRONOUS, SCHEDULES, Costs, Instruction, Op, Span, build, measured, simulate
+from echelon.plan import FLUSHED_SCHEDULES, SCHEDULES
+from echelon.program import Costs, Instruction, Op, Span, build, measured, simulate
 from echelon.program.instruction import RECEIVES
 
 
-def span(
+def make_span(
     rank: int, start: float, end: float, op: Op, microbatch: int | None = 0, peer: int | None = None
 ) -> Span:
     return Span(rank, start, end, Instruction(op, rank, microbatch, peer))
@@ -15,18 +16,18 @@ def span(
 # rank 0  F0 F0 SA ·  ·  ·  ·  RG B0 B0 NORM UPDATE
 # rank 1  RA RA RA F0 F0 B0 SG NORM, which waits for rank 0, UPDATE
 STEP = [
-    span(0, 10.0, 12.0, Op.FORWARD),
-    span(0, 12.0, 12.5, Op.SEND_ACTIVATION, peer=1),
-    span(0, 12.5, 18.0, Op.RECV_GRADIENT, peer=1),
-    span(0, 18.0, 20.0, Op.BACKWARD),
-    span(0, 20.0, 20.5, Op.NORM, None),
-    span(0, 20.5, 21.5, Op.UPDATE, None),
-    span(1, 9.0, 13.0, Op.RECV_ACTIVATION, peer=0),
-    span(1, 13.0, 15.0, Op.FORWARD),
-    span(1, 15.0, 16.0, Op.BACKWARD),
-    span(1, 16.0, 16.5, Op.SEND_GRADIENT, peer=0),
-    span(1, 16.5, 20.5, Op.NORM, None),
-    span(1, 20.5, 21.0, Op.UPDATE, None),
+    make_span(0, 10.0, 12.0, Op.FORWARD),
+    make_span(0, 12.0, 12.5, Op.SEND_ACTIVATION, peer=1),
+    make_span(0, 12.5, 18.0, Op.RECV_GRADIENT, peer=1),
+    make_span(0, 18.0, 20.0, Op.BACKWARD),
+    make_span(0, 20.0, 20.5, Op.NORM, None),
+    make_span(0, 20.5, 21.5, Op.UPDATE, None),
+    make_span(1, 9.0, 13.0, Op.RECV_ACTIVATION, peer=0),
+    make_span(1, 13.0, 15.0, Op.FORWARD),
+    make_span(1, 15.0, 16.0, Op.BACKWARD),
+    make_span(1, 16.0, 16.5, Op.SEND_GRADIENT, peer=0),
+    make_span(1, 16.5, 20.5, Op.NORM, None),
+    make_span(1, 20.5, 21.0, Op.UPDATE, None),
 ]
 
 
@@ -42,7 +43,7 @@ def test_without_work_there_is_no_bubble() -> None:
 
 
 def test_every_update_is_work_and_the_wait_for_other_ranks_is_not() -> None:
-    between = [*STEP[:6], span(0, 21.5, 22.0, Op.FORWARD, 1), *STEP[6:]]
+    between = [*STEP[:6], make_span(0, 21.5, 22.0, Op.FORWARD, 1), *STEP[6:]]
     assert [span.op for span in measured.work(STEP)] == [Op.FORWARD, Op.BACKWARD, Op.UPDATE] * 2
     assert [span.op for span in measured.work(between)][:4] == [
         Op.FORWARD,
@@ -55,7 +56,7 @@ def test_every_update_is_work_and_the_wait_for_other_ranks_is_not() -> None:
 
 
 def test_costs_are_medians_by_stage_and_direction() -> None:
-    slow = [its._replace(end=its.end + 9 * (its.op is Op.FORWARD)) for its in STEP]
+    slow = [span._replace(end=span.end + 9 * (span.op is Op.FORWARD)) for span in STEP]
     costs = measured.costs([STEP, slow, STEP], stages=2)
     assert (costs.forward, costs.backward) == ([2.0, 2.0], [2.0, 1.0])
     assert (costs.backward_input, costs.backward_weight) == ([0.0, 0.0], [0.0, 0.0])
@@ -63,24 +64,25 @@ def test_costs_are_medians_by_stage_and_direction() -> None:
 
 def test_a_hop_is_from_send_to_receive_where_the_receiver_waited() -> None:
     assert measured.costs([STEP], 2).transfer == pytest.approx((1.0 + 2.0) / 2)
-    late = [its._replace(start=15.0, end=15.1) if its.op is Op.RECV_ACTIVATION else its for its in STEP]
+    late = [span._replace(start=15.0, end=15.1) if span.op is Op.RECV_ACTIVATION else span for span in STEP]
     assert measured.costs([late], 2).transfer == pytest.approx(2.0)
-    never = [its._replace(start=17.0, end=17.3) if its.op is Op.RECV_GRADIENT else its for its in late]
+    never = [span._replace(start=17.0, end=17.3) if span.op is Op.RECV_GRADIENT else span for span in late]
     assert measured.costs([never], 2).transfer == pytest.approx(0.2)
 
 
 def as_measured(spans: list[Span]) -> list[Span]:
-    """A simulated receive starts when its message is there; an executed one when its rank comes to it."""
-    before = [None, *spans]
-    return [
-        its._replace(start=last.end if last and last.rank == its.rank else 0.0) if its.op in RECEIVES else its
-        for last, its in zip(before, spans, strict=False)
-    ]
+    """A simulated receive starts when its message arrives; an executed one when its rank comes to it."""
+    measured_spans: list[Span] = []
+    for span in spans:
+        is_first = not measured_spans or measured_spans[-1].rank != span.rank
+        start = 0.0 if is_first else measured_spans[-1].end
+        measured_spans.append(span._replace(start=start) if span.op in RECEIVES else span)
+    return measured_spans
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_costs_of_a_timeline_bring_it_back(name: str) -> None:
-    """What was measured and explained by costs alone is simulated without any difference."""
+def test_a_simulation_with_the_measured_costs_equals_the_measured_timeline(name: str) -> None:
+    """Costs alone explain these spans, so that no gap is left."""
     program = build(name, (1,) * 3, 6, 2 if name == "interleaved" else 1)
     weights = [0.5 + 0.25 * (stage % 3) for stage in range(program.stages)]
     costs = Costs(
@@ -92,7 +94,7 @@ def test_the_costs_of_a_timeline_bring_it_back(name: str) -> None:
     assert measured.seconds(again) == pytest.approx(measured.seconds(steps[0]))
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in ASYNCHRONOUS])
+@pytest.mark.parametrize("name", FLUSHED_SCHEDULES)
 def test_the_bubble_of_a_timeline_is_its_own(name: str) -> None:
     line = simulate(build(name, (1,) * 3, 6, 2 if name == "interleaved" else 1))
     assert measured.bubble(list(line.spans()), 3) == pytest.approx(float(line.bubble_fraction), abs=1e-12)

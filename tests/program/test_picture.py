@@ -1,4 +1,4 @@
-"""Pictures of timelines, planned or measured: SVG that is XML, PNG that has its colours where they belong."""
+"""Pictures of timelines, planned or measured: boxes where the spans are, with colours and labels."""
 
 import io
 from xml.etree import ElementTree
@@ -82,7 +82,7 @@ def test_nothing_at_all_and_far_too_much() -> None:
 
 
 def test_timelines_that_are_drawn_together_have_one_scale() -> None:
-    half = [its._replace(start=its.start / 2, end=its.end / 2) for its in MEASURED]
+    half = [span._replace(start=span.start / 2, end=span.end / 2) for span in MEASURED]
     alone = draw(MEASURED, 2, "one")
     both = draw_together([Panel(MEASURED, "one"), Panel(half, "other", "about it")], 2, "seconds")
     boxes = [shape for shape in both.shapes if isinstance(shape, Box) and shape.height > 14]

@@ -9,7 +9,7 @@ from echelon.program.text import show_instruction
 
 def staircase(program: Program) -> list[str]:
     return [
-        " ".join(show_instruction(its, program.stages_of(rank)) for its in work)
+        " ".join(show_instruction(instruction, program.stages_of(rank)) for instruction in work)
         for rank, work in enumerate(program.ranks)
     ]
 

@@ -1,4 +1,4 @@
-"""Timelines from costs: exact, as early as the rule lets, and fast."""
+"""Timelines from costs: exact, and each instruction as early as the rule of readiness allows."""
 
 import time
 from fractions import Fraction
@@ -40,7 +40,7 @@ def test_every_start_and_end_of_a_small_program() -> None:
     }
     assert seen["F0@0"] == (0, 1)
     assert seen["F1@0"] == (1, 2)
-    assert seen["RA0@1"] == (4, 4)  # sent at 1, three seconds on its way
+    assert seen["RA0@1"] == (4, 4)  # sent at 1, three seconds under way
     assert seen["F0@1"] == (4, 5)
     assert seen["B0@1"] == (5, 7)
     assert seen["B0@0"] == (10, 12)
@@ -94,28 +94,28 @@ def test_with_weight_versions_no_norm_waits_for_another_rank() -> None:
     assert norms == [[4, 7], [3, 6]]
 
 
-def test_costs_that_fit_no_stage_are_refused() -> None:
+def test_costs_for_another_number_of_stages_are_rejected() -> None:
     with pytest.raises(UserError, match="3 costs for 2 stages"):
         simulate(build("1f1b", (1, 1), 2), Costs(forward=[1, 2, 3]))
 
 
-def test_a_program_that_gets_stuck_is_refused() -> None:
+def test_a_program_that_gets_stuck_is_rejected() -> None:
     with pytest.raises(UserError, match="gets stuck"):
         simulate(program_of("rank 0: RG0<1 F0 SA0>1 B0\nrank 1: RA0<0 F0 B0 SG0>0"))
 
 
 @settings(deadline=None)
 @given(shapes(), st.integers(0, 3), st.integers(1, 3), st.integers(1, 3))
-def test_each_instruction_starts_when_the_last_of_what_it_waits_for_is_there(
+def test_each_instruction_starts_when_the_last_that_it_waits_for_has_ended(
     shape: Shape, transfer: int, forward: int, backward: int
 ) -> None:
     program = shape.program()
     line = simulate(program, Costs(forward=forward, backward=backward, transfer=transfer))
     count = 0
-    for rank, place, causes in walk(program):
-        hop = transfer if program.ranks[rank][place].peer is not None else 0
-        before = [line.ends[rank][place - 1]] if place else [0]
-        assert line.starts[rank][place] == max([*before, *(line.ends[r][p] + hop for r, p in causes)])
+    for rank, index, causes in walk(program):
+        hop = transfer if program.ranks[rank][index].peer is not None else 0
+        before = [line.ends[rank][index - 1]] if index else [0]
+        assert line.starts[rank][index] == max([*before, *(line.ends[r][i] + hop for r, i in causes)])
         count += 1
     assert count == sum(map(len, program.ranks))
 

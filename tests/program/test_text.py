@@ -1,4 +1,4 @@
-"""Programs print and parse: the same program again, golden files, all errors with their lines."""
+"""Programs print and parse to themselves: golden files, and all errors with their lines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,18 +38,18 @@ def test_golden_files_and_schedules_are_the_same() -> None:
 
 @settings(deadline=None)
 @given(shapes(), st.booleans())
-def test_every_schedule_comes_back_as_it_was(shape: Shape, gathered: bool) -> None:
+def test_every_schedule_parses_to_itself(shape: Shape, gathered: bool) -> None:
     program = add_gathers(shape.program()) if gathered else shape.program()
     assert parse(show(program)).program == program
 
 
 @settings(deadline=None)
 @given(programs())
-def test_any_program_comes_back_as_it_was(program: Program) -> None:
+def test_any_program_parses_to_itself(program: Program) -> None:
     assert parse(show(program)).program == program
 
 
-def test_what_a_person_writes() -> None:
+def test_a_handwritten_program() -> None:
     text = """
     # two stages, one microbatch: the stage may be named, marks stand in any order
     rank 1:RA0<0 F0@1v0 B0v0@1 SG0@1>0   # the last stage
@@ -68,6 +68,13 @@ def test_what_a_person_writes() -> None:
     assert parse(text).lines == {1: 3, 0: 5}
 
 
+def test_an_instruction_of_the_whole_rank_names_no_stage() -> None:
+    text = "stage 0: 0\nstage 1: 0\nrank 0: REDUCE@0 REDUCE@1 TIE NORM UPDATE PUBLISH NORM@1\n"
+    program = program_of(text)
+    assert [instruction.stage for instruction in program.ranks[0]] == [0, 1, 0, 0, 0, 0, 1]
+    assert show(program) == f"schedule: schedule\n{text}"
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -77,6 +84,9 @@ def test_what_a_person_writes() -> None:
         ("rank 0: ?", "line 1: '?': unknown word"),
         ("rank 0: F", "line 1: 'F': F needs the number of a microbatch, like F0"),
         ("rank 0: POP", "line 1: 'POP': POP needs the number of a version, like POP0"),
+        ("rank 0: NORM3", "line 1: 'NORM3': NORM takes no number"),
+        ("rank 0: PUBLISH<0", "line 1: 'PUBLISH<0': PUBLISH takes no '<'"),
+        ("rank 0: TI", "line 1: 'TI': unknown word (did you mean 'TIE'?)"),
         ("rank 0: REDUCE3", "line 1: 'REDUCE3': REDUCE takes no number"),
         ("rank 0: F0<0", "line 1: 'F0<0': F takes no '<'"),
         ("rank 0: SA0<0", "line 1: 'SA0<0': SA needs the other rank, like SA0>1"),
@@ -84,7 +94,7 @@ def test_what_a_person_writes() -> None:
         ("rank 0: F0v1v1", "line 1: 'F0v1v1': a mark stands twice"),
         ("rank 0: F0@1", "line 1: 'F0@1': there is no stage 1; the stages are 0 … 0"),
         ("rank 0: SA0>7", "line 1: 'SA0>7': there is no rank 7; the ranks are 0 … 0"),
-        ("rank 0: F0\n\nrank 0: B0", "line 3: rank 0 stands twice, on line 1 before"),
+        ("rank 0: F0\n\nrank 0: B0", "line 3: rank 0 is already on line 1; keep one"),
         ("rank 0: F0\nrank 2: F0", "rank 1 missing, though there is a rank 2"),
         ("rank 999999999: F0", "rank 0 missing, though there is a rank 999999999"),
         ("stage 1: 0\nrank 0: F0@1", "stage 0 missing, though there is a stage 1"),
@@ -92,23 +102,23 @@ def test_what_a_person_writes() -> None:
         ("stage 0: x\nrank 0: F0@0", "line 1: 'x': stage 0 must be on ranks that have a line here"),
         ("stage 0:\nrank 0: F0@0", "line 1: stage 0: name the ranks that hold it"),
         ("stage 0: 0 0\nrank 0: F0", "line 1: stage 0: '0 0' names a rank twice"),
-        ("stage 0: 0\nstage 0: 0\nrank 0: F0", "line 2: stage 0 stands twice, on line 1 before"),
+        ("stage 0: 0\nstage 0: 0\nrank 0: F0", "line 2: stage 0 is already on line 1; keep one"),
         (
             "stage 0: 0\nstage 1: 0\nrank 0: F0",
             "line 3: 'F0': which stage? This rank holds several: write F0@0",
         ),
         ("stage 0: 0\nrank 0:\nrank 1: F0", "line 3: 'F0': which stage? This rank holds none: write F0@0"),
-        ("rnk 0: F0", "line 1: 'rnk': no line begins so (did you mean 'rank'?)"),
+        ("rnk 0: F0", "line 1: 'rnk': unknown kind of line (did you mean 'rank'?)"),
         ("rank 0: F0\nF1 B1", "line 2: 'F1 B1': must begin with 'rank N:' or 'stage N:'"),
         ("rank: F0", "line 1: 'rank:' has no number"),
-        ("schedule: a\nschedule: b\nrank 0: F0", "line 2: 'schedule' stands twice, on line 1 before"),
+        ("schedule: a\nschedule: b\nrank 0: F0", "line 2: 'schedule' is already on line 1; keep one"),
         ("schedule:\nrank 0: F0", "line 1: 'schedule:': must be written 'schedule: …'"),
-        ("microbatches: two\nrank 0: F0", "line 1: 'two': must be a whole number of microbatches"),
+        ("microbatches: two\nrank 0: F0", "line 1: 'two': must be an integer number of microbatches"),
         ("rank 0: F" + "9" * 5000, "unknown word"),
         ("# nothing\n", "no rank: write a line for each, like 'rank 0: F0 B0'"),
     ],
 )
-def test_each_error_is_told_with_its_line_and_word(text: str, error: str) -> None:
+def test_each_error_names_its_line_and_word(text: str, error: str) -> None:
     parsed = parse(text)
     assert parsed.program is None
     assert len(parsed.errors) == 1
@@ -121,13 +131,13 @@ def test_all_errors_at_once_in_the_order_of_the_lines() -> None:
 
 
 @settings(deadline=None)
-@given(st.text(alphabet="rankstge 0123456789:FBIWSARG@v<>#\nUPDATE", max_size=80))
+@given(st.text(alphabet="rankstge 0123456789:FBIWSARG@v<>#\nUPDATENORMTIEPUBLISH", max_size=80))
 def test_no_text_is_a_traceback(text: str) -> None:
     parsed = parse(text)
     assert (parsed.program is None) == bool(parsed.errors)
 
 
-def test_a_whole_program_is_one_line_a_rank() -> None:
+def test_a_whole_program_is_one_line_per_rank() -> None:
     assert show(build("1f1b", (1, 1), 1)) == (
         "schedule: 1f1b\n"
         "rank 0: F0 SA0>1 RG0<1 B0 REDUCE NORM UPDATE PUBLISH\n"

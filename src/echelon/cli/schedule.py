@@ -1,4 +1,4 @@
-"""echelon schedule"""
+"""echelon schedule: the options, and the program that they ask for."""
 
 import gc
 import re
@@ -14,10 +14,10 @@ from echelon.cli.options import Json, console, print_json
 from echelon.errors import UserError, did_you_mean, raise_errors
 
 if TYPE_CHECKING:
-    from echelon.cli.schedule_view import Shown
+    from echelon.cli.schedule_view import ScheduleRequest
     from echelon.program import Costs
 
-_BATCHES = 3  # of a pipeline that never drains: enough to see what it keeps
+_BATCHES = 3  # of a pipeline that never drains: enough to show all weight versions
 _MOST_WORK = 1_000_000
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?")
 _DEFAULTS = {"forward": "1", "backward": "1", "transfer": "0", "reduce": "0", "update": "0"}
@@ -25,8 +25,8 @@ _COST = "Seconds, or one for each stage: 1,2,1."
 
 Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a file that holds one.")]
 Stages = Annotated[int | None, typer.Option("--stages", help="How many stages the pipeline has.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", help="How many of them in a step.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", help="Stages a rank, of the interleaved schedule.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", help="How many microbatches a step has.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", help="Stages per rank, of the interleaved schedule.")]
 Replicas = Annotated[str | None, typer.Option("--replicas", help="Replicas of each stage, like 3-1.")]
 Forward = Annotated[str, typer.Option("--forward", help=f"A forward. {_COST}")]
 Backward = Annotated[str, typer.Option("--backward", help=f"A whole backward. {_COST}")]
@@ -45,7 +45,8 @@ Out = Annotated[
     typer.Option("--out", help="Write a picture (.svg, .png) or the program (.txt) to this file."),
 ]
 Measure = Annotated[
-    bool, typer.Option("--measure", help="Run it here, and show it as it ran beside the plan.")
+    bool,
+    typer.Option("--measure", help="Run it here, and show the measured timeline beside the simulated one."),
 ]
 AsText = Annotated[bool, typer.Option("--text", help="Print the program itself.")]
 
@@ -84,21 +85,21 @@ def schedule(
     if out is not None and out.suffix not in (".svg", ".png", ".txt"):
         errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
     if measure:
-        errors += _needless(texts, as_text)
+        errors += _unused_with_measure(texts, as_text)
     make = _from_file if _is_file(name) else _from_name
-    with _no_collection():
-        shown = make(name, stages, microbatches, chunks, replicas, errors)
-        raise_errors(f"schedule '{name}'", _miscounted(costs, shown.program.stages))
-        check(shown.program)
+    with _no_garbage_collection():
+        request = make(name, stages, microbatches, chunks, replicas, errors)
+        raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
+        check(request.program)
     if measure:
-        _measured(shown, out, as_json)
+        _measured(request, out, as_json)
     else:
-        _planned(shown, Costs(**costs), out, as_text, as_json)
+        _planned(request, Costs(**costs), out, as_text, as_json)
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A program may be a million small things, none of them garbage, among which Python would look for it."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Without garbage collection: a program may be a million tuples, none of them garbage."""
     gc.disable()
     try:
         yield
@@ -106,47 +107,55 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _planned(shown: "Shown", costs: "Costs", out: Path | None, as_text: bool, as_json: bool) -> None:
+def _planned(
+    request: "ScheduleRequest", costs: "Costs", out: Path | None, as_text: bool, as_json: bool
+) -> None:
     from echelon.cli.schedule_view import display, panel, summary, write
     from echelon.program import show, simulate
 
-    line = simulate(shown.program, costs)
+    line = simulate(request.program, costs)
     if out is not None:
-        write(out, shown, [panel(shown, line)])
+        write(out, request, [panel(request, line)])
     if as_json:
-        print_json(summary(shown, line) | ({"text": show(shown.program)} if as_text else {}))
+        print_json(summary(request, line) | ({"text": show(request.program)} if as_text else {}))
     elif as_text:
-        print(show(shown.program), end="")
+        print(show(request.program), end="")
     else:
-        display(console(as_json), shown, line)
+        display(console(as_json), request, line)
 
 
-def _measured(shown: "Shown", out: Path | None, as_json: bool) -> None:
-    from echelon.cli.schedule_measure import display_measured, errors_of, measure, measured_summary, panels
+def _measured(request: "ScheduleRequest", out: Path | None, as_json: bool) -> None:
+    from echelon.cli.schedule_measure import (
+        display_measured,
+        measure,
+        measured_summary,
+        measuring_errors,
+        panels,
+    )
     from echelon.cli.schedule_view import write
 
-    raise_errors(f"what is asked of '{shown.name}'", errors_of(shown))
+    raise_errors(f"schedule '{request.name}'", measuring_errors(request))
     screen = console(as_json)
-    found = measure(screen, shown)
+    rehearsal = measure(screen, request)
     if out is not None:
-        write(out, shown, panels(shown, found))
+        write(out, request, panels(request, rehearsal))
     if as_json:
-        print_json(measured_summary(shown, found))
+        print_json(measured_summary(request, rehearsal))
     else:
-        display_measured(screen, shown, found)
+        display_measured(screen, request, rehearsal)
 
 
-def _needless(texts: dict[str, str | None], as_text: bool) -> list[str]:
-    """What has no meaning beside --measure."""
-    given = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
-    errors = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in given]
+def _unused_with_measure(texts: dict[str, str | None], as_text: bool) -> list[str]:
+    """Options that --measure would ignore."""
+    costs = [name for name, text in texts.items() if text != _DEFAULTS.get(name)]
+    errors = [f"{_option(name)} with --measure: costs are measured; leave one of them out" for name in costs]
     if as_text:
-        errors.append("--text with --measure: the program is not what was measured; leave one of them out")
+        errors.append("--text with --measure: --text prints the program, not a measurement; use one of them")
     return errors
 
 
 def _is_file(name: str) -> bool:
-    from echelon.program import SCHEDULES
+    from echelon.plan import SCHEDULES
 
     return name not in SCHEDULES and ("/" in name or name.endswith(".txt") or Path(name).is_file())
 
@@ -158,26 +167,28 @@ def _from_file(
     chunks: int | None,
     replicas: str | None,
     errors: list[str],
-) -> "Shown":
-    """The program of a file; options may only repeat what it says. `errors` are those of other options."""
-    from echelon.cli.schedule_view import Shown
+) -> "ScheduleRequest":
+    """The program of a file, which options may only repeat. `errors` are those of other options."""
+    from echelon.cli.schedule_view import ScheduleRequest
     from echelon.program import load_schedule
 
-    raise_errors(f"what is asked of '{name}'", errors)
+    raise_errors(f"schedule '{name}'", errors)
     program = load_schedule(name)
-    held = max(len(program.stages_of(rank)) for rank in range(len(program.ranks)))
+    most_stages = max(len(program.stages_of(rank)) for rank in range(len(program.ranks)))
     differing = [
-        f"--{what} {given}: the file says {there}; leave the option out"
-        for what, given, there in (
+        f"--{option} {value}: the file says {in_file}; leave the option out"
+        for option, value, in_file in (
             ("stages", stages, program.stages),
             ("microbatches", microbatches, program.microbatches),
-            ("chunks", chunks, held),
+            ("chunks", chunks, most_stages),
             ("replicas", replicas, "-".join(str(len(ranks)) for ranks in program.placement)),
         )
-        if given is not None and given != there
+        if value is not None and value != in_file
     ]
-    raise_errors(f"what is asked of '{name}'", differing)
-    return Shown(program, program.name, program.stages, program.microbatches, held, file=name)
+    raise_errors(f"schedule '{name}'", differing)
+    return ScheduleRequest(
+        program, program.name, program.stages, program.microbatches, most_stages, file=name
+    )
 
 
 def _from_name(
@@ -187,26 +198,26 @@ def _from_name(
     chunks: int | None,
     replicas: str | None,
     errors: list[str],
-) -> "Shown":
-    """The program of a schedule that a plan can name, by the rules of plans. `errors`: of other options."""
-    from echelon.cli.schedule_view import Shown
-    from echelon.plan import Plan
-    from echelon.program import ASYNCHRONOUS, SCHEDULES, add_transfers, asynchronous, build
+) -> "ScheduleRequest":
+    """The program of a schedule that a plan can name, by the rules of plans. `errors`: see `_from_file`."""
+    from echelon.cli.schedule_view import ScheduleRequest
+    from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES, Plan
+    from echelon.program import add_transfers, asynchronous, build
 
     if name not in SCHEDULES:
         errors.append(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt")
     if stages is None and replicas is None:
         errors.append("--stages is missing: how many stages the pipeline has")
     if microbatches is None:
-        errors.append("--microbatches is missing: how many of them a step has")
+        errors.append("--microbatches is missing: how many microbatches a step has")
     if stages is not None and replicas is not None and len(replicas.split("-")) != stages:
         errors.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
-    # Where they are missing, as many microbatches as stages break no further rule.
+    # If --microbatches is missing, as many as stages break no further rule.
     number = stages if microbatches is None else microbatches
     fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}
-    given: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
+    known: dict[str, Any] = {key: value for key, value in fields.items() if value is not None}
     try:
-        plan = Plan(schedule=name if name in SCHEDULES else "1f1b", **given)
+        plan = Plan(schedule=name if name in SCHEDULES else "1f1b", **known)
     except UserError as error:
         plan = None
         errors += error.errors
@@ -215,16 +226,16 @@ def _from_name(
         errors.append(f"{size} forwards are too many to show: at most {_MOST_WORK}")
     raise_errors(f"schedule '{name}'", errors)
     assert plan is not None
-    if name in ASYNCHRONOUS:
+    if name in ASYNCHRONOUS_SCHEDULES:
         taken = _BATCHES * plan.microbatches
         program = add_transfers(asynchronous(name, plan.stages, plan.microbatches, taken=taken))
-        return Shown(program, name, plan.stages, plan.microbatches, 1, batches=_BATCHES)
+        return ScheduleRequest(program, name, plan.stages, plan.microbatches, 1, batches=_BATCHES)
     program = build(name, plan.replicas, plan.microbatches, plan.chunks)
-    return Shown(program, name, plan.stages, plan.microbatches, plan.chunks)
+    return ScheduleRequest(program, name, plan.stages, plan.microbatches, plan.chunks)
 
 
 def _read_costs(texts: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The numbers of each option, one or several, and the errors of those that are none."""
+    """The seconds of each option, one or several, and the errors of those that are no numbers."""
     read: dict[str, Any] = {}
     errors = []
     for name, text in texts.items():
@@ -240,11 +251,11 @@ def _read_costs(texts: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
     return read, errors
 
 
-def _miscounted(costs: dict[str, Any], stages: int) -> list[str]:
+def _wrong_counts(costs: dict[str, Any], stages: int) -> list[str]:
     return [
-        f"{_option(name)}: {len(its)} numbers for {stages} stages; give one, or one for each stage"
-        for name, its in costs.items()
-        if isinstance(its, list) and len(its) != stages
+        f"{_option(name)}: {len(cost)} numbers for {stages} stages; give one, or one for each stage"
+        for name, cost in costs.items()
+        if isinstance(cost, list) and len(cost) != stages
     ]
 
 
@@ -253,6 +264,6 @@ def _option(name: str) -> str:
 
 
 def _exact(text: str) -> Fraction | int:
-    """0.1 is a tenth."""
+    """The number as written: 0.1 is a tenth, not the float next to it."""
     value = Fraction(text)
     return int(value) if value.denominator == 1 else value

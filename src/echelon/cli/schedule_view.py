@@ -1,4 +1,4 @@
-"""How echelon schedule shows a program: as JSON, on the screen, in a file."""
+"""How `echelon schedule` shows a program: as JSON, on the screen, in a file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.errors import UserError
-from echelon.program import Program, Span, Timeline, grid, show
+from echelon.program import Op, Program, Span, Timeline, grid, show
 from echelon.program.picture import Panel, draw_together
 
 _STYLES = {
-    "F": "blue",
-    "B": "dark_orange",
-    "I": "yellow",
-    "W": "green",
-    "UPDATE": "bold",
-    "REDUCE": "magenta",
+    Op.FORWARD: "blue",
+    Op.BACKWARD: "dark_orange",
+    Op.BACKWARD_INPUT: "yellow",
+    Op.BACKWARD_WEIGHT: "green",
+    Op.REDUCE: "magenta",
+    Op.UPDATE: "bold",
 }
 _MOST_RANKS, _MOST_LINES, _MOST_SPANS = 32, 72, 50_000  # of a grid on the screen
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A program, and the words in which it was asked for."""
+class ScheduleRequest:
+    """A program, and the name and numbers that the user asked for."""
 
     program: Program
     name: str
@@ -45,19 +45,19 @@ class Shown:
         return f"{self.batches} batches, with one fill and one drain"
 
 
-def summary(shown: Shown, line: Timeline) -> dict[str, Any]:
+def summary(request: ScheduleRequest, line: Timeline) -> dict[str, Any]:
     """What --json prints."""
-    program = shown.program
+    program = request.program
     return {
-        "schedule": shown.name,
-        "stages": shown.stages,
-        "microbatches": shown.microbatches,
-        "chunks": shown.chunks,
-        "batches": shown.batches,
+        "schedule": request.name,
+        "stages": request.stages,
+        "microbatches": request.microbatches,
+        "chunks": request.chunks,
+        "batches": request.batches,
         "ranks": len(program.ranks),
         "placement": [list(ranks) for ranks in program.placement],
         "bubble_fraction": float(line.bubble_fraction),
-        "bubble_of": shown.bubble_of,
+        "bubble_of": request.bubble_of,
         "in_flight": list(line.in_flight),
         "versions": list(line.versions),
         "seconds": float(line.makespan),
@@ -66,30 +66,30 @@ def summary(shown: Shown, line: Timeline) -> dict[str, Any]:
     }
 
 
-def headline(shown: Shown) -> str:
-    chunks = f", {shown.chunks} chunks a rank" if shown.chunks > 1 else ""
-    batches = f", {shown.batches} batches of" if shown.batches > 1 else ","
-    return f"{shown.name}: {shown.stages} stages{chunks}{batches} {shown.microbatches} microbatches"
+def headline(request: ScheduleRequest) -> str:
+    chunks = f", {request.chunks} chunks per rank" if request.chunks > 1 else ""
+    batches = f", {request.batches} batches of" if request.batches > 1 else ","
+    return f"{request.name}: {request.stages} stages{chunks}{batches} {request.microbatches} microbatches"
 
 
-def display(screen: Console, shown: Shown, line: Timeline) -> None:
-    """What a person sees: figures, a table of the ranks, the grid in colour."""
+def display(screen: Console, request: ScheduleRequest, line: Timeline) -> None:
+    """Print the figures, a table of the ranks, and the grid in colour."""
     bubble = line.bubble_fraction
     exact = f"{bubble} = " if isinstance(bubble, Fraction) and bubble.denominator < 1000 else ""
-    screen.print(f"[bold]{escape(headline(shown))}[/]: checked, nothing is wrong", soft_wrap=True)
-    told = f"bubble {exact}{float(bubble):.1%} of {shown.bubble_of}; {float(line.makespan):g} seconds"
-    screen.print(told, soft_wrap=True)
+    screen.print(f"[bold]{escape(headline(request))}[/]: checked, no errors", soft_wrap=True)
+    figures = f"bubble {exact}{float(bubble):.1%} of {request.bubble_of}; {float(line.makespan):g} seconds"
+    screen.print(figures, soft_wrap=True)
     if len(line.program.ranks) > _MOST_RANKS:
         screen.print(f"in flight at most {max(line.in_flight)}, versions at most {max(line.versions)}")
         return
-    screen.print(_table(shown, line))
+    screen.print(_table(request, line))
     display_spans(screen, list(line.spans()), len(line.program.ranks))
 
 
 def display_spans(
     screen: Console, spans: Sequence[Span], ranks: int, tick: int | float | None = None
 ) -> None:
-    """The first parts of the grid, about a screen or two; a column is `tick` long."""
+    """Print the first parts of the grid, about two screens; a column is `tick` long."""
     if len(spans) > _MOST_SPANS:
         return
     drawn = grid.draw(spans, ranks, tick=tick)
@@ -97,29 +97,27 @@ def display_spans(
     count = max(1, _MOST_LINES // (len(drawn.lines) + 1))
     for block in blocks[:count]:
         screen.print()
-        for front, row in block:
-            screen.print(_coloured(front, row), no_wrap=True, crop=False, soft_wrap=True)
+        for label, row in block:
+            screen.print(_coloured(label, row), no_wrap=True, crop=False, soft_wrap=True)
     if len(blocks) > count:
-        screen.print(
-            f"\n{len(blocks) - count} more parts like these are left out: --out FILE.svg draws them all"
-        )
+        screen.print(f"\n{len(blocks) - count} more parts are left out: --out FILE.svg draws them all")
 
 
-def _table(shown: Shown, line: Timeline) -> Table:
+def _table(request: ScheduleRequest, line: Timeline) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("rank", "stages", "in flight", "versions", "busy"):
         table.add_column(head, justify="right")
     for rank, busy in enumerate(line.busy):
-        held = ", ".join(map(str, shown.program.stages_of(rank)))
+        held = ", ".join(map(str, request.program.stages_of(rank)))
         share = f"{float(busy / line.makespan):.0%}" if line.makespan else "–"
         table.add_row(str(rank), held, str(line.in_flight[rank]), str(line.versions[rank]), share)
     return table
 
 
-def _coloured(front: str, row: Sequence[grid.Tick]) -> Text:
-    text = Text(front, style="dim")
+def _coloured(label: str, row: Sequence[grid.Tick]) -> Text:
+    text = Text(label, style="dim")
     for tick in row:
-        text.append(tick.text, style="dim" if tick.op is None else _STYLES.get(tick.op.value, ""))
+        text.append(tick.text, style="dim" if tick.op is None else _STYLES.get(tick.op, ""))
     text.rstrip()
     return text
 
@@ -127,18 +125,18 @@ def _coloured(front: str, row: Sequence[grid.Tick]) -> Text:
 # --- files --------------------------------------------------------------------------------------------
 
 
-def panel(shown: Shown, line: Timeline) -> Panel:
-    """The plan as it is drawn."""
-    about = f"bubble {float(line.bubble_fraction):.1%} of {shown.bubble_of}; {_kept(line)}"
-    return Panel(list(line.spans()), headline(shown), about)
+def panel(request: ScheduleRequest, line: Timeline) -> Panel:
+    """The simulated timeline, for a picture."""
+    about = f"bubble {float(line.bubble_fraction):.1%} of {request.bubble_of}; {_kept(line)}"
+    return Panel(list(line.spans()), headline(request), about)
 
 
-def write(out: Path, shown: Shown, panels: Sequence[Panel]) -> None:
-    """A picture, or the text of the program, by the end of the name."""
+def write(out: Path, request: ScheduleRequest, panels: Sequence[Panel]) -> None:
+    """Write a picture or the text of the program, by the suffix of `out`."""
     if out.suffix == ".txt":
-        content = show(shown.program).encode()
+        content = show(request.program).encode()
     else:
-        drawn = draw_together(panels, len(shown.program.ranks), "seconds")
+        drawn = draw_together(panels, len(request.program.ranks), "seconds")
         content = drawn.svg().encode() if out.suffix == ".svg" else drawn.png()
     try:
         out.write_bytes(content)

@@ -2,12 +2,12 @@
 
 from echelon.plan import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS
 from echelon.plan import SCHEDULES
-from echelon.program.asynchronous import asynchronous
 from echelon.program.build import build
 from echelon.program.check import check
 from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.load import complete, load_schedule
 from echelon.program.lower import add_gathers, add_transfers, add_update
+from echelon.program.pipedream import asynchronous
 from echelon.program.schedules import flushed, forward_only
 from echelon.program.simulate import Costs, simulate
 from echelon.program.text import parse, show

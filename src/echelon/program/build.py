@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from echelon.errors import UserError
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
-from echelon.program.asynchronous import asynchronous
 from echelon.program.instruction import Program
 from echelon.program.lower import add_gathers, add_transfers, add_update
+from echelon.program.pipedream import asynchronous
 from echelon.program.schedules import flushed
 
 

@@ -1,4 +1,4 @@
-"""Boxes, words and lines in pixels, as SVG or as PNG. What they show is the business of picture.py."""
+"""Boxes, words and lines in pixels, as SVG or as PNG. picture.py decides what they show."""
 
 import io
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 class Hatch(NamedTuple):
-    """A box of diagonal lines: where nothing is done."""
+    """A box of diagonal lines: a rank is idle."""
 
     x: float
     y: float
@@ -67,7 +67,7 @@ def moved(shape: Shape, down: float) -> Shape:
 
 @dataclass(frozen=True)
 class Picture:
-    """Shapes on a page of their own, which reads the same on a white and on a dark one."""
+    """Shapes on a white page with a border, readable on white and on dark pages."""
 
     width: int
     height: int
@@ -123,8 +123,8 @@ def _element(shape: Shape) -> str:
             return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{colour}"/>'
         case Words(x, y, text, size, colour, anchor, bold):
             weight = ' font-weight="600"' if bold else ""
-            place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
-            return f'<text {place} fill="{colour}"{weight}>{_clean(text)}</text>'
+            position = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+            return f'<text {position} fill="{colour}"{weight}>{_clean(text)}</text>'
 
 
 def _area(x: float, y: float, width: float, height: float) -> str:
@@ -132,7 +132,7 @@ def _area(x: float, y: float, width: float, height: float) -> str:
 
 
 def _clean(text: str) -> str:
-    # XML has no way to write control characters, not even escaped.
+    # XML cannot hold control characters, not even escaped.
     return escape("".join(character if character.isprintable() else " " for character in text))
 
 
@@ -148,8 +148,8 @@ def _paint(pen: "ImageDraw", shape: Shape) -> None:
             pen.line([_SHARPNESS * value for value in (x1, y1, x2, y2)], colour, _SHARPNESS)
         case Words(x, y, text, size, colour, anchor, bold):
             font = ImageFont.load_default(size * _SHARPNESS)
-            place = (x * _SHARPNESS, y * _SHARPNESS)
-            pen.text(place, text, colour, font, _ANCHORS[anchor], stroke_width=0.6 if bold else 0)
+            position = (x * _SHARPNESS, y * _SHARPNESS)
+            pen.text(position, text, colour, font, _ANCHORS[anchor], stroke_width=0.6 if bold else 0)
 
 
 def _corners(x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
@@ -158,7 +158,7 @@ def _corners(x: float, y: float, width: float, height: float) -> tuple[float, fl
 
 
 def _paint_hatch(pen: "ImageDraw", corners: tuple[float, float, float, float]) -> None:
-    """Lines that fall to the left, cut at the edges of the box by hand: a pen knows no clipping."""
+    """Lines that fall to the left, cut at the edges of the box: Pillow does not clip."""
     left, top, right, bottom = corners
     pen.rectangle(corners, fill=_HATCH)
     height, step = bottom - top, _HATCH_STEP * _SHARPNESS * 1.414

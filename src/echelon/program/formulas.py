@@ -12,9 +12,10 @@ With d stages, m microbatches, v chunks, and stage i of d (counted from 0):
     pipedream-vertical    as 1f1b, once        d−i                               d
     pipedream-2bw         as 1f1b, once        d−i                               2
 
-This is for m ≥ d microbatches (more for some); the functions are exact for fewer too, and a test holds every
-schedule to them. A forward takes as long as a backward, half of that for inputs, and transfers nothing. The
-pipedreams pay their bubble when they fill and drain, once; m is all that they take in between.
+The table is for m ≥ d microbatches (more for some). The functions are exact for fewer too, and a test
+compares every schedule with them. A forward takes as long as a backward, of which half is for inputs;
+transfers take no time. The pipedream schedules have the bubble once, when they fill and drain; m is the
+number of all microbatches in between.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES
 
 
 def bubble(name: str, stages: int, microbatches: int, chunks: int = 1) -> Fraction:
-    """The idle part of all ranks' time, when forward and backward take the same and transfers none."""
+    """The idle part of all ranks' time, when forward and backward take the same time and transfers none."""
     idle, work = Fraction(stages - 1), microbatches
     if name == "naive":
         idle *= microbatches
@@ -41,26 +42,27 @@ def in_flight(name: str, replicas: Sequence[int], microbatches: int, chunks: int
     if name == "interleaved":
         return _in_flight_interleaved(len(replicas), microbatches, chunks)
     peaks = []
-    for stage, its in enumerate(replicas):
-        behind = -(-sum(replicas[stage:]) // its)  # as many as ranks from here on, shared by replicas
+    for stage, num_replicas in enumerate(replicas):
+        behind = -(-sum(replicas[stage:]) // num_replicas)  # the ranks from here on, shared by the replicas
         bound = {"naive": 1, "gpipe": microbatches, "zero-bubble": behind + stage}.get(name, behind)
-        peaks += [min(len(range(replica, microbatches, its)), bound) for replica in range(its)]
+        shares = [len(range(replica, microbatches, num_replicas)) for replica in range(num_replicas)]
+        peaks += [min(share, bound) for share in shares]
     return tuple(peaks)
 
 
 def _in_flight_interleaved(depth: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    whole = microbatches * chunks
+    total = microbatches * chunks
     if microbatches == depth:
-        return (whole,) * depth
-    return tuple(min(whole, 2 * (depth - 1 - rank) + (chunks - 1) * depth + 1) for rank in range(depth))
+        return (total,) * depth
+    return tuple(min(total, 2 * (depth - 1 - rank) + (chunks - 1) * depth + 1) for rank in range(depth))
 
 
 def versions(name: str, stages: int, taken: int, microbatches: int) -> tuple[int, ...]:
-    """For each stage the most versions at once, after `taken` microbatches, `microbatches` a batch."""
+    """For each stage the most versions at once, after `taken` microbatches in batches of `microbatches`."""
     if name not in ASYNCHRONOUS_SCHEDULES or taken < 2:
         return (1,) * stages
     if name == "pipedream-2bw":
         return (1 if taken <= microbatches else 2,) * stages
-    late = [stages - 1 if name == "pipedream-vertical" else stages - 1 - stage for stage in range(stages)]
-    # A version is kept only if a microbatch met it: the last one to come met version taken − 1 − late.
-    return tuple(1 + min(its, max(0, taken - 1 - its) + 1) for its in late)
+    delays = [stages - 1 if name == "pipedream-vertical" else stages - 1 - stage for stage in range(stages)]
+    # A version is kept only if a microbatch used it: the last microbatch used version taken − 1 − delay.
+    return tuple(1 + min(delay, max(0, taken - 1 - delay) + 1) for delay in delays)

@@ -87,19 +87,19 @@ class Program:
     @property
     def halves(self) -> bool:
         """Whether backward passes are in two parts: for inputs, and later for weights."""
-        return any(op is Op.BACKWARD_INPUT for rank in self.ranks for op, *_ in rank)
+        return any(instruction.op is Op.BACKWARD_INPUT for rank in self.ranks for instruction in rank)
 
     @cached_property
     def versioned(self) -> bool:
         """Whether any instruction names a version of the weights: stages then update at different times."""
-        return any(version is not None for rank in self.ranks for *_, version in rank)
+        return any(instruction.version is not None for rank in self.ranks for instruction in rank)
 
     def holder(self, stage: int, microbatch: int) -> int:
         """The rank that works on `microbatch` at `stage`."""
         replicas = self.placement[stage]
         return replicas[microbatch % len(replicas)]
 
-    @property
+    @cached_property
     def round(self) -> int:
         """The number of microbatches after which the turns of all stages' replicas repeat."""
         return lcm(*(len(ranks) for ranks in self.placement))

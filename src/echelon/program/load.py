@@ -1,4 +1,4 @@
-"""A schedule from a file: read, lowered as far as the file leaves to do, and checked."""
+"""A schedule from a file: read, completed with what the file leaves out, and checked."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
 
 
 def _title(parsed: Parsed, path: str | Path) -> str:
-    """What is wrong with a text that is no program: with a grid of its words, where some cannot be read."""
+    """The title of the errors of a text, with a grid of its words if some cannot be read."""
     count = "1 error" if len(parsed.errors) == 1 else f"{len(parsed.errors)} errors"
     marked = [rank for rank, words in parsed.words.items() if any(invalid for _, invalid in words)]
     if not marked:

@@ -1,4 +1,4 @@
-"""Lowering: passes that add to a program what its order of computation leaves unsaid. Each returns a new one.
+"""Lowering: passes that add to a program what its order of computation leaves open. Each returns a new one.
 
 add_transfers     sends right after what they send; receives before their use, in the order of the sends
 add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all else
@@ -11,96 +11,101 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
-from echelon.program.readiness import GRADIENT, Way, counterpart, source
+from echelon.program.readiness import GRADIENT, Channel, counterpart, input_need
+
+Transfer = Instruction | None  # that belongs to a computation
 
 
 def add_transfers(program: Program) -> Program:
     """Add sends and receives between the ranks of neighbouring stages.
 
-    What one rank sends another arrives in the order of the sends. So before a receive come those of all that
-    was sent earlier on the same way, even if it is used later.
+    Messages from one rank to another arrive in the order of the sends. So a receive comes after those of all
+    earlier messages of its channel, even if they are used later.
     """
-    sends = [_of_each(program, rank, _send) for rank in range(len(program.ranks))]
-    coming: dict[Way, deque[Instruction]] = {}
-    for rank, its_sends in enumerate(sends):
-        for send in its_sends:
+    sends = [_transfers(program, rank, _send) for rank in range(len(program.ranks))]
+    messages: dict[Channel, deque[Instruction]] = {}
+    for rank, sends_of_rank in enumerate(sends):
+        for send in sends_of_rank:
             if send is not None:
                 assert send.peer is not None
-                coming.setdefault((rank, send.peer), deque()).append(counterpart(rank, send))
+                messages.setdefault((rank, send.peer), deque()).append(counterpart(rank, send))
 
     def lowered(rank: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         early: set[Instruction] = set()
-        needs = _of_each(program, rank, _receive)
-        for its, need, send in zip(instructions, needs, sends[rank], strict=True):
-            if need is not None:
-                assert need.peer is not None
-                yield from _receives(need, coming.get((need.peer, rank), deque()), early)
-            yield its
+        receives = _transfers(program, rank, _receive)
+        for instruction, receive, send in zip(instructions, receives, sends[rank], strict=True):
+            if receive is not None:
+                assert receive.peer is not None
+                yield from _receives(receive, messages.get((receive.peer, rank), deque()), early)
+            yield instruction
             if send is not None:
                 yield send
 
     return _each(program, lowered)
 
 
-def _of_each(
-    program: Program, rank: int, transfer: Callable[[Program, int, Instruction], Instruction | None]
-) -> list[Instruction | None]:
+def _transfers(
+    program: Program, rank: int, transfer_of: Callable[[Program, int, Instruction], Transfer]
+) -> list[Transfer]:
     """The transfer that belongs to each instruction of a rank: the same in every round of microbatches."""
-    known: dict[tuple[Op, int, int], Instruction | None] = {}
-    found: list[Instruction | None] = []
-    turn = program.round
-    for its in program.ranks[rank]:
-        op, stage, k, _, _ = its
-        its_own = None
+    known: dict[tuple[Op, int, int], Transfer] = {}
+    transfers: list[Transfer] = []
+    period = program.round
+    for instruction in program.ranks[rank]:
+        op, stage, k, _, _ = instruction
+        transfer = None
         if k is not None:
-            kind = (op, stage, k % turn)
+            kind = (op, stage, k % period)
             if kind not in known:
-                known[kind] = transfer(program, rank, its)
-            like = known[kind]
-            its_own = None if like is None else Instruction(like.op, stage, k, like.peer)
-        found.append(its_own)
-    return found
+                known[kind] = transfer_of(program, rank, instruction)
+            similar = known[kind]
+            transfer = None if similar is None else Instruction(similar.op, stage, k, similar.peer)
+        transfers.append(transfer)
+    return transfers
 
 
-def _receives(need: Instruction, queue: deque[Instruction], early: set[Instruction]) -> Iterator[Instruction]:
-    """The receives up to `need`; those of things that are used later are remembered as `early`."""
-    if early and need in early:
-        early.remove(need)
-    elif queue and (queue[0] == need or need in queue):
-        while queue[0] != need:
-            early.add(queue[0])
-            yield queue.popleft()
-        yield queue.popleft()
-    else:  # sent in an earlier step of a pipeline that never drains; or by nobody, for the check to find
-        yield need
+def _receives(
+    receive: Instruction, messages: deque[Instruction], early: set[Instruction]
+) -> Iterator[Instruction]:
+    """The receives up to `receive`; those of messages that are used later are remembered as `early`."""
+    if early and receive in early:
+        early.remove(receive)
+    elif messages and (messages[0] == receive or receive in messages):
+        while messages[0] != receive:
+            early.add(messages[0])
+            yield messages.popleft()
+        yield messages.popleft()
+    else:  # sent in an earlier step of a pipeline that never drains; or by nobody, which the check reports
+        yield receive
 
 
-def _send(program: Program, rank: int, its: Instruction) -> Instruction | None:
+def _send(program: Program, rank: int, instruction: Instruction) -> Transfer:
     """What a rank sends after an instruction."""
-    if its.op is Op.FORWARD:
-        op, to = Op.SEND_ACTIVATION, its.stage + 1
-    elif its.op in GRADIENT:
-        op, to = Op.SEND_GRADIENT, its.stage - 1
+    if instruction.op is Op.FORWARD:
+        op, neighbour = Op.SEND_ACTIVATION, instruction.stage + 1
+    elif instruction.op in GRADIENT:
+        op, neighbour = Op.SEND_GRADIENT, instruction.stage - 1
     else:
         return None
-    if not 0 <= to < len(program.placement):
+    if not 0 <= neighbour < len(program.placement):
         return None
-    assert its.microbatch is not None
-    peer = program.holder(to, its.microbatch)
-    return None if peer == rank else Instruction(op, its.stage, its.microbatch, peer)
+    assert instruction.microbatch is not None
+    peer = program.holder(neighbour, instruction.microbatch)
+    return None if peer == rank else Instruction(op, instruction.stage, instruction.microbatch, peer)
 
 
-def _receive(program: Program, rank: int, its: Instruction) -> Instruction | None:
+def _receive(program: Program, rank: int, instruction: Instruction) -> Transfer:
     """The receive that must stand before an instruction."""
-    if its.op not in COMPUTE:
+    if instruction.op not in COMPUTE:
         return None
-    need = source(program, rank, its)
-    if need is None or need.stage != its.stage:  # nothing to wait for, or it is made on this rank
+    need = input_need(program, rank, instruction)
+    if need is None or need.stage != instruction.stage:  # nothing to wait for, or this rank computes it
         return None
     (op,) = need.ops
-    other = its.stage - 1 if op is Op.RECV_ACTIVATION else its.stage + 1
-    assert its.microbatch is not None
-    return Instruction(op, its.stage, its.microbatch, program.holder(other, its.microbatch))
+    neighbour = instruction.stage - 1 if op is Op.RECV_ACTIVATION else instruction.stage + 1
+    assert instruction.microbatch is not None
+    peer = program.holder(neighbour, instruction.microbatch)
+    return Instruction(op, instruction.stage, instruction.microbatch, peer)
 
 
 def add_update(program: Program, *, ties: bool = False) -> Program:
@@ -124,7 +129,7 @@ def fill_update(program: Program, absent: Collection[Op]) -> Program:
     """Add what is `absent` of TIE, NORM and PUBLISH around each UPDATE: TIE NORM [STASH] UPDATE PUBLISH."""
 
     def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        stashes: list[Instruction] = []  # an update's own, behind which no NORM may stand
+        stashes: list[Instruction] = []  # of the coming UPDATE, before which NORM stands
         for instruction in instructions:
             op, stage = instruction.op, instruction.stage
             if op is Op.STASH:
@@ -145,24 +150,22 @@ def fill_update(program: Program, absent: Collection[Op]) -> Program:
 
 
 def add_gathers(program: Program) -> Program:
-    """Add GATHER and FREE around every computation: gathering begins before the wait for an input."""
+    """Add GATHER and FREE around every computation. A gather begins before the wait for an input."""
 
     def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-        waiting: list[Instruction] = []
-        for its in instructions:
-            if its.op in RECEIVES:
-                waiting.append(its)
-            elif its.op in COMPUTE:
-                yield Instruction(Op.GATHER, its.stage)
-                yield from waiting
-                waiting = []
-                yield its
-                yield Instruction(Op.FREE, its.stage)
-            else:
-                yield from waiting
-                waiting = []
-                yield its
-        yield from waiting
+        receives: list[Instruction] = []
+        for instruction in instructions:
+            if instruction.op in RECEIVES:
+                receives.append(instruction)
+                continue
+            if instruction.op in COMPUTE:
+                yield Instruction(Op.GATHER, instruction.stage)
+            yield from receives
+            receives = []
+            yield instruction
+            if instruction.op in COMPUTE:
+                yield Instruction(Op.FREE, instruction.stage)
+        yield from receives
 
     return _each(program, lowered)
 
@@ -170,4 +173,5 @@ def add_gathers(program: Program) -> Program:
 def _each(
     program: Program, lowered: Callable[[int, Sequence[Instruction]], Iterator[Instruction]]
 ) -> Program:
-    return replace(program, ranks=tuple(tuple(lowered(rank, its)) for rank, its in enumerate(program.ranks)))
+    ranks = tuple(tuple(lowered(rank, instructions)) for rank, instructions in enumerate(program.ranks))
+    return replace(program, ranks=ranks)

@@ -20,19 +20,18 @@ def work(spans: Step) -> list[Span]:
 
 
 def bubble(spans: Step, ranks: int) -> float:
-    """1 − busy / (ranks · length), from the first to the last moment of work on any rank.
+    """1 − busy / (ranks · length), from the start of the first work to the end of the last, on any rank.
 
     rank 0  F0 ·  B0
     rank 1  ·  F0 ·       ->  1/2
     """
-    shown = work(spans)
     length = seconds(spans)
-    busy = sum(float(span.end - span.start) for span in shown)
+    busy = sum(float(span.seconds) for span in work(spans))
     return 1 - busy / (ranks * length) if length else 0.0
 
 
 def seconds(spans: Step) -> float:
-    """From the first to the last moment of work on any rank."""
+    """From the start of the first work to the end of the last, on any rank."""
     shown = work(spans)
     if not shown:
         return 0.0
@@ -40,13 +39,13 @@ def seconds(spans: Step) -> float:
 
 
 def costs(steps: Sequence[Step], stages: int) -> Costs:
-    """The median seconds of each kind of work at each stage over all steps, and of a transfer."""
-    taken: dict[tuple[Op, int], list[float]] = {}
+    """The median seconds over all steps: of each kind of work at each stage, and of a transfer."""
+    durations: dict[tuple[Op, int], list[float]] = {}
     for span in (span for step in steps for span in work(step)):
-        taken.setdefault((span.op, span.instruction.stage), []).append(float(span.end - span.start))
+        durations.setdefault((span.op, span.instruction.stage), []).append(float(span.seconds))
 
     def each(op: Op) -> list[float]:
-        return [median(taken.get((op, stage), [0.0])) for stage in range(stages)]
+        return [median(durations.get((op, stage), [0.0])) for stage in range(stages)]
 
     return Costs(
         forward=each(Op.FORWARD),
@@ -61,11 +60,11 @@ def costs(steps: Sequence[Step], stages: int) -> Costs:
 def _transfer(steps: Sequence[Step]) -> float:
     """The median hop: from the start of a send to the end of its receive.
 
-    Only where the receiver waited already. One that comes later finds the message there, and the hop hidden.
+    Only where the receiver was waiting: one that comes later finds the message, and shows nothing of the hop.
     """
     pairs = [pair for step in steps for pair in _pairs(step)]
     waited = [float(recv.end - send.start) for send, recv in pairs if recv.start <= send.start]
-    return median(waited or [float(recv.end - recv.start) for _, recv in pairs] or [0.0])
+    return median(waited or [float(recv.seconds) for _, recv in pairs] or [0.0])
 
 
 def _pairs(step: Step) -> Iterator[tuple[Span, Span]]:
@@ -78,6 +77,6 @@ def _pairs(step: Step) -> Iterator[tuple[Span, Span]]:
             sends.setdefault((span.rank, peer), []).append(span)
         elif span.op in RECEIVES:
             receives.setdefault((peer, span.rank), []).append(span)
-    for (source, target), its in sends.items():
+    for (source, target), spans in sends.items():
         assert target is not None
-        yield from zip(its, receives.get((source, target), []), strict=True)
+        yield from zip(spans, receives.get((source, target), []), strict=True)

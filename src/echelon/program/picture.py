@@ -1,7 +1,7 @@
-"""A timeline as a picture: ranks below each other, time to the right, the bubble hatched.
+"""A timeline as a picture: one row per rank, time to the right, the bubble hatched.
 
-Planned and measured timelines are drawn by the same code, from spans. Here is what stands where;
-how boxes and words become SVG or PNG is in canvas.py. The look is that of echelon.charts.
+Planned and measured timelines are drawn by the same code, from spans. This module decides what stands where;
+canvas.py turns boxes and words into SVG or PNG. The look is that of echelon.charts.
 """
 
 import math
@@ -34,7 +34,7 @@ _MOST_SPANS = 50_000
 class Panel(NamedTuple):
     """One timeline of a picture: simulate(…).spans(), or spans as they were measured.
 
-    `about` stands below the title. Time starts at the first span.
+    `about` is printed below the title. Time starts at the first span.
     """
 
     spans: Sequence[Span]
@@ -50,7 +50,7 @@ class _Scale(NamedTuple):
     """From seconds and ranks to pixels."""
 
     start: float
-    pixels: float  # a second
+    pixels: float  # per second
     row: float
 
     def x(self, seconds: float) -> float:
@@ -66,61 +66,61 @@ def draw(spans: Sequence[Span], ranks: int, title: str, about: str = "", axis: s
 
 
 def draw_together(panels: Sequence[Panel], ranks: int, axis: str = "time") -> Picture:
-    """Timelines below each other; a second is as wide in all of them."""
-    works = [panel.shown for panel in panels]
-    number = sum(map(len, works))
+    """Timelines below each other, on one time scale."""
+    spans_of_panels = [panel.shown for panel in panels]
+    number = sum(map(len, spans_of_panels))
     if number > _MOST_SPANS:
         raise UserError(f"{number} computations are too many for a picture: at most {_MOST_SPANS}")
-    starts, lengths = zip(*map(_extent, works), strict=True)
-    whole = max(lengths)
-    longest = [max(map(len, labels(shown)), default=0) for shown in works]
-    width = max(_width(shown, whole, its) for shown, its in zip(works, longest, strict=True))
+    starts, lengths = zip(*map(_extent, spans_of_panels), strict=True)
+    longest = max(lengths)
+    width = max(_width(spans, longest) for spans in spans_of_panels)
     row = max(14.0, min(34.0, 480 / max(1, ranks)))
     height = math.ceil(_TOP + ranks * row + _FOOT)
     shapes: list[Shape] = []
-    for place, (panel, shown, start) in enumerate(zip(panels, works, starts, strict=True)):
-        scale = _Scale(start, (width - _LEFT - _RIGHT) / whole, row)
-        drawn = _panel(panel, shown, scale, lengths[place], ranks, width, axis)
-        shapes += [moved(shape, place * height) for shape in drawn]
+    for index, (panel, spans) in enumerate(zip(panels, spans_of_panels, strict=True)):
+        scale = _Scale(starts[index], (width - _LEFT - _RIGHT) / longest, row)
+        drawn = _panel(panel, spans, scale, lengths[index], ranks, width, axis)
+        shapes += [moved(shape, index * height) for shape in drawn]
     return Picture(width, height * len(panels), panels[0].title, tuple(shapes))
 
 
 def _extent(spans: Sequence[Span]) -> tuple[float, float]:
-    """When the first of them starts, and how long they all take."""
+    """When the first span starts, and the time from there to the end of the last."""
     start = min((float(span.start) for span in spans), default=0.0)
     return start, max((float(span.end) for span in spans), default=1.0) - start
 
 
 def _panel(
-    panel: Panel, shown: Sequence[Span], scale: _Scale, length: float, ranks: int, width: int, axis: str
+    panel: Panel, spans: Sequence[Span], scale: _Scale, length: float, ranks: int, width: int, axis: str
 ) -> Iterator[Shape]:
     yield Words(24, 32, panel.title, 16, bold=True)
     yield Words(24, 54, panel.about, 12, QUIET_INK)
-    yield from _legend(shown)
+    yield from _legend(spans)
     yield from _axis(scale, length, ranks, width, axis)
     yield from _bubble(scale, length, ranks)
-    yield from _work(scale, shown, labels(shown))
+    yield from _work(scale, spans, labels(spans))
 
 
-def _width(spans: Sequence[Span], whole: float, longest: int) -> int:
-    """Wide enough for the names, where that is not too wide."""
-    durations = sorted(float(span.end - span.start) for span in spans)
-    typical = durations[len(durations) // 4] if durations else whole
-    return round(min(1600.0, max(900.0, _LEFT + _RIGHT + whole / typical * (8 * longest + 8))))
+def _width(spans: Sequence[Span], length: float) -> int:
+    """Wide enough for the labels, if that is not too wide."""
+    durations = sorted(float(span.seconds) for span in spans)
+    typical = durations[len(durations) // 4] if durations else length
+    characters = max(map(len, labels(spans)), default=0)
+    return round(min(1600.0, max(900.0, _LEFT + _RIGHT + length / typical * (8 * characters + 8))))
 
 
 def _legend(spans: Sequence[Span]) -> Iterator[Shape]:
     x = 24.0
-    there = {span.op for span in spans}
+    ops = {span.op for span in spans}
     for op, (name, fill, edge) in _KINDS.items():
-        if op in there:
+        if op in ops:
             yield Box(x, 66, 22, 14, fill, edge)
             yield Words(x + 30, 77, f"{op.value if op in COMPUTE else op.value[0]}  {name}", 12)
             x += 62 + 6.8 * (len(name) + 2)
     yield Hatch(x, 66, 22, 14)
     yield Words(x + 30, 77, "bubble", 12)
     if any(len(held) > 1 for held in stages_of_ranks(spans).values()):
-        yield Words(x + 100, 77, "a, b ...: the stages of a rank in their order; later ones are darker", 12)
+        yield Words(x + 100, 77, "a, b ...: the stages of a rank in order; later ones are darker", 12)
 
 
 def _axis(scale: _Scale, length: float, ranks: int, width: int, axis: str) -> Iterator[Shape]:
@@ -141,21 +141,21 @@ def _nice_step(least: float) -> float:
 
 
 def _bubble(scale: _Scale, length: float, ranks: int) -> Iterator[Shape]:
-    """Every row is hatched from end to end; work is drawn over it."""
+    """Every row is hatched from start to end; work is drawn over it."""
     for rank in range(ranks):
         y = scale.y(rank)
         yield Hatch(_LEFT, y, length * scale.pixels, scale.row - 4)
         yield Words(_LEFT - 12, y + scale.row / 2 + 2, f"rank {rank}", 12, QUIET_INK, "end")
 
 
-def _work(scale: _Scale, spans: Sequence[Span], names: Sequence[str]) -> Iterator[Shape]:
+def _work(scale: _Scale, spans: Sequence[Span], texts: Sequence[str]) -> Iterator[Shape]:
     stages = stages_of_ranks(spans)
-    for span, label in zip(spans, names, strict=True):
+    for span, label in zip(spans, texts, strict=True):
         _, fill, edge = _KINDS[span.op]
         held = stages[span.rank]
         depth = held.index(span.instruction.stage) / max(1, len(held) - 1)  # later chunks are darker
         x, y = scale.x(float(span.start)), scale.y(span.rank)
-        width, height = float(span.end - span.start) * scale.pixels, scale.row - 4
+        width, height = float(span.seconds) * scale.pixels, scale.row - 4
         yield Box(x, y, width, height, _mixed(fill, edge, 0.4 * depth), edge)
         for text in (label, label[1:]):
             if _CHARACTER * len(text) <= width - 2 and text:

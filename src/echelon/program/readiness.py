@@ -20,8 +20,8 @@ from echelon.program.instruction import SENDS, Instruction, Op, Program
 GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)  # either makes the gradient that the stage before waits for
 
 Position = tuple[int, int]  # rank, index in its list
-Moment = tuple[int, int, tuple[Position, ...]]  # rank and index of what runs, and what it waited for
-Way = tuple[int, int]  # from rank, to rank
+Event = tuple[int, int, tuple[Position, ...]]  # rank and index of what runs, and what it waited for
+Channel = tuple[int, int]  # from rank, to rank
 
 
 class Need(NamedTuple):
@@ -31,22 +31,20 @@ class Need(NamedTuple):
     stage: int
 
 
-def source(program: Program, rank: int, its: Instruction) -> Need | None:
+def input_need(program: Program, rank: int, instruction: Instruction) -> Need | None:
     """Where a computation's input comes from: a receive, or the neighbouring stage on the same rank."""
-    stage, microbatch = its.stage, its.microbatch
+    op, stage, microbatch, _, _ = instruction
     assert microbatch is not None
-    if its.op is Op.FORWARD:
-        if stage == 0:
-            return None
-        here = program.holder(stage - 1, microbatch) == rank
-        return Need((Op.FORWARD,), stage - 1) if here else Need((Op.RECV_ACTIVATION,), stage)
-    if its.op in GRADIENT and stage + 1 < len(program.placement):
-        here = program.holder(stage + 1, microbatch) == rank
-        return Need(GRADIENT, stage + 1) if here else Need((Op.RECV_GRADIENT,), stage)
+    if op is Op.FORWARD and stage > 0:
+        is_local = program.holder(stage - 1, microbatch) == rank
+        return Need((Op.FORWARD,), stage - 1) if is_local else Need((Op.RECV_ACTIVATION,), stage)
+    if op in GRADIENT and stage + 1 < len(program.placement):
+        is_local = program.holder(stage + 1, microbatch) == rank
+        return Need(GRADIENT, stage + 1) if is_local else Need((Op.RECV_GRADIENT,), stage)
     return None
 
 
-_OWN_NEEDS: dict[Op, tuple[Op, ...]] = {
+_SAME_STAGE_NEEDS: dict[Op, tuple[Op, ...]] = {
     Op.BACKWARD: (Op.FORWARD,),
     Op.BACKWARD_INPUT: (Op.FORWARD,),
     Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
@@ -55,19 +53,19 @@ _OWN_NEEDS: dict[Op, tuple[Op, ...]] = {
 }
 
 
-def needs(program: Program, rank: int, its: Instruction) -> list[Need]:
+def needs(program: Program, rank: int, instruction: Instruction) -> list[Need]:
     """What must stand before an instruction in the list of its own rank."""
-    if its.microbatch is None:
+    if instruction.microbatch is None:
         return []
-    own = _OWN_NEEDS.get(its.op)
-    given = source(program, rank, its)
-    return [*([Need(own, its.stage)] if own else []), *([given] if given else [])]
+    ops = _SAME_STAGE_NEEDS.get(instruction.op)
+    of_input = input_need(program, rank, instruction)
+    return [*([Need(ops, instruction.stage)] if ops else []), *([of_input] if of_input else [])]
 
 
-def counterpart(rank: int, its: Instruction) -> Instruction:
+def counterpart(rank: int, transfer: Instruction) -> Instruction:
     """The receive that a send of `rank` is for, or the send that a receive of `rank` takes."""
-    op, beyond = _COUNTERPARTS[its.op]
-    return Instruction(op, its.stage + beyond, its.microbatch, rank)
+    op, step = _COUNTERPARTS[transfer.op]
+    return Instruction(op, transfer.stage + step, transfer.microbatch, rank)
 
 
 _COUNTERPARTS = {
@@ -78,11 +76,11 @@ _COUNTERPARTS = {
 }
 
 
-def walk(program: Program) -> Iterator[Moment]:
+def walk(program: Program) -> Iterator[Event]:
     """Every instruction that comes to run, after all that it waits for; ranks that get stuck stay behind."""
     reached = [0] * len(program.ranks)
-    sent: dict[Way, deque[Position]] = {}
-    asleep: dict[Way, int] = {}
+    sent: dict[Channel, deque[Position]] = {}
+    asleep: dict[Channel, int] = {}
     rendezvous = _Rendezvous(program)
     ready = deque(range(len(program.ranks)))
     while ready:
@@ -93,15 +91,15 @@ def walk(program: Program) -> Iterator[Moment]:
             causes: tuple[Position, ...] | None = ()
             if peer is not None:
                 if op in SENDS:
-                    way = (rank, peer)
-                    sent.setdefault(way, deque()).append((rank, index))
-                    if way in asleep:
-                        ready.append(asleep.pop(way))
+                    channel = (rank, peer)
+                    sent.setdefault(channel, deque()).append((rank, index))
+                    if channel in asleep:
+                        ready.append(asleep.pop(channel))
                 else:
-                    way = (peer, rank)
-                    causes = (sent[way].popleft(),) if sent.get(way) else None
+                    channel = (peer, rank)
+                    causes = (sent[channel].popleft(),) if sent.get(channel) else None
                     if causes is None:
-                        asleep[way] = rank
+                        asleep[channel] = rank
             elif microbatch is None and op in rendezvous.ops:
                 causes, woken = rendezvous.arrive(rank, index, op, stage)
                 ready.extend(woken)

@@ -5,73 +5,74 @@
     rank 0    F0 F1 F2 F3 B0 F4 B1 B2 B3 B4      d−1 forwards ahead, then one forward, one backward
     rank 1    F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
     rank 2    F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
-    rank 3    F0 B0 F1 B1 F2 B2 F3 B3 F4 B4      the last stage turns each microbatch round at once
+    rank 3    F0 B0 F1 B1 F2 B2 F3 B3 F4 B4      the last stage starts each backward at once
 
-A stage may have several replicas, which take microbatches in turn; each keeps the order of its own ones.
+A stage may have several replicas, which take microbatches in turn; each keeps the order of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from typing import NamedTuple
 
 from echelon.program.instruction import Instruction, Op, Program
 
 F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 
-Step = tuple[Op, int]  # what to do with which microbatch
+Step = tuple[Op, int]  # an operation and its microbatch
 
 
-class Place(NamedTuple):
-    """Where a rank stands: its stage, the replicas of every stage, and the microbatches that are its own."""
+class StageReplica(NamedTuple):
+    """One replica of a stage.
+
+    `ahead` counts the forwards before the first backward; `microbatches` are those that it works on.
+    """
 
     stage: int
-    replicas: Sequence[int]
-    own: Sequence[int]
-
-    @property
-    def ahead(self) -> int:
-        """How many forwards run before the first backward: one for each rank behind, shared by replicas."""
-        return -(-sum(self.replicas[self.stage :]) // self.replicas[self.stage]) - 1
+    ahead: int
+    microbatches: Sequence[int]
 
 
-def _naive(place: Place) -> Iterator[Step]:
+def _naive(replica: StageReplica) -> Iterator[Step]:
     """One microbatch at a time: while one stage works, the others wait."""
-    for k in place.own:
+    for k in replica.microbatches:
         yield F, k
         yield B, k
 
 
-def _gpipe(place: Place) -> Iterator[Step]:
+def _gpipe(replica: StageReplica) -> Iterator[Step]:
     """All forwards, then all backwards."""
-    yield from ((F, k) for k in place.own)
-    yield from ((B, k) for k in place.own)
+    yield from ((F, k) for k in replica.microbatches)
+    yield from ((B, k) for k in replica.microbatches)
 
 
-def _one_forward_one_backward(place: Place) -> Iterator[Step]:
+def _one_forward_one_backward(replica: StageReplica) -> Iterator[Step]:
     """As few microbatches in flight as keep every stage busy."""
-    forwards = iter(place.own)
-    yield from ((F, k) for k in islice(forwards, place.ahead))
-    for k in place.own:
+    forwards = iter(replica.microbatches)
+    yield from ((F, k) for k in islice(forwards, replica.ahead))
+    for k in replica.microbatches:
         yield from ((F, following) for following in islice(forwards, 1))
         yield B, k
 
 
-def _zero_bubble(place: Place) -> Iterator[Step]:
-    """1f1b whose backwards are cut in two: gradients for inputs at once, since the stage before waits for
-    them; those for weights later, by as many microbatches as there are stages before this one."""
-    late: list[int] = []
-    for op, k in _one_forward_one_backward(place):
+def _zero_bubble(replica: StageReplica) -> Iterator[Step]:
+    """1f1b with each backward in two parts.
+
+    Gradients for inputs come at once, since the stage before waits for them. Those for weights are delayed by
+    as many microbatches as there are stages before this one.
+    """
+    delayed: list[int] = []
+    for op, k in _one_forward_one_backward(replica):
         if op is F:
             yield F, k
             continue
         yield I, k
-        late.append(k)
-        if len(late) > place.stage:
-            yield W, late.pop(0)
-    yield from ((W, k) for k in late)
+        delayed.append(k)
+        if len(delayed) > replica.stage:
+            yield W, delayed.pop(0)
+    yield from ((W, k) for k in delayed)
 
 
-_EVEN: dict[str, Callable[[Place], Iterator[Step]]] = {
+_ORDERS: dict[str, Callable[[StageReplica], Iterator[Step]]] = {
     "naive": _naive,
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
@@ -80,17 +81,18 @@ _EVEN: dict[str, Callable[[Place], Iterator[Step]]] = {
 
 
 def flushed(name: str, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> Program:
-    """The schedule `name` over stages with these replicas; ranks stand in the order of their stages."""
+    """The schedule `name` over stages with these replicas; ranks are in the order of their stages."""
     if name == "interleaved":
         return _interleaved(len(replicas), microbatches, chunks)
-    numbers = count()
-    placement = tuple(tuple(next(numbers) for _ in range(its)) for its in replicas)
+    rank_numbers = count()
+    placement = tuple(tuple(next(rank_numbers) for _ in range(number)) for number in replicas)
+    ranks_from = [*accumulate(reversed(replicas))][::-1]  # for each stage the ranks from there to the last
     ranks = []
     for stage, holders in enumerate(placement):
-        for replica in range(len(holders)):
-            own = range(replica, microbatches, len(holders))
-            steps = _EVEN[name](Place(stage, replicas, own))
-            ranks.append(tuple(Instruction(op, stage, k) for op, k in steps))
+        ahead = -(-ranks_from[stage] // len(holders)) - 1  # one for each rank behind, shared by the replicas
+        for number in range(len(holders)):
+            replica = StageReplica(stage, ahead, range(number, microbatches, len(holders)))
+            ranks.append(tuple(Instruction(op, stage, k) for op, k in _ORDERS[name](replica)))
     return Program(name, placement, microbatches, tuple(ranks))
 
 
@@ -103,7 +105,7 @@ def _interleaved(depth: int, microbatches: int, chunks: int) -> Program:
     total = microbatches * chunks
     ranks = []
     for rank in range(depth):
-        forwards = [_turn(rank, depth, chunks, number) for number in range(total)]
+        forwards = [_forward_of(rank, depth, chunks, number) for number in range(total)]
         # A backward pass goes through the chunks from the last to the first.
         backwards = [(depth * (chunks - 1) + 2 * rank - stage, k) for stage, k in forwards]
         ahead = total if microbatches == depth else 2 * (depth - 1 - rank) + (chunks - 1) * depth
@@ -112,11 +114,11 @@ def _interleaved(depth: int, microbatches: int, chunks: int) -> Program:
     return Program("interleaved", placement, microbatches, tuple(ranks))
 
 
-def _turn(rank: int, depth: int, chunks: int, number: int) -> tuple[int, int]:
+def _forward_of(rank: int, depth: int, chunks: int, number: int) -> tuple[int, int]:
     """The stage and microbatch of a rank's forward `number`."""
-    round_, within = divmod(number, depth * chunks)
-    chunk, place = divmod(within, depth)
-    return rank + chunk * depth, round_ * depth + place
+    round_, rest = divmod(number, depth * chunks)
+    chunk, offset = divmod(rest, depth)
+    return rank + chunk * depth, round_ * depth + offset
 
 
 def _alternate(
@@ -132,10 +134,10 @@ def _alternate(
 
 def forward_only(placement: Sequence[Sequence[int]], microbatches: int) -> Program:
     """Every microbatch through every stage, without training."""
-    stages_of: dict[int, list[tuple[int, int]]] = {}
+    forwards: dict[int, list[Instruction]] = {}
     for k in range(microbatches):
         for stage, holders in enumerate(placement):
-            stages_of.setdefault(holders[k % len(holders)], []).append((stage, k))
-    size = 1 + max(rank for holders in placement for rank in holders)
-    ranks = tuple(tuple(Instruction(F, stage, k) for stage, k in stages_of.get(r, [])) for r in range(size))
+            forwards.setdefault(holders[k % len(holders)], []).append(Instruction(F, stage, k))
+    num_ranks = 1 + max(rank for holders in placement for rank in holders)
+    ranks = tuple(tuple(forwards.get(rank, ())) for rank in range(num_ranks))
     return Program("forward", tuple(map(tuple, placement)), microbatches, ranks)

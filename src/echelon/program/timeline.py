@@ -1,14 +1,18 @@
 """Instructions on the time axis: spans, planned or measured, and the timeline of a whole program."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
-from echelon.program import counts
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
 
 Seconds = int | Fraction | float
+
+# How an instruction changes the number of activations that a rank keeps, and of its stashed versions.
+_ACTIVATIONS = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}
+_STASHED = {Op.STASH: 1, Op.POP: -1}
 
 WORK = COMPUTE | {Op.UPDATE}  # what keeps a rank busy; all else is communication, or waiting for it
 
@@ -62,11 +66,11 @@ class Timeline:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        return counts.in_flight(self.program)
+        return in_flight(self.program)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return counts.versions(self.program)
+        return versions(self.program)
 
     def spans(self) -> Iterator[Span]:
         """Every instruction, rank by rank."""
@@ -76,3 +80,25 @@ class Timeline:
 
     def _rows(self, rank: int) -> Iterator[tuple[Instruction, Seconds, Seconds]]:
         return zip(self.program.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
+
+
+def in_flight(program: Program) -> tuple[int, ...]:
+    """For each rank the most (stage, microbatch) pairs whose activations are alive at once.
+
+    They live from the forward to the backward; to the backward for weights, where it has two parts. This
+    follows from the order of the rank's instructions, whatever they cost.
+    """
+    return _peaks(program, _ACTIVATIONS)
+
+
+def versions(program: Program) -> tuple[int, ...]:
+    """For each rank the most versions of the weights at once: the newest, and those that are stashed."""
+    return tuple(1 + peak for peak in _peaks(program, _STASHED))
+
+
+def _peaks(program: Program, change: Mapping[Op, int]) -> tuple[int, ...]:
+    # `accumulate` gives the count after each instruction.
+    return tuple(
+        max(accumulate((change.get(instruction.op, 0) for instruction in instructions), initial=0))
+        for instructions in program.ranks
+    )

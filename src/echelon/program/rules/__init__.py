@@ -1,30 +1,43 @@
-"""What can be wrong with a program: pure rules, each finds all the errors of its kind."""
+"""What can be wrong with a program: pure rules, each of which finds all errors of its kind."""
 
 from collections.abc import Callable, Iterator
 
 from echelon.program.instruction import Program
 from echelon.program.rules.error import ProgramError
-from echelon.program.rules.transfers import matched, never_stuck
-from echelon.program.rules.update import updated
-from echelon.program.rules.weights import gathered, versions
-from echelon.program.rules.work import backwards, forwards, in_order, once, placed
+from echelon.program.rules.transfers import find_deadlocks, find_unmatched_transfers
+from echelon.program.rules.update import find_update_errors
+from echelon.program.rules.weights import find_gather_errors, find_version_errors
+from echelon.program.rules.work import (
+    find_duplicates,
+    find_misplaced,
+    find_missing_backwards,
+    find_missing_forwards,
+    find_unmet_needs,
+)
 
-__all__ = ["ProgramError", "find"]
+__all__ = ["ProgramError", "find_errors"]
 
 Rule = Callable[[Program], Iterator[ProgramError]]
 
-_ALWAYS: tuple[Rule, ...] = (once, forwards, in_order, matched, versions, gathered)
-_TRAINING: tuple[Rule, ...] = (backwards, updated)
+_ALWAYS: tuple[Rule, ...] = (
+    find_duplicates,
+    find_missing_forwards,
+    find_unmet_needs,
+    find_unmatched_transfers,
+    find_version_errors,
+    find_gather_errors,
+)
+_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors)
 
 
-def find(program: Program, *, training: bool = True) -> list[ProgramError]:
-    """Every error of a program. Without `training` it is forwards alone, as for an evaluation.
+def find_errors(program: Program, *, training: bool = True) -> list[ProgramError]:
+    """Every error of a program. Without `training` it has only forwards, as for an evaluation.
 
-    An instruction that its rank cannot have is told alone: the other rules build on that. A deadlock is
-    looked for when nothing else is wrong: a send that is missing would only be told twice.
+    Misplaced instructions are reported alone, because the other rules assume that there are none. Deadlocks
+    are reported if nothing else is wrong: a missing send would be reported twice.
     """
-    misplaced = list(placed(program))
+    misplaced = list(find_misplaced(program))
     if misplaced:
         return misplaced
     rules = [*_ALWAYS, *(_TRAINING if training else ())]
-    return [error for rule in rules for error in rule(program)] or list(never_stuck(program))
+    return [error for rule in rules for error in rule(program)] or list(find_deadlocks(program))

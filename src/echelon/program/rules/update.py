@@ -18,9 +18,7 @@ _Reason = tuple[int, str]  # where an instruction stands in the list of its rank
 class _Round:
     """Where the instructions that lead to one UPDATE stand."""
 
-    fresh: dict[int, int] = field(
-        default_factory=dict
-    )  # by stage: the last backward without a REDUCE behind it
+    fresh: dict[int, int] = field(default_factory=dict)  # by stage: the last backward that is not reduced
     reduces: dict[int, int] = field(default_factory=dict)  # by stage: the last REDUCE
     ties: list[int] = field(default_factory=list)
     norms: list[int] = field(default_factory=list)
@@ -35,7 +33,7 @@ class _Round:
             self.norms.append(index)
 
 
-def updated(program: Program) -> Iterator[ProgramError]:
+def find_update_errors(program: Program) -> Iterator[ProgramError]:
     """Every gradient comes to an update, through REDUCE, TIE and NORM in this order, and is published."""
     for rank, instructions in enumerate(program.ranks):
         yield from (ProgramError(rank, index, reason) for index, reason in _reasons(instructions))

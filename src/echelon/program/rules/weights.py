@@ -5,81 +5,92 @@ from collections.abc import Iterator, Sequence
 from echelon.program.instruction import COMPUTE, Instruction, Op, Program
 from echelon.program.rules.error import ProgramError
 
-_AROUND = frozenset({Op.GATHER, Op.FREE})
+_GATHERING = frozenset({Op.GATHER, Op.FREE})
+
+_Reason = tuple[int | None, str]  # the index of an instruction, and what is wrong with it
 
 
-def versions(program: Program) -> Iterator[ProgramError]:
-    """A version is there when it is used, and a backward uses that of its forward."""
+def find_version_errors(program: Program) -> Iterator[ProgramError]:
+    """A version exists when it is used, and a backward uses that of its forward."""
     for rank, instructions in enumerate(program.ranks):
-        if _has_one_version(instructions):
-            continue
-        newest, stashed = 0, set[tuple[int, int | None]]()
-        used: dict[tuple[int, int | None], int] = {}
-        for place, its in enumerate(instructions):
-            key = (its.stage, its.version)
-            if its.op in COMPUTE:
-                version = newest if its.version is None else its.version
-                if version != newest:
-                    yield from _usable(rank, place, version, newest, key in stashed)
-                first = used.setdefault((its.stage, its.microbatch), version)
-                if first != version:
-                    yield ProgramError(
-                        rank, place, f"uses version {version}, but its forward used version {first}"
-                    )
-            elif its.op is Op.UPDATE:
-                newest += 1
-            elif its.op is Op.STASH:
-                if its.version != newest or key in stashed:
-                    what = (
-                        "it is stashed already"
-                        if key in stashed
-                        else f"the weights of now are version {newest}"
-                    )
-                    yield ProgramError(rank, place, f"cannot stash version {its.version}: {what}")
-                stashed.add(key)
-            elif its.op is Op.POP:
-                if key not in stashed:
-                    yield ProgramError(rank, place, f"version {its.version} is not stashed")
-                stashed.discard(key)
-        for stage, left in sorted(stashed, key=str):
-            yield ProgramError(rank, None, f"version {left} of stage {stage} is stashed and never popped")
+        if not _has_one_version(instructions):
+            yield from (ProgramError(rank, index, reason) for index, reason in _versions_of(instructions))
 
 
 def _has_one_version(instructions: Sequence[Instruction]) -> bool:
-    """Whether no version is named, and all work is done before the first update."""
-    ops = [its.op for its in instructions]
+    """Whether no version is named, and all computations come before the first update."""
+    ops = [instruction.op for instruction in instructions]
     behind = ops[ops.index(Op.UPDATE) :] if Op.UPDATE in ops else []
-    return COMPUTE.isdisjoint(behind) and all(its.version is None for its in instructions)
+    return COMPUTE.isdisjoint(behind) and all(instruction.version is None for instruction in instructions)
 
 
-def _usable(rank: int, place: int, version: int, newest: int, stashed: bool) -> Iterator[ProgramError]:
-    if version > newest:
-        yield ProgramError(
-            rank, place, f"version {version} does not exist yet: the newest is version {newest}"
-        )
-    elif not stashed:
-        yield ProgramError(rank, place, f"version {version} is gone: it was not stashed, or has been popped")
+class _Versions:
+    """The versions of a rank's weights, while its list is read."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.stashed: set[tuple[int, int | None]] = set()  # stage and version
+        self._used: dict[tuple[int, int | None], int] = {}  # by stage and microbatch
+
+    def use(self, instruction: Instruction) -> Iterator[str]:
+        """A computation."""
+        _, stage, microbatch, _, given = instruction
+        version = self.newest if given is None else given
+        if version > self.newest:
+            yield f"version {version} does not exist yet: the newest is version {self.newest}"
+        elif version < self.newest and (stage, version) not in self.stashed:
+            yield f"version {version} is gone: it was not stashed, or has been popped"
+        first = self._used.setdefault((stage, microbatch), version)
+        if first != version:
+            yield f"uses version {version}, but its forward used version {first}"
+
+    def stash(self, stage: int, version: int | None) -> Iterator[str]:
+        if (stage, version) in self.stashed:
+            yield f"cannot stash version {version}: it is stashed already"
+        elif version != self.newest:
+            yield f"cannot stash version {version}: the newest is version {self.newest}"
+        self.stashed.add((stage, version))
+
+    def pop(self, stage: int, version: int | None) -> Iterator[str]:
+        if (stage, version) not in self.stashed:
+            yield f"version {version} is not stashed"
+        self.stashed.discard((stage, version))
 
 
-def gathered(program: Program) -> Iterator[ProgramError]:
-    """GATHER and FREE come in pairs around each use, in a program that has any."""
-    if not any(its.op in _AROUND for instructions in program.ranks for its in instructions):
-        return
-    for rank, instructions in enumerate(program.ranks):
-        whole: dict[int, int] = {}
-        for place, its in enumerate(instructions):
-            if its.op is Op.GATHER:
-                if its.stage in whole:
-                    yield ProgramError(rank, place, f"the weights of stage {its.stage} are gathered already")
-                whole[its.stage] = place
-            elif its.op is Op.FREE:
-                if whole.pop(its.stage, None) is None:
-                    yield ProgramError(
-                        rank, place, f"the weights of stage {its.stage} are not gathered: nothing to free"
-                    )
-            elif its.op in COMPUTE and its.stage not in whole:
-                yield ProgramError(
-                    rank, place, f"uses the weights of stage {its.stage}, which are not gathered"
-                )
-        for stage, place in whole.items():
-            yield ProgramError(rank, place, f"the weights of stage {stage} are gathered and never freed")
+def _versions_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    versions = _Versions()
+    for index, instruction in enumerate(instructions):
+        op, stage, version = instruction.op, instruction.stage, instruction.version
+        if op in COMPUTE:
+            yield from ((index, reason) for reason in versions.use(instruction))
+        elif op is Op.STASH:
+            yield from ((index, reason) for reason in versions.stash(stage, version))
+        elif op is Op.POP:
+            yield from ((index, reason) for reason in versions.pop(stage, version))
+        elif op is Op.UPDATE:
+            versions.newest += 1
+    for stage, version in sorted(versions.stashed, key=str):
+        yield None, f"version {version} of stage {stage} is stashed and never popped"
+
+
+def find_gather_errors(program: Program) -> Iterator[ProgramError]:
+    """In a program with any GATHER or FREE, they come in pairs around each use."""
+    if any(instruction.op in _GATHERING for work in program.ranks for instruction in work):
+        for rank, instructions in enumerate(program.ranks):
+            yield from (ProgramError(rank, index, reason) for index, reason in _gathers_of(instructions))
+
+
+def _gathers_of(instructions: Sequence[Instruction]) -> Iterator[_Reason]:
+    gathered: dict[int, int] = {}  # by stage: where its GATHER stands
+    for index, (op, stage, _, _, _) in enumerate(instructions):
+        if op is Op.GATHER:
+            if stage in gathered:
+                yield index, f"the weights of stage {stage} are gathered already"
+            gathered[stage] = index
+        elif op is Op.FREE:
+            if gathered.pop(stage, None) is None:
+                yield index, f"the weights of stage {stage} are not gathered: nothing to free"
+        elif op in COMPUTE and stage not in gathered:
+            yield index, f"uses the weights of stage {stage}, which are not gathered"
+    for stage, index in gathered.items():
+        yield index, f"the weights of stage {stage} are gathered and never freed"

@@ -1,4 +1,4 @@
-"""Rules of the work: each instruction belongs to its rank, each computation stands once, after its needs."""
+"""Rules of the work: instructions belong to their rank, and computations stand once, after their needs."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -6,77 +6,89 @@ from typing import Any
 
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.readiness import GRADIENT, Need, counterpart, needs
-from echelon.program.rules.error import ProgramError, name
+from echelon.program.rules.error import ProgramError, word
 
-_MOST_NAMED = 5  # of things that are missing
+_MOST_NAMED = 5  # missing computations of one stage
 _TRANSFERS = SENDS | RECEIVES
-_OF_MICROBATCHES = COMPUTE | _TRANSFERS
+_HAS_MICROBATCH = COMPUTE | _TRANSFERS
 
 
-def placed(program: Program) -> Iterator[ProgramError]:
-    """Every instruction is whole, and about a stage and a microbatch that are its rank's own."""
+def find_misplaced(program: Program) -> Iterator[ProgramError]:
+    """Every instruction is complete, and about a stage and a microbatch of its rank."""
+    last = len(program.ranks) - 1
     for stage, ranks in enumerate(program.placement):
-        if not ranks or not set(ranks) <= set(range(len(program.ranks))):
+        if not ranks or not set(ranks) <= set(range(last + 1)):
             yield ProgramError(
-                0, None, f"stage {stage} is on ranks {list(ranks)}, of {len(program.ranks)} that there are"
+                0, None, f"stage {stage} is on ranks {list(ranks)}, but the ranks are 0 … {last}"
             )
             return
-    numbers, turn = range(program.microbatches), program.round
+    numbers, period = range(program.microbatches), program.round
     for rank, instructions in enumerate(program.ranks):
-        right: set[object] = set()  # what was found right is so in every round of microbatches
-        for place, its in enumerate(instructions):
-            op, stage, k, peer, version = its
-            in_turn = its if k is None or k not in numbers else (op, stage, k % turn, peer, version is None)
-            if in_turn in right:
+        valid: set[object] = set()  # what is valid in one round of microbatches is so in every round
+        for index, instruction in enumerate(instructions):
+            op, stage, k, peer, version = instruction
+            kind = (
+                instruction
+                if k is None or k not in numbers
+                else (op, stage, k % period, peer, version is None)
+            )
+            if kind in valid:
                 continue
-            error = _incomplete(its) or _elsewhere(program, rank, its) or _misdirected(program, rank, its)
-            if error is None:
-                right.add(in_turn)
+            reason = (
+                _incomplete(instruction)
+                or _elsewhere(program, rank, instruction)
+                or _misdirected(program, rank, instruction)
+            )
+            if reason is None:
+                valid.add(kind)
             else:
-                yield ProgramError(rank, place, error)
+                yield ProgramError(rank, index, reason)
 
 
-def _incomplete(its: Instruction) -> str | None:
-    if its.op in _OF_MICROBATCHES and its.microbatch is None:
+def _incomplete(instruction: Instruction) -> str | None:
+    op, _, microbatch, peer, version = instruction
+    if op in _HAS_MICROBATCH and microbatch is None:
         return "has no microbatch"
-    if (its.op in _TRANSFERS) != (its.peer is not None):
-        return "has no other rank" if its.peer is None else f"has nothing to do with rank {its.peer}"
-    return "has no version" if its.op in (Op.STASH, Op.POP) and its.version is None else None
+    if (op in _TRANSFERS) != (peer is not None):
+        return "has no other rank" if peer is None else f"is no transfer, but names rank {peer}"
+    return "has no version" if op in (Op.STASH, Op.POP) and version is None else None
 
 
-def _elsewhere(program: Program, rank: int, its: Instruction) -> str | None:
-    if not 0 <= its.stage < program.stages:
-        return f"there is no stage {its.stage} of {program.stages}"
-    if rank not in program.placement[its.stage]:
-        holders = ", ".join(map(str, program.placement[its.stage]))
-        return f"stage {its.stage} is not on this rank, but on {holders}"
-    if its.microbatch is None:
+def _elsewhere(program: Program, rank: int, instruction: Instruction) -> str | None:
+    _, stage, microbatch, _, _ = instruction
+    if not 0 <= stage < program.stages:
+        return f"there is no stage {stage} of {program.stages}"
+    if rank not in program.placement[stage]:
+        holders = ", ".join(map(str, program.placement[stage]))
+        return f"stage {stage} is not on this rank, but on {holders}"
+    if microbatch is None:
         return None
-    if not 0 <= its.microbatch < program.microbatches:
-        return f"there is no microbatch {its.microbatch} of {program.microbatches}"
-    holder = program.holder(its.stage, its.microbatch)
+    if not 0 <= microbatch < program.microbatches:
+        return f"there is no microbatch {microbatch} of {program.microbatches}"
+    holder = program.holder(stage, microbatch)
     if holder == rank:
         return None
-    return f"microbatch {its.microbatch} of stage {its.stage} is that of rank {holder}: replicas take turns"
+    return f"microbatch {microbatch} of stage {stage} belongs to rank {holder}: replicas take turns"
 
 
-def _misdirected(program: Program, rank: int, its: Instruction) -> str | None:
+def _misdirected(program: Program, rank: int, instruction: Instruction) -> str | None:
     """A send goes to the rank that needs it, a receive comes from the rank that makes it."""
-    if its.microbatch is None or its.op not in _TRANSFERS:
+    op, stage, microbatch, peer, _ = instruction
+    if microbatch is None or op not in _TRANSFERS:
         return None
-    other = counterpart(rank, its).stage
+    other = counterpart(rank, instruction).stage
     if not 0 <= other < program.stages:
-        return f"stage {its.stage} is the {'first' if other < 0 else 'last'}: it has no such neighbour"
-    right = program.holder(other, its.microbatch)
-    if its.peer == right and right != rank:
-        return None
-    if right == rank:
+        return f"stage {stage} is the {'first' if other < 0 else 'last'}: it has no such neighbour"
+    holder = program.holder(other, microbatch)
+    if holder == rank:
         return f"stage {other} is on this rank too: nothing is sent"
-    way = "go to" if its.op in SENDS else "come from"
-    return f"microbatch {its.microbatch} of stage {other} is on rank {right}: this must {way} it"
+    if holder == peer:
+        return None
+    direction = "go to" if op in SENDS else "come from"
+    return f"microbatch {microbatch} of stage {other} is on rank {holder}: this must {direction} it"
 
 
-_Stands = set[tuple[Op, int, int | None]]
+_Listed = set[tuple[Op, int, int | None]]
 _Wants = tuple[set[int], list[tuple[Any, ...]]]  # where it is noted; each need, and where what meets it is
 
 
@@ -84,82 +96,85 @@ class _Done:
     """What a rank has done so far: the microbatches of each operation and stage."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[Op, int], set[int]] = {}
+        self._microbatches: dict[tuple[Op, int], set[int]] = {}
 
     def of(self, op: Op, stage: int) -> set[int]:
-        return self._of.setdefault((op, stage), set())
+        return self._microbatches.setdefault((op, stage), set())
 
 
-_SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # whole or its first part: either, not both
+_SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # a whole backward or its first part: either, not both
 
 
-def once(program: Program) -> Iterator[ProgramError]:
+def find_duplicates(program: Program) -> Iterator[ProgramError]:
     """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both."""
     for rank, instructions in enumerate(program.ranks):
         done = _Done()
-        for place, its in enumerate(instructions):
-            op, stage, k, _, _ = its
+        for index, instruction in enumerate(instructions):
+            op, stage, k, _, _ = instruction
             if k is None:
                 continue
-            before = done.of(_SAME.get(op, op), stage)
-            if k in before:
-                yield ProgramError(
-                    rank, place, f"{name(program, rank, its)} has been done before: once is enough"
-                )
-            before.add(k)
+            microbatches = done.of(_SAME.get(op, op), stage)
+            if k in microbatches:
+                again = word(program, rank, instruction)
+                yield ProgramError(rank, index, f"{again} has been done before: keep one")
+            microbatches.add(k)
 
 
-def in_order(program: Program) -> Iterator[ProgramError]:
+def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
     """What an instruction needs of its own rank stands before it."""
-    turn = program.round
+    period = program.round
     for rank, instructions in enumerate(program.ranks):
         done = _Done()
         known: dict[tuple[Op, int, int], _Wants] = {}  # of one round of microbatches
-        there: _Stands = set()  # only looked for when something is wrong
-        for place, its in enumerate(instructions):
-            op, stage, k, _, _ = its
+        listed: _Listed = set()  # filled when something is wrong
+        for index, instruction in enumerate(instructions):
+            op, stage, k, _, _ = instruction
             if k is None:
                 continue
-            kind = (op, stage, k % turn)
+            kind = (op, stage, k % period)
             if kind not in known:
-                known[kind] = _wants(program, rank, its, done)
+                known[kind] = _wants(program, rank, instruction, done)
             own, wanted = known[kind]
             for need, first, *others in wanted:
                 if k not in first and not any(k in other for other in others):
-                    there = there or {other[:3] for other in instructions}
-                    yield ProgramError(rank, place, _unmet(program, rank, its, need, there))
+                    listed = listed or {other[:3] for other in instructions}
+                    yield ProgramError(rank, index, _unmet(program, rank, instruction, need, listed))
             own.add(k)
 
 
-def _wants(program: Program, rank: int, its: Instruction, done: _Done) -> _Wants:
-    found = needs(program, rank, its)
-    wanted = [(need, *(done.of(op, need.stage) for op in need.ops)) for need in found]
-    return done.of(its.op, its.stage), wanted
+def _wants(program: Program, rank: int, instruction: Instruction, done: _Done) -> _Wants:
+    wanted = [
+        (need, *(done.of(op, need.stage) for op in need.ops)) for need in needs(program, rank, instruction)
+    ]
+    return done.of(instruction.op, instruction.stage), wanted
 
 
-def _unmet(program: Program, rank: int, its: Instruction, need: Need, there: _Stands) -> str:
-    wanted = [(op, need.stage, its.microbatch) for op in need.ops]
-    behind = any(one in there for one in wanted)
-    called = name(program, rank, Instruction(*wanted[0]))
-    return f"needs {called} before it, which {'stands behind it' if behind else 'is missing'}"
+def _unmet(program: Program, rank: int, instruction: Instruction, need: Need, listed: _Listed) -> str:
+    wanted = [(op, need.stage, instruction.microbatch) for op in need.ops]
+    is_behind = any(one in listed for one in wanted)
+    missing = word(program, rank, Instruction(*wanted[0]))
+    return f"needs {missing} before it, which {'stands behind it' if is_behind else 'is missing'}"
 
 
-def forwards(program: Program) -> Iterator[ProgramError]:
-    return _covered(program, (Op.FORWARD,), "forward")
+def find_missing_forwards(program: Program) -> Iterator[ProgramError]:
+    """Every stage has a forward of every microbatch."""
+    return _missing(program, (Op.FORWARD,), "forward")
 
 
-def backwards(program: Program) -> Iterator[ProgramError]:
-    yield from _covered(program, GRADIENT, "backward")
+def find_missing_backwards(program: Program) -> Iterator[ProgramError]:
+    """Every stage has a backward of every microbatch: whole, or both parts."""
+    yield from _missing(program, GRADIENT, "backward")
     for rank, instructions in enumerate(program.ranks if program.halves else ()):
-        weights = {(its.stage, its.microbatch) for its in instructions if its.op is Op.BACKWARD_WEIGHT}
-        for place, its in enumerate(instructions):
-            if its.op is Op.BACKWARD_INPUT and (its.stage, its.microbatch) not in weights:
-                called = name(program, rank, its._replace(op=Op.BACKWARD_WEIGHT))
-                yield ProgramError(rank, place, f"{called} is missing: the gradient of these weights")
+        weights = {(stage, k) for op, stage, k, _, _ in instructions if op is Op.BACKWARD_WEIGHT}
+        for index, instruction in enumerate(instructions):
+            op, stage, k, _, _ = instruction
+            if op is Op.BACKWARD_INPUT and (stage, k) not in weights:
+                second = word(program, rank, instruction._replace(op=Op.BACKWARD_WEIGHT))
+                yield ProgramError(rank, index, f"{second} is missing: the gradient of these weights")
 
 
-def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[ProgramError]:
-    """Every stage does this for every microbatch."""
+def _missing(program: Program, ops: Sequence[Op], kind: str) -> Iterator[ProgramError]:
+    """The microbatches without any of `ops`, at each stage."""
     done: dict[int, set[int]] = {stage: set() for stage in range(program.stages)}
     for instructions in program.ranks:
         for op, stage, k, _, _ in instructions:
@@ -167,15 +182,16 @@ def _covered(program: Program, ops: Sequence[Op], what: str) -> Iterator[Program
                 done[stage].add(k)
     for stage, microbatches in done.items():
         count = program.microbatches - len(microbatches)
-        told = min(count, _MOST_NAMED if microbatches else 1)
+        num_named = min(count, _MOST_NAMED if microbatches else 1)
         missing = (k for k in range(program.microbatches) if k not in microbatches)
-        for number, k in enumerate(islice(missing, told), 1):
+        for number, k in enumerate(islice(missing, num_named), 1):
             rank = program.holder(stage, k)
-            more = f", and {count - told} more" if number == told < count else ""
-            place = _place_of_forward(program, rank, stage, k)
-            yield ProgramError(rank, place, f"the {what} of microbatch {k} at stage {stage} is missing{more}")
+            more = f", and {count - num_named} more" if number == num_named < count else ""
+            reason = f"the {kind} of microbatch {k} at stage {stage} is missing{more}"
+            yield ProgramError(rank, _index_of_forward(program, rank, stage, k), reason)
 
 
-def _place_of_forward(program: Program, rank: int, stage: int, microbatch: int) -> int | None:
-    wanted = (Op.FORWARD, stage, microbatch)
-    return next((place for place, its in enumerate(program.ranks[rank]) if its[:3] == wanted), None)
+def _index_of_forward(program: Program, rank: int, stage: int, microbatch: int) -> int | None:
+    forward = (Op.FORWARD, stage, microbatch)
+    listed = (index for index, instruction in enumerate(program.ranks[rank]) if instruction[:3] == forward)
+    return next(listed, None)

@@ -1,29 +1,27 @@
-"""PipeDream: which version each microbatch meets, and steps that put together are the whole."""
+"""PipeDream: which version each microbatch uses, and steps that join to the whole program."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.program import ASYNCHRONOUS, Instruction, Op, Program, add_transfers, asynchronous, check
-from echelon.program.asynchronous import Move
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.program import Instruction, Op, Program, add_transfers, asynchronous, check, pipedream
+from echelon.program.pipedream import Move
 from tests.program.cases import Shape, shapes
 
-module = sys.modules["echelon.program.asynchronous"]  # the package's own name for it is the function
 
-
-def met(program: Program, op: Op) -> dict[int, list[int | None]]:
+def versions_used(program: Program, op: Op) -> dict[int, list[int | None]]:
     """By microbatch the version that each stage used."""
     used: dict[int, list[int | None]] = {}
     for rank in program.ranks:
-        for its in rank:
-            if its.op is op and its.microbatch is not None:
-                used.setdefault(its.microbatch, []).append(its.version)
+        for instruction in rank:
+            if instruction.op is op and instruction.microbatch is not None:
+                used.setdefault(instruction.microbatch, []).append(instruction.version)
     return used
 
 
@@ -37,9 +35,9 @@ def met(program: Program, op: Op) -> dict[int, list[int | None]]:
         ("pipedream-2bw", lambda k: [max(0, k // 3 - 1)] * 3),
     ],
 )
-def test_each_microbatch_meets_the_versions_of_the_formula(name: str, versions, op: Op) -> None:  # type: ignore[no-untyped-def]
+def test_each_microbatch_uses_the_versions_of_the_formula(name: str, versions, op: Op) -> None:  # type: ignore[no-untyped-def]
     program = asynchronous(name, 3, 3, taken=12)
-    assert met(program, op) == {k: versions(k) for k in range(12)}
+    assert versions_used(program, op) == {k: versions(k) for k in range(12)}
 
 
 def slices(name: str, stages: int, microbatches: int, ends: list[int]) -> list[Program]:
@@ -52,15 +50,13 @@ def slices(name: str, stages: int, microbatches: int, ends: list[int]) -> list[P
 
 
 def joined(programs: list[Program], whole: Program) -> Program:
-    ranks = tuple(
-        tuple(its for program in programs for its in program.ranks[rank]) for rank in range(len(whole.ranks))
-    )
-    return replace(whole, ranks=ranks)
+    ranks = zip(*(program.ranks for program in programs), strict=True)
+    return replace(whole, ranks=tuple(tuple(chain.from_iterable(parts)) for parts in ranks))
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[str, int, int, list[int]]:
-    name = draw(st.sampled_from(ASYNCHRONOUS))
+    name = draw(st.sampled_from(ASYNCHRONOUS_SCHEDULES))
     stages = draw(st.integers(1, 5))
     microbatches = draw(st.integers(stages if name == "pipedream-2bw" else 1, 6))
     steps = draw(st.integers(1, 12))  # late ones are made from early ones
@@ -69,8 +65,9 @@ def cuts(draw: st.DrawFn) -> tuple[str, int, int, list[int]]:
 
 
 def computation(program: Program) -> list[list[Instruction]]:
-    """What each rank does, but for what it keeps: a step cannot know whether the next one drains."""
-    return [[its for its in rank if its.op not in (Op.STASH, Op.POP)] for rank in program.ranks]
+    """The program without STASH and POP: a step does not know whether the next one drains."""
+    stashing = (Op.STASH, Op.POP)
+    return [[instruction for instruction in rank if instruction.op not in stashing] for rank in program.ranks]
 
 
 @settings(deadline=None)
@@ -85,8 +82,8 @@ def test_steps_put_together_are_the_whole(cut: tuple[str, int, int, list[int]]) 
 @settings(deadline=None)
 @given(cuts())
 def test_steps_can_be_lowered_one_by_one(cut: tuple[str, int, int, list[int]]) -> None:
-    """A gradient that is sent in one step and used in the next is received there, and only once; a version
-    that was kept for a step that never came is let go."""
+    """A gradient that is sent in one step and used in the next is received there, and only once. A version
+    that was stashed for a step that never comes is popped."""
     name, stages, microbatches, ends = cut
     whole = add_transfers(asynchronous(name, stages, microbatches, taken=ends[-1]))
     lowered = joined([add_transfers(step) for step in slices(name, stages, microbatches, ends)], whole)
@@ -97,7 +94,7 @@ def test_steps_can_be_lowered_one_by_one(cut: tuple[str, int, int, list[int]]) -
 @settings(deadline=None)
 @given(cuts(), st.booleans())
 def test_a_late_step_is_cut_out_of_the_whole(cut: tuple[str, int, int, list[int]], drain: bool) -> None:
-    """Steps after many others are made from early ones: they must be what stands in the long program."""
+    """Late steps are made from early ones: they must equal that part of the long program."""
     name, stages, microbatches, _ = cut
     begin = 20 * microbatches
     late = asynchronous(name, stages, microbatches, begin=begin, drain=drain)
@@ -117,8 +114,8 @@ def test_a_late_step_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyP
             made += 1
             yield move
 
-    moves = module._moves
-    monkeypatch.setattr(module, "_moves", counted)
+    moves = pipedream._moves
+    monkeypatch.setattr(pipedream, "_moves", counted)
     costs = []
     for begin in (1000, 1_000_000):
         made = 0
@@ -127,24 +124,23 @@ def test_a_late_step_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyP
     assert costs[0] == costs[1]
 
 
-def test_draining_lets_go_what_was_stashed_for_later() -> None:
+def test_draining_pops_what_was_stashed_for_later() -> None:
     *_, last = slices("pipedream-vertical", 3, 1, [1, 2, 3])
     assert last.ranks[2][0] == Instruction(Op.POP, 2, version=1)
 
 
 @settings(deadline=None)
-@given(shapes(names=ASYNCHRONOUS))
+@given(shapes(names=ASYNCHRONOUS_SCHEDULES))
 def test_a_version_is_stashed_only_where_it_is_used_again(shape: Shape) -> None:
     for rank in shape.program().ranks:
-        for place, its in enumerate(rank):
-            if its.op is Op.STASH:
-                later = [use for use in rank[place:] if use.op is Op.BACKWARD and use.version == its.version]
-                assert later
+        for index, (op, _, _, _, version) in enumerate(rank):
+            if op is Op.STASH:
+                assert [use for use in rank[index:] if use.op is Op.BACKWARD and use.version == version]
 
 
-def test_a_step_leaves_on_its_way_what_the_next_one_finishes() -> None:
+def test_a_step_leaves_in_flight_what_the_next_one_finishes() -> None:
     first = asynchronous("pipedream", 3, 4, taken=4, drain=False)
-    forwards = [[its.microbatch for its in rank if its.op is Op.FORWARD] for rank in first.ranks]
-    backwards = [[its.microbatch for its in rank if its.op is Op.BACKWARD] for rank in first.ranks]
+    forwards = [[k for op, _, k, _, _ in rank if op is Op.FORWARD] for rank in first.ranks]
+    backwards = [[k for op, _, k, _, _ in rank if op is Op.BACKWARD] for rank in first.ranks]
     assert forwards == [[0, 1, 2, 3]] * 3
     assert backwards == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]

@@ -1,0 +1,84 @@
+"""Shapes become the right SVG elements and the right pixels."""
+
+import builtins
+import io
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.program.canvas import Box, Hatch, Picture, Rule, Shape, Words, moved
+
+BOX = Box(10, 20, 30, 40, "#d6e8f5", "#0072b2")
+SHAPES: list[Shape] = [
+    BOX,
+    Hatch(50, 20, 40, 40),
+    Rule(0, 90, 100, 90, "#5b6472"),
+    Words(50, 95, "a < b", 11, anchor="middle", bold=True),
+]
+
+
+def elements(picture: Picture) -> list[ElementTree.Element]:
+    """The elements of the shapes: those behind the title, the pattern and the page."""
+    return list(ElementTree.fromstring(picture.svg()))[3:]
+
+
+def test_each_shape_is_one_svg_element() -> None:
+    box, hatch, rule, words = elements(Picture(100, 100, "title", SHAPES))
+    assert [element.tag.rpartition("}")[2] for element in (box, hatch, rule, words)] == [
+        "rect",
+        "rect",
+        "path",
+        "text",
+    ]
+    assert (box.get("x"), box.get("y"), box.get("width"), box.get("height")) == (
+        "10.0",
+        "20.0",
+        "30.0",
+        "40.0",
+    )
+    assert (box.get("fill"), box.get("stroke")) == ("#d6e8f5", "#0072b2")
+    assert hatch.get("fill") == "url(#bubble)"
+    assert rule.get("d") == "M0.0 90.0L100.0 90.0"
+    assert (words.text, words.get("text-anchor"), words.get("font-weight")) == ("a < b", "middle", "600")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_moves_down_and_not_aside(shape: Shape) -> None:
+    (before,) = elements(Picture(100, 100, "", [shape]))
+    (after,) = elements(Picture(100, 100, "", [moved(shape, 5)]))
+    if isinstance(shape, Rule):
+        assert after.get("d") == "M0.0 95.0L100.0 95.0"
+    else:
+        assert float(after.get("y", "")) == float(before.get("y", "")) + 5
+        assert after.get("x") == before.get("x")
+
+
+def test_control_characters_become_spaces() -> None:
+    (words,) = elements(Picture(100, 100, "", [Words(0, 0, "a\x00b", 11)]))
+    assert words.text == "a b"
+
+
+def test_the_png_has_the_colours_of_the_shapes_at_twice_the_size() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.open(io.BytesIO(Picture(100, 100, "", SHAPES).png())).convert("RGB")
+    assert image.size == (200, 200)
+    assert image.getpixel((50, 80)) == (0xD6, 0xE8, 0xF5)
+    assert image.getpixel((5, 5)) == (0xFF, 0xFF, 0xFF)
+    assert image.getpixel((20, 180)) == (0x5B, 0x64, 0x72)
+    hatched = image.crop((100, 40, 180, 120))
+    assert {colour for _, colour in hatched.getcolors()} >= {(0xF6, 0xF7, 0xF9), (0xC3, 0xC9, 0xD4)}
+
+
+def test_without_pillow_a_png_is_rejected_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without_pillow(name: str, *arguments: Any) -> Any:
+        if name == "PIL":
+            raise ImportError(name)
+        return original(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without_pillow)
+    with pytest.raises(UserError, match="a PNG needs Pillow: pip install pillow"):
+        Picture(10, 10, "", []).png()
