@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.charts import Series, line_chart
-from echelon.program import ASYNCHRONOUS, Costs, add_transfers, asynchronous, build, simulate
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.program import Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
 from echelon.quantities import heading, show_figure, show_seconds
 
@@ -533,7 +534,7 @@ def draw_schedule(shown: Shown) -> str:
     line = simulate(program, Costs(forward=shown.cost, backward=shown.cost))
     bubble = f"bubble {line.bubble_fraction} = {float(line.bubble_fraction):.1%}"
     about = f"{bubble}; in flight {_list(line.in_flight)}"
-    about += f"; versions {_list(line.versions)}" if shown.name in ASYNCHRONOUS else ""
+    about += f"; versions {_list(line.versions)}" if shown.name in ASYNCHRONOUS_SCHEDULES else ""
     return draw_timeline(list(line.spans()), len(program.ranks), title, about).svg()
 
 

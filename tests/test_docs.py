@@ -22,8 +22,8 @@ from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.huggingface import FAMILIES
 from echelon.models import presets
-from echelon.plan import Plan
-from echelon.program import SCHEDULES, build, load_schedule, show
+from echelon.plan import SCHEDULES, Plan
+from echelon.program import build, load_schedule, show
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
 from echelon.verify.inject_bug import BUGS

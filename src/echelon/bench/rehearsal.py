@@ -11,8 +11,8 @@ from echelon.bench.stages import by_step, make_engine, spans_of
 from echelon.bench.trainers import make_batch
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.models import ModelConfig
-from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS, Costs, Program, Span, Timeline, measured, simulate
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.program import Costs, Program, Span, Timeline, measured, simulate
 
 _LAYERS = 3  # a stage: blocks, of which the first and the last stage give up one for embedding and head
 _WARMUP, _TURNS = 4, 9  # the engine meters activations in its first three steps, which makes them slower
@@ -83,7 +83,7 @@ def run_turns(plan: Plan, model: ModelConfig, batches: int) -> list[list[Span]]:
         for _ in range(batches):
             engine.step(batch)
             turn += spans_of(engine)
-        if plan.schedule in ASYNCHRONOUS:
+        if plan.schedule in ASYNCHRONOUS_SCHEDULES:
             engine.synchronize()  # empties the pipeline
             turn += spans_of(engine)
         turns.append(turn)

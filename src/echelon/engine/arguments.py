@@ -14,8 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
-from echelon.plan import AUTO, Plan
-from echelon.program import ASYNCHRONOUS
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 
 _PLAIN_LEAVES = (str, int, float, bool, type(None))
 
@@ -144,7 +143,7 @@ def _is_integer(value: object) -> bool:
 
 def check_clip(plan: Plan, clip: float | None) -> None:
     """Refuse to clip where no norm of all gradients exists."""
-    if clip is not None and plan.schedule in ASYNCHRONOUS:
+    if clip is not None and plan.schedule in ASYNCHRONOUS_SCHEDULES:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"

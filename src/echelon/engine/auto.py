@@ -20,10 +20,9 @@ from echelon.collectives import Group, Ledger, group_over
 from echelon.engine.batch import Batch, cast, take_part, to_device
 from echelon.errors import UserError
 from echelon.mesh import this_device
-from echelon.plan import AUTO, Plan
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.planner import partition, profile
 from echelon.precision import DTYPES
-from echelon.program import ASYNCHRONOUS
 
 _PROBE, _TIMES = 4 * 2**20, 5  # bytes, how often
 
@@ -85,7 +84,7 @@ def _choose(
     inputs = cast(to_device(inputs, device), DTYPES[plan.precision])
     measured = profile(model, (inputs, targets))
     # Weight versions and gathered weights are each rank's own: those stages have no replicas.
-    straight = plan.schedule in ASYNCHRONOUS or plan.zero == 3
+    straight = plan.schedule in ASYNCHRONOUS_SCHEDULES or plan.zero == 3
     split = partition(measured, workers, bandwidth, straight=straight)
     return {"replicas": split.replicas, "layers": split.layer_counts}
 

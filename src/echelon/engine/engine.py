@@ -25,8 +25,8 @@ from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, assemble, whole_slice
-from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS, Span
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.program import Span
 from echelon.runtime import LocalStages, Push, Update
 from echelon.wrapping import Wrapping
 
@@ -52,7 +52,7 @@ class Engine:
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._meter = Meter(module, self._storages)
         self._runner: StepRunner
-        if mesh.plan.schedule in ASYNCHRONOUS:
+        if mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:
             self._runner = ContinuousRunner(mesh, local, update, layers, self._meter, scopes)
         else:
             self._runner = FlushedRunner(mesh, local, update, layers, self._meter, scopes)

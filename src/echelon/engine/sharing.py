@@ -21,8 +21,7 @@ from echelon.data_parallel import (
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import StageSplit
 from echelon.mesh import Mesh
-from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.runtime import LocalStages, Stage
 from echelon.wrapping import Wrapping
 
@@ -77,7 +76,12 @@ def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch:
 def accumulate_gradients(local: LocalStages, plan: Plan, wrapping: Wrapping) -> None:
     """Let large matrices add to their gradients in place, where several microbatches make one gradient and
     one backward pass makes it; what is compiled goes its own way."""
-    if plan.compile or plan.microbatches == 1 or plan.schedule in ASYNCHRONOUS or local.program.halves:
+    if (
+        plan.compile
+        or plan.microbatches == 1
+        or plan.schedule in ASYNCHRONOUS_SCHEDULES
+        or local.program.halves
+    ):
         return
     for stage in local.stages.values():
         accumulations = {

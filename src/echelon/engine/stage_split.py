@@ -20,8 +20,8 @@ from echelon.pipeline_parallel import (
     keep_only,
     split_model,
 )
-from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS, Program
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.program import Program
 from echelon.wrapping import replaced_forward
 
 
@@ -104,7 +104,7 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
     trained = [tie for tie in ties if tie.parameter.requires_grad]
     names = ", ".join(tie.name for tie in trained)
     plan = mesh.plan
-    if trained and plan.schedule in ASYNCHRONOUS:
+    if trained and plan.schedule in ASYNCHRONOUS_SCHEDULES:
         raise UserError(
             f"schedule={plan.schedule} with {names} in several stages: stages update at different times, so "
             "the copies would drift apart; untie the weights, or use schedule=1f1b"

@@ -24,9 +24,9 @@ from echelon.engine.step_program import step_program
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES
 from echelon.program import (
-    ASYNCHRONOUS,
     Program,
     Span,
     add_gathers,
@@ -64,7 +64,7 @@ class StepRunner(ABC):
         self._layers, self._meter, self._scopes = layers, meter, scopes
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
-        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS
+        self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         self._fixed_count = self._pipelined or local.lockstep or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}

@@ -10,8 +10,8 @@ from echelon.data_parallel import Buffers
 from echelon.engine.arguments import check_optimizer
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES, DirectStepper, MasterStepper
-from echelon.program import ASYNCHRONOUS
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
 
 
@@ -41,7 +41,7 @@ def make_update(
         )
     stepper = stepper_kind(make, local.trained(), local.local_parameters(), in_parts=plan.zero > 0)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
-    steady = plan.schedule not in ASYNCHRONOUS
+    steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
     group = everyone if steady else mesh.group("stage")
     return SynchronousUpdate(local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady)

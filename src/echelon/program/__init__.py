@@ -1,7 +1,5 @@
 """A step as a program: instructions, schedules, lowering, check, simulation. Pure: no torch, no device."""
 
-from echelon.plan import ASYNCHRONOUS_SCHEDULES as ASYNCHRONOUS
-from echelon.plan import SCHEDULES
 from echelon.program.build import build
 from echelon.program.check import check
 from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
@@ -14,11 +12,9 @@ from echelon.program.text import parse, show
 from echelon.program.timeline import Span, Timeline
 
 __all__ = [
-    "ASYNCHRONOUS",
     "COMPUTE",
     "RANK_LEVEL",
     "RECEIVES",
-    "SCHEDULES",
     "SENDS",
     "Costs",
     "Instruction",

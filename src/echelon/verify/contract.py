@@ -16,8 +16,7 @@ from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
-from echelon.plan import Plan
-from echelon.program import ASYNCHRONOUS
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import BUGS, Bug
 from echelon.verify.pipedream import train_by_formula
@@ -126,7 +125,7 @@ def _reference(case: Case, plan: Plan, result: TrainingResult) -> tuple[Training
     """What the training of a plan must be equal to, and its name."""
     if plan.sync == "async" and plan.staleness > 0:
         return replay(result.log, case, plan.data), LOG
-    if plan.schedule in ASYNCHRONOUS:
+    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
         return train_by_formula(case, plan, result.boundaries), FORMULA
     return train_on_one_device(case), ONE_DEVICE
 
