@@ -83,7 +83,7 @@ class Operation(Work):
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Drop the variables in the error's traceback: the error is kept, and would keep the link's memory too."""
+    """Drop the variables in the error's traceback: kept, it would keep the link's memory too."""
     reason: BaseException | None = error
     while reason is not None:
         traceback.clear_frames(reason.__traceback__)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Group, Ledger, RecordingGroup, TorchGroup, naive_all_reduce, ring_all_reduce
+from echelon.collectives import Ledger, TorchGroup, naive_all_reduce, ring_all_reduce
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]
@@ -133,122 +133,21 @@ def test_uneven_and_empty_parts(warm_ranks: Warm) -> None:
     assert [received for _, _, received in results] == [5 * 8, 0, 0]
 
 
-def ring_traffic(length: int, naive: bool) -> tuple[int, int, int]:
-    group = world()
-    tensor = torch.ones(length)
-    (naive_all_reduce if naive else ring_all_reduce)(group, tensor)
-    assert torch.equal(tensor, torch.full((length,), float(group.size)))
-    total = group.ledger.total("data")
-    return total.sent // 4, total.received // 4, total.count
+def closes_and_goes_on() -> None:
+    """Two groups over one process group: the second close finds it destroyed already."""
+    process_group = dist.new_group()
+    assert isinstance(process_group, dist.ProcessGroup)
+    first, second = (TorchGroup("data", process_group, Ledger()) for _ in range(2))
+    del process_group
+    first.all_reduce(torch.ones(3))
+    for group in (first, first, second):
+        group.close()
+    with pytest.raises(RuntimeError, match="send along data: the group is closed"):
+        first.send(torch.ones(3), 1 - first.rank)
+    over_world = world()
+    over_world.close()
+    dist.barrier()  # the world's process group stays
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_ring_moves_its_share_and_no_more(warm_ranks: Warm, size: int) -> None:
-    n = 24 * size
-    for sent, received, _ in warm_ranks(size).run(ring_traffic, n, False):
-        assert sent == received == 2 * (size - 1) * n // size
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_ring_of_uneven_chunks_shows_exactly_the_chunks_passed_on(warm_ranks: Warm, size: int) -> None:
-    for n in (0, 1, size - 1, size + 1, 10 * size - 1):
-        chunks = [n // size + (index < n % size) for index in range(size)]
-        for rank, (sent, received, count) in enumerate(warm_ranks(size).run(ring_traffic, n, False)):
-            # Rank r passes on every chunk but r+1, then every chunk but r+2; its left neighbour likewise.
-            assert sent == 2 * n - chunks[(rank + 1) % size] - chunks[(rank + 2) % size]
-            left = (rank - 1) % size
-            assert received == 2 * n - chunks[(left + 1) % size] - chunks[(left + 2) % size]
-            assert n > 0 or count == 0
-
-
-def test_the_naive_one_loads_one_rank(warm_ranks: Warm) -> None:
-    hub, *others = warm_ranks(4).run(ring_traffic, 1000, True)
-    assert hub == (3000, 3000, 6)
-    assert others == [(1000, 1000, 2)] * 3
-
-
-def one_of_each(group: Group) -> list[tuple[str, int, int, int]]:
-    """What the ledger holds after one operation of each kind."""
-    part, whole = torch.ones(6), torch.ones(6 * group.size)
-    group.all_reduce(whole)
-    group.reduce_scatter(part, whole)
-    group.all_gather(whole, part)
-    group.broadcast(whole, 0)
-    group.reduce(whole, 0)
-    group.scatter(part, whole if group.rank == 0 else None, 0)
-    group.gather(part, whole if group.rank == 0 else None, 0)
-    return [(m.operation, *m.traffic) for m in group.ledger.moves]
-
-
-def entries() -> list[tuple[str, int, int, int]]:
-    return one_of_each(world())
-
-
-def test_what_the_ledger_counts(warm_ranks: Warm) -> None:
-    first, second, *_ = warm_ranks(4).run(entries)
-    p = 24 * 4  # bytes of the whole buffer
-    assert first == [
-        ("all_reduce", p, 6 * p // 4, 6 * p // 4),
-        ("reduce_scatter", p, 3 * p // 4, 3 * p // 4),
-        ("all_gather", p, 3 * p // 4, 3 * p // 4),
-        ("broadcast", p, p, 0),
-        ("reduce", p, 0, p),
-        ("scatter", p, 3 * p // 4, 0),
-        ("gather", p, 0, 3 * p // 4),
-    ]
-    assert second[3:] == [
-        ("broadcast", p, 0, p),
-        ("reduce", p, p, 0),
-        ("scatter", p, 0, p // 4),
-        ("gather", p, p // 4, 0),
-    ]
-
-
-def test_a_recorder_counts_what_the_real_group_counts(warm_ranks: Warm) -> None:
-    assert warm_ranks(4).run(entries) == [one_of_each(RecordingGroup("data", rank, 4)) for rank in range(4)]
-
-
-def test_a_recorder_can_be_any_rank_of_thousands() -> None:
-    group = RecordingGroup("data", rank=4095, size=4096)
-    buffer = torch.ones(4096 * 2)
-    group.all_reduce(buffer)
-    assert group.ledger.total().sent == 2 * 4095 * 8
-    assert torch.equal(buffer, torch.ones(4096 * 2))
-    gathered = torch.zeros(4096)
-    group.all_gather(gathered, torch.full((1,), 7.0))
-    assert gathered[4095] == 7
-    ring_all_reduce(RecordingGroup("data", 3, 5), torch.ones(7))
-
-
-def test_a_recorder_needs_no_memory_for_what_it_pretends() -> None:
-    group = RecordingGroup("data", rank=0, size=1024)
-    group.all_reduce(torch.empty(10**12, device="meta"))
-    assert group.ledger.total().payload == 4 * 10**12
-
-
-def test_a_group_of_one_moves_nothing_and_enters_nothing() -> None:
-    group = RecordingGroup("data")
-    tensor, output = torch.arange(4.0), torch.zeros(4)
-    group.all_reduce(tensor)
-    group.all_gather(output, tensor)
-    assert torch.equal(output, tensor)
-    assert group.ledger.rows() == []
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda g: g.all_reduce(torch.ones(4, 4).t()[:, :2]), "contiguous"),
-        (lambda g: g.all_gather(torch.ones(7), torch.ones(4)), "2 equal parts"),
-        (lambda g: g.reduce_scatter(torch.ones(4, dtype=torch.int32), torch.ones(8)), "one type"),
-        (lambda g: g.all_to_all(torch.ones(4), torch.ones(4), [1, 2], [2, 2]), r"got \[1, 2\]"),
-        (lambda g: g.all_to_all(torch.ones(4), torch.ones(3)), "even parts"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_moves(
-    call: Callable[[RecordingGroup], object], says: str
-) -> None:
-    group = RecordingGroup("data", 0, 2)
-    with pytest.raises(ValueError, match=says):
-        call(group)
-    assert group.ledger.rows() == []
+def test_a_closed_group_is_refused_and_the_world_stays(warm_ranks: Warm) -> None:
+    warm_ranks(2).run(closes_and_goes_on)

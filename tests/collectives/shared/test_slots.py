@@ -1,0 +1,139 @@
+"""Rings: a writer waits for its readers, readers report in batches, and a wrong header is an error."""
+
+from mmap import mmap
+
+import pytest
+import torch
+
+from echelon.collectives.shared.header import Header, MismatchError, OperationKind
+from echelon.collectives.shared.slots import (
+    COLLECTIVE,
+    LANE,
+    Notice,
+    RingReader,
+    RingWriter,
+    Wait,
+    all_written,
+    collective_ring,
+    lane,
+    region_bytes,
+)
+from echelon.collectives.shared.tensor_memory import TensorMemory
+from echelon.launching import PeerLost
+
+from .simulated_links import SimulatedPeer
+
+MEMORY = TensorMemory.of(torch.zeros(4))
+WROTE_READ = {"wrote": Notice.WROTE, "read": Notice.READ}
+
+
+def header(number: int = 0) -> Header:
+    return Header.of(OperationKind.ALL_REDUCE, MEMORY, number, op="sum")
+
+
+class Pair:
+    """The two ends of one ring: rank 0 writes, rank 1 reads."""
+
+    def __init__(self) -> None:
+        region = mmap(-1, region_bytes(2))
+        counts: dict[tuple[int, int, Notice], int] = {}
+        self.reader_as_peer, self.writer_as_peer = SimulatedPeer(0, 1, counts), SimulatedPeer(1, 0, counts)
+        self.writer = RingWriter(collective_ring(region), [self.reader_as_peer], **WROTE_READ)
+        self.reader = RingReader(collective_ring(region), self.writer_as_peer, **WROTE_READ)
+
+    def write(self, value: int) -> bool:
+        """Whether there was a free slot."""
+        steps = self.writer.slot()
+        try:
+            steps.send(None)
+        except StopIteration as stop:
+            stop.value.memory.fill_(value)
+            self.writer.publish(header())
+            return True
+        steps.close()
+        return False
+
+    def read(self, *, now: bool = False) -> int:
+        assert self.reader.is_written(header())
+        value = int(self.reader.slot().memory[0])
+        self.reader.release(now=now)
+        return value
+
+
+def test_values_come_in_order_over_many_rounds() -> None:
+    pair = Pair()
+    for value in range(3 * COLLECTIVE.slots):
+        assert pair.write(value)
+        assert pair.read() == value
+
+
+def test_a_writer_stops_at_a_slot_that_is_not_read() -> None:
+    pair = Pair()
+    assert [pair.write(value) for value in range(COLLECTIVE.slots + 1)] == [True] * COLLECTIVE.slots + [False]
+    for value in range(COLLECTIVE.slots_per_release):
+        assert not pair.write(9), "readers report in batches"
+        assert pair.read() == value
+    assert pair.write(9)
+
+
+def test_a_release_now_is_reported_at_once() -> None:
+    pair = Pair()
+    pair.write(1)
+    finished = pair.writer.all_read(Wait.FOR_READERS)
+    assert finished.send(None) is Wait.FOR_READERS
+    pair.read(now=True)
+    with pytest.raises(StopIteration):
+        finished.send(None)
+
+
+def test_a_slot_of_another_operation_is_an_error() -> None:
+    pair = Pair()
+    pair.write(1)
+    with pytest.raises(
+        MismatchError, match=r"rank 0 passed .* \(number 0\) where .* \(number 1\) was expected"
+    ):
+        pair.reader.is_written(header(1))
+
+
+def test_a_lost_writer_is_noticed_only_after_what_it_wrote() -> None:
+    pair = Pair()
+    pair.write(5)
+
+    def lost() -> None:
+        raise PeerLost("rank 0 is gone")
+
+    pair.writer_as_peer.raise_if_lost = lost  # type: ignore[method-assign]
+    assert pair.read() == 5
+    with pytest.raises(PeerLost):
+        pair.reader.is_written(header())
+
+
+def test_a_late_rank_does_not_hide_a_lost_one() -> None:
+    late, gone = Pair(), Pair()
+
+    def lost() -> None:
+        raise PeerLost("rank 0 is gone")
+
+    gone.writer_as_peer.raise_if_lost = lost  # type: ignore[method-assign]
+    with pytest.raises(PeerLost):
+        all_written([late.reader, gone.reader], header()).send(None)
+
+
+def test_rings_of_a_region_do_not_overlap() -> None:
+    size = 3
+    region = mmap(-1, region_bytes(size))
+    rings = [collective_ring(region), *(lane(region, target) for target in range(size))]
+    for number, ring in enumerate(rings):
+        for turn in range(ring.shape.slots):
+            ring.set_header(turn, header(number))
+            ring.slot(turn).memory.fill_(number)
+    for number, ring in enumerate(rings):
+        for turn in range(ring.shape.slots):
+            assert ring.header(turn) == header(number)
+            assert ring.slot(turn).memory.unique().tolist() == [number]
+            assert ring.slot(turn).address % 64 == 0, "aligned for every type"
+
+
+def test_a_lane_holds_what_it_promises() -> None:
+    assert LANE.free_bytes == (LANE.slots - LANE.slots_per_release + 1) * LANE.slot_bytes
+    assert region_bytes(4) - region_bytes(3) == LANE.ring_bytes
