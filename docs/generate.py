@@ -62,7 +62,7 @@ def pictures() -> dict[str, str]:
         "zero.svg": draw_zero(),
         "samples.svg": draw_samples(),
         "tensor.svg": draw_tensor(),
-        **{f"schedule-{name}.svg": draw_schedule(shown) for name, shown in SHOWN_SCHEDULES.items()},
+        **{f"schedule-{name}.svg": draw_schedule(schedule) for name, schedule in SCHEDULE_PICTURES.items()},
     }
 
 
@@ -497,7 +497,7 @@ def draw_samples() -> str:
 # --- schedules ----------------------------------------------------------------------------------------
 
 
-class Shown(NamedTuple):
+class Schedule(NamedTuple):
     """A schedule to draw, and the costs of its stages."""
 
     name: str
@@ -508,33 +508,33 @@ class Shown(NamedTuple):
     cost: Sequence[int] | int = 1
 
 
-SHOWN_SCHEDULES = {
-    "naive": Shown("naive", microbatches=4),
-    "gpipe": Shown("gpipe"),
-    "1f1b": Shown("1f1b"),
-    "replicated": Shown("1f1b", (3, 1), 9, cost=(3, 1)),
-    "interleaved": Shown("interleaved", chunks=2),
-    "zero-bubble": Shown("zero-bubble"),
-    "pipedream": Shown("pipedream", microbatches=12),
-    "pipedream-2bw": Shown("pipedream-2bw", microbatches=4, batches=3),
+SCHEDULE_PICTURES = {
+    "naive": Schedule("naive", microbatches=4),
+    "gpipe": Schedule("gpipe"),
+    "1f1b": Schedule("1f1b"),
+    "replicated": Schedule("1f1b", (3, 1), 9, cost=(3, 1)),
+    "interleaved": Schedule("interleaved", chunks=2),
+    "zero-bubble": Schedule("zero-bubble"),
+    "pipedream": Schedule("pipedream", microbatches=12),
+    "pipedream-2bw": Schedule("pipedream-2bw", microbatches=4, batches=3),
 }
 
 
-def draw_schedule(shown: Shown) -> str:
-    stages, taken = len(shown.replicas), shown.microbatches * shown.batches
-    program = build(shown.name, shown.replicas, shown.microbatches, shown.chunks)
-    title = f"{shown.name}: {stages} stages, {taken} microbatches"
-    if shown.batches > 1:
-        program = add_transfers(asynchronous(shown.name, stages, shown.microbatches, taken=taken))
-        title += f", {shown.microbatches} a batch"
-    if shown.chunks > 1:
-        title += f", {shown.chunks} chunks a rank"
-    if sum(shown.replicas) > stages:
-        title += f", of {' and '.join(map(str, shown.replicas))} replicas"
-    line = simulate(program, Costs(forward=shown.cost, backward=shown.cost))
+def draw_schedule(schedule: Schedule) -> str:
+    stages, taken = len(schedule.replicas), schedule.microbatches * schedule.batches
+    program = build(schedule.name, schedule.replicas, schedule.microbatches, schedule.chunks)
+    title = f"{schedule.name}: {stages} stages, {taken} microbatches"
+    if schedule.batches > 1:
+        program = add_transfers(asynchronous(schedule.name, stages, schedule.microbatches, taken=taken))
+        title += f", {schedule.microbatches} per batch"
+    if schedule.chunks > 1:
+        title += f", {schedule.chunks} chunks per rank"
+    if sum(schedule.replicas) > stages:
+        title += f", of {' and '.join(map(str, schedule.replicas))} replicas"
+    line = simulate(program, Costs(forward=schedule.cost, backward=schedule.cost))
     bubble = f"bubble {line.bubble_fraction} = {float(line.bubble_fraction):.1%}"
     about = f"{bubble}; in flight {_list(line.in_flight)}"
-    about += f"; versions {_list(line.versions)}" if shown.name in ASYNCHRONOUS_SCHEDULES else ""
+    about += f"; versions {_list(line.versions)}" if schedule.name in ASYNCHRONOUS_SCHEDULES else ""
     return draw_timeline(list(line.spans()), len(program.ranks), title, about).svg()
 
 

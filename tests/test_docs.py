@@ -23,7 +23,7 @@ from echelon.errors import UserError
 from echelon.huggingface import FAMILIES
 from echelon.models import presets
 from echelon.plan import SCHEDULES, Plan
-from echelon.program import build, load_schedule, show
+from echelon.program import Op, build, load_schedule, show
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
 from echelon.verify.inject_bug import BUGS
@@ -215,7 +215,7 @@ def test_the_schedule_files_of_the_page_are_schedules(tmp_path: Path, text: str)
 def test_what_the_page_of_pipelines_shows_is_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program, screen, error = blocks(PIPELINE, "text")
+    screen, program, error = blocks(PIPELINE, "text")
     assert show(build("1f1b", (1, 1), 2)) == program
     monkeypatch.setenv("COLUMNS", "100")
     assert run(["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]) == 0
@@ -224,6 +224,12 @@ def test_what_the_page_of_pipelines_shows_is_what_is_printed(
     Path("mine.txt").write_text("rank 0: F0 B0 F1 B1\nrank 1: F0 F1 B0 B1\n")
     assert run(["schedule", "mine.txt"]) == 2
     assert capsys.readouterr().err == error
+
+
+def test_every_instruction_of_a_program_is_in_the_table() -> None:
+    words = " ".join(row[0] + row[1] for row in table(PIPELINE, "instruction"))
+    listed = re.findall(r"`([A-Z]+)\d*[<>]?\d*`", words)
+    assert sorted(listed) == sorted(op.value for op in Op)
 
 
 def test_every_schedule_and_every_option_of_its_command_is_told() -> None:
