@@ -1,5 +1,7 @@
 """One engine: on one device here, on ranks through the contract and these."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.engine import Engine
 from echelon.optim import cosine
+from echelon.program import Instruction
 from tests.cases import Perceptron, adamw, counted_loss, mean_loss, perceptron_case, sgd, vectors
 
 
@@ -174,3 +177,56 @@ def test_the_case_of_the_contract_is_deterministic() -> None:
     case = perceptron_case()
     first, second = case.build().state_dict(), case.build().state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def instructions(engine: Engine) -> str:
+    """What the last step executed, as text."""
+    return " ".join(str(word) for word in (describe(span.instruction) for span in engine.spans))
+
+
+def describe(instruction: Instruction) -> str:
+    number = "" if instruction.microbatch is None else str(instruction.microbatch)
+    return f"{instruction.op.value}{number}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "computed"),
+    [
+        ("gpipe", "F0 F1 F2 F3 B0 B1 B2 B3"),
+        ("1f1b", "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("naive", "F0 B0 F1 B1 F2 B2 F3 B3"),
+        ("zero-bubble", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"),
+    ],
+)
+def test_one_stage_runs_the_program_of_the_plan(schedule: str, computed: str) -> None:
+    """Every schedule ran as naive there."""
+    engine = engine_for(f"schedule={schedule} microbatches=4")
+    engine.step(vectors(0))
+    assert instructions(engine) == f"{computed} REDUCE NORM UPDATE PUBLISH"
+
+
+def test_a_replica_with_few_samples_runs_the_same_schedule_with_fewer_microbatches() -> None:
+    engine = engine_for("schedule=gpipe microbatches=4")
+    inputs, targets = vectors(0)
+    engine.step((inputs[:3], targets[:3]))
+    assert instructions(engine) == "F0 F1 F2 B0 B1 B2 REDUCE NORM UPDATE PUBLISH"
+
+
+def test_a_schedule_file_for_one_stage_is_executed_as_written(tmp_path: Path) -> None:
+    """It was checked, and then naive ran instead."""
+    path = tmp_path / "mine.txt"
+    path.write_text("rank 0: F1 F0 B0 F2 B2 B1\n")
+    engine = engine_for(f"schedule={path} microbatches=3")
+    engine.step(vectors(0))
+    assert instructions(engine) == "F1 F0 B0 F2 B2 B1 REDUCE NORM UPDATE PUBLISH"
+
+
+def test_an_engine_shows_its_plan_stages_sets_and_stacks() -> None:
+    text = repr(engine_for("data=1 microbatches=2"))
+    assert text.splitlines()[0] == "Engine('microbatches=2', rank 0 of 1)"
+    assert "stage 0: dense" in text
+    assert "parameters over data (1), SingleReplica" in text
+    assert "wrapping, innermost first: nothing" in text
+    dropping = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.1))
+    engine = echelon.parallelize(dropping, "data=1", optimizer=adamw, loss=mean_loss)
+    assert "wrapping, innermost first: dropout ×1" in repr(engine)

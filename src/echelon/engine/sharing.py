@@ -39,25 +39,24 @@ def share_stages(
     stages = {}
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
-        sets = [dense_set(module, mesh, shared, layers.norm_elsewhere, smallest_unit)]
+        sets = parameter_sets(module, mesh, shared, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
     return LocalStages(stages, split.program, split.boundaries)
 
 
-def dense_set(
+def parameter_sets(
     module: nn.Module,
     mesh: Mesh,
     shared_gradients: Sequence[SharedGradient],
     norm_elsewhere: Collection[nn.Parameter],
     smallest_unit: int,
-) -> ParameterSet:
-    """All parameters of a stage, over the ranks that hold the same weights."""
+) -> list[ParameterSet]:
+    """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
     group = mesh.group("weights")
     units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
-    return ParameterSet(
-        "dense", named_subset(module), group, units, shared_gradients, frozenset(norm_elsewhere)
-    )
+    parameters = named_subset(module)
+    return [ParameterSet("dense", parameters, group, units, shared_gradients, frozenset(norm_elsewhere))]
 
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:

@@ -1,0 +1,95 @@
+"""Parameter sets of a stage: several of them, each over ranks of its own, train as one device does."""
+
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import echelon
+from echelon.collectives import Group, group_over
+from echelon.data_parallel import ParameterSet, SharedGradient, divide_units, named_subset
+from echelon.engine import sharing
+from echelon.mesh import Mesh
+from echelon.verify.reference import train_on_one_device
+from tests.cases import adamw
+from tests.contract_models import CASES
+
+RANKS = 4
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _group(name: str, all_ranks: Sequence[Sequence[int]], mesh: Mesh) -> Group:
+    """This rank's group among `all_ranks`, which every rank makes in the same order."""
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in all_ranks}
+    own = next(group for ranks, group in made.items() if mesh.rank in ranks)
+    assert isinstance(own, dist.ProcessGroup)
+    return group_over(name, own, mesh.ledger)
+
+
+def two_sets(
+    module: nn.Module,
+    mesh: Mesh,
+    shared_gradients: Sequence[SharedGradient],
+    norm_elsewhere: Collection[nn.Parameter],
+    smallest_unit: int,
+) -> list[ParameterSet]:
+    """Every second parameter over all ranks; the others over pairs, whose sums are summed across pairs."""
+    assert not shared_gradients
+    assert not norm_elsewhere
+    parameters = list(dict.fromkeys(module.parameters()))
+    over_all, over_pairs = set(parameters[::2]), set(parameters[1::2])
+    pair = _group("pair", [(0, 1), (2, 3)], mesh)
+    across = _group("across", [(0, 2), (1, 3)], mesh)
+    shared = [
+        SharedGradient(parameter, across, counts_norm=mesh.rank in (0, 1))
+        for parameter in parameters
+        if parameter in over_pairs and parameter.requires_grad
+    ]
+    return [
+        ParameterSet(
+            "over all",
+            named_subset(module, over_all),
+            mesh.group("weights"),
+            divide_units(module, smallest_unit, only=over_all),
+        ),
+        ParameterSet(
+            "over pairs",
+            named_subset(module, over_pairs),
+            pair,
+            divide_units(module, smallest_unit, only=over_pairs),
+            shared,
+        ),
+    ]
+
+
+def train(
+    plan: str, name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]], list[float], str]:
+    sharing.parameter_sets = two_sets
+    case = CASES[name]
+    engine = echelon.parallelize(
+        case.build(dist.get_rank()), plan, optimizer=adamw, loss=case.loss, clip=case.clip, smallest_unit=0
+    )
+    norms = [engine.step(engine.local(batch)).grad_norm for batch in case.batches()]
+    return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
+
+
+@pytest.mark.parametrize("name", ["gpt", "twice"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_two_sets_over_different_groups_are_equal_to_one_device(level: int, name: str) -> None:
+    case = CASES[name]
+    plan = f"data={RANKS} zero={level} microbatches=2 precision=fp64"
+    reference = train_on_one_device(case)
+    for weights, state, norms, text in echelon.launch(train, RANKS, plan, name):
+        assert norms == pytest.approx(reference.grad_norms, abs=1e-9)
+        for key, value in reference.weights.items():
+            assert float((weights[key] - value).abs().max()) <= 1e-9, key
+        for key, parts in reference.optimizer.items():
+            assert state[key].keys() == parts.keys()
+            for part, value in parts.items():
+                assert float((state[key][part] - value).abs().max()) <= 1e-9, (key, part)
+        assert "over all" in text
+        assert f"parameters over pair (2), {'Zero' if level else 'AllReduce'}" in text
