@@ -107,6 +107,29 @@ def test_many_engines_leave_no_threads_descriptors_or_shared_memory(
         assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
 
 
+def take_a_split_model(plan: str) -> list[str]:
+    """What a second engine says while the first is open, and after it was closed without the weights."""
+    model, answers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), []
+    options = {"optimizer": adamw, "loss": mean_loss}
+    engine = echelon.parallelize(model, plan, **options)
+    for end in (lambda: None, lambda: engine.close(restore=False)):
+        end()
+        try:
+            echelon.parallelize(model, plan, **options)
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2"])
+def test_a_model_in_parts_is_refused(warm_ranks: Warm, plan: str) -> None:
+    """A second engine over it trained NaN, or failed deep inside."""
+    for answers in warm_ranks(2).run(take_a_split_model, plan):
+        assert len(answers) == 2
+        assert all("split over ranks by another engine" in answer for answer in answers)
+        assert all(f"plan '{plan}'" in answer for answer in answers)
+
+
 def test_a_closed_engine_says_so() -> None:
     with echelon.parallelize(Perceptron(), "data=1", optimizer=adamw, loss=mean_loss) as engine:
         engine.step(vectors(0))

@@ -17,7 +17,7 @@ from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics
-from echelon.engine.restore import restore_weights
+from echelon.engine.restore import is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
 from echelon.errors import UserError
@@ -197,19 +197,20 @@ class Engine:
 
     # The end.
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         """Release process groups, threads, hooks and shared memory; all ranks must call this.
 
-        Afterwards the model is called as before, and is whole on every rank: another engine may take it.
+        Afterwards the model is called as before, and is whole on every rank, so that another engine can take
+        it. `restore=False` leaves a model that was split over ranks in its parts: where the whole would not
+        fit, or nobody needs it.
         """
         if self._is_closed:
             return
-        is_split = self.plan.zero == 3 or self.plan.tensor > 1 or self._local.program.stages > 1
-        weights = self.full_state_dict() if is_split else {}
-        if not is_split:
-            self.synchronize()
+        self.synchronize()
+        weights = self.full_state_dict() if restore and is_split(self.module) else None
         self._release()
-        restore_weights(self.module, weights, self._names)
+        if weights is not None:
+            restore_weights(self.module, weights, self._names)
 
     def _release(self) -> None:
         """Without a word to other ranks, which may be gone."""

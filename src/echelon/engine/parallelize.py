@@ -11,6 +11,7 @@ from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.restore import check_whole, mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
@@ -59,16 +60,18 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     refuse_unsupported(plan)
     check_clip(plan, clip)
+    check_whole(model)
+    check_trainable(model)
     join()
     model = convert(model, this_device(), DTYPES[plan.precision])
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
     mesh, wrapping = Mesh.join(plan), Wrapping()
-    check_trainable(model)
     names = StateNames.of(model)
     start_equal(model, mesh.group("all"))
     scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
     layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
     split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
+    mark_split(model, plan)
     layers.assign_views(split.modules, wrapping)
     layers.overlap(model, split.program)
     local = share_stages(  # data, zero, sync
