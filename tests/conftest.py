@@ -1,6 +1,6 @@
 """Shared by all tests: one thread here, and ranks that are kept warm or start with all they need.
 
-Starting ranks anew is slow, and so is each module that every one of them must import for itself. A contract
+Starting new ranks is slow, and so is each module that every one of them must import for itself. A contract
 test computes its reference here, beside ranks that fill the cores: its tensors are tiny, and threads that
 wait for each other cost it four times its time.
 """
@@ -22,8 +22,6 @@ preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that started this in the background has it ignored, by all processes of tests too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_MOST_RUNS = 12  # of one set of ranks: what trainings leave in them, as process groups, adds up
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -50,11 +48,10 @@ def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
 
 
 class _Trainers:
-    """Sets of ranks that train for one contract test after the other; a failure, or age, ends a set."""
+    """Sets of ranks that train for one contract test after the other; a failure ends a set."""
 
     def __init__(self) -> None:
         self._sets: dict[int, Ranks] = {}
-        self._runs: dict[int, int] = {}
 
     def launch(
         self, fn: Callable[..., Any], count: int, case: Case, plan: Plan, *args: object, deadline: float
@@ -63,16 +60,12 @@ class _Trainers:
         if plan.sync == "async":
             return launch(fn, count, case, plan, *args, deadline=deadline)
         if count not in self._sets:
-            self._sets[count], self._runs[count] = Ranks(count, deadline=deadline), 0
+            self._sets[count] = Ranks(count, deadline=deadline)
         try:
-            results = self._sets[count].run(fn, case, plan, *args)
+            return self._sets[count].run(fn, case, plan, *args)
         except BaseException:
             del self._sets[count]  # whose ranks have been ended
             raise
-        self._runs[count] += 1
-        if self._runs[count] == _MOST_RUNS:
-            self._sets.pop(count).close()
-        return results
 
     def close(self) -> None:
         for ranks in self._sets.values():

@@ -53,6 +53,7 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
                 tell(Evaluated(step, loss))
             refuse_divergence(job, step, validation_loss=loss)
     weights = engine.full_state_dict()
+    engine.close(restore=False)
     if first:
         finish(model.config, weights, corpus, folder, tell)
 

@@ -101,7 +101,7 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
     if rank != 0:
         weights = fingerprints(weights)
         optimizer = {name: fingerprints(state) for name, state in optimizer.items()}
-    return TrainingResult(
+    result = TrainingResult(
         weights,
         optimizer,
         losses=[step.loss for step in metrics],
@@ -111,6 +111,8 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
         plan=str(engine.plan),
         boundaries=engine.boundaries,
     )
+    engine.close(restore=False)
+    return result
 
 
 def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -> list[TrainingResult]:
