@@ -25,13 +25,13 @@ def texts(chart: ElementTree.Element) -> list[str]:
 
 def lines(chart: ElementTree.Element) -> list[list[list[tuple[float, float]]]]:
     """Of each line its runs, of each run its points; the samples of the legend (relative h) left out."""
-    found = [path.get("d", "") for path in chart.iter(f"{SVG}path")]
+    paths = [path.get("d", "") for path in chart.iter(f"{SVG}path")]
     return [
         [
             [(float(x), float(y)) for x, y in re.findall(r"([-\d.]+) ([-\d.]+)", run)]
             for run in d.split("M")[1:]
         ]
-        for d in found
+        for d in paths
         if "h" not in d
     ]
 

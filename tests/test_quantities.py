@@ -48,7 +48,7 @@ def test_rates(rate: float, text: str) -> None:
         ("busiest_rank_sent_bytes", 2048, "busiest rank sent", "2.0 KiB"),
         ("transfer_seconds", 0.002, "transfer", "2.0 ms"),
         ("bubble_difference_points", -1.24, "bubble difference", "-1.2 points"),
-        ("collectives_a_layer_count", 4.5, "collectives a layer", "4.5"),
+        ("collectives_per_layer_count", 4.5, "collectives per layer", "4.5"),
         ("bubble_measured", 1 / 9, "bubble measured", "11.1%"),
     ],
 )

@@ -89,9 +89,9 @@ def line_chart(
     """
     if width < 240 or height < 160:
         raise_errors("chart", [f"{width} × {height} pixels leave no room to draw: give at least 240 × 160"])
-    runs = [_runs(_thin(_points(one))) for one in series]
+    runs = [_runs(_thin(_points(line_series))) for line_series in series]
     shown = [point for lines in runs for line in lines for point in line]
-    legend, rows = _legend([one.name for one in series], width)
+    legend, rows = _legend([line_series.name for line_series in series], width)
     top = 50 + rows * _LEGEND_ROW
     height += max(0, rows - 1) * _LEGEND_ROW
     y_axis = _round_out(_axis([point.y for point in shown], height - _BOTTOM, top, height // 60))
@@ -115,10 +115,10 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
 
     sparkline([1, 2, 3, 5, 8])  ->  '▁▂▃▅█'
     """
-    every = list(values)
-    columns = [_mean(bucket) for bucket in _buckets(every, min(width, len(every)))]
-    there = [value for value in columns if value is not None]
-    low, high = min(there, default=0.0), max(there, default=0.0)
+    numbers = list(values)
+    columns = [_mean(bucket) for bucket in _buckets(numbers, min(width, len(numbers)))]
+    shown = [value for value in columns if value is not None]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
     return "".join(" " if value is None else _block(value, low, high) for value in columns)
 
 
@@ -155,10 +155,10 @@ def _thin(points: list[Point | None]) -> list[Point | None]:
 
 
 def _extremes(bucket: Sequence[Point | None]) -> list[Point | None]:
-    there = [(point.y, index, point) for index, point in enumerate(bucket) if point is not None]
-    if not there:
+    points = [(point.y, index, point) for index, point in enumerate(bucket) if point is not None]
+    if not points:
         return [None]
-    ends = sorted({min(there), max(there)}, key=lambda end: end[1])
+    ends = sorted({min(points), max(points)}, key=lambda end: end[1])
     return [point for _, _, point in ends]
 
 

@@ -21,18 +21,18 @@ class UserError(ValueError):
         return type(self), (self.title, self.errors)
 
 
-def raise_errors(what: str, errors: list[str]) -> None:
+def raise_errors(subject: str, errors: list[str]) -> None:
     """Raise one UserError that lists every error of `what`, if there is any.
 
     raise_errors("plan 'data=0'", ["data=0: must be an integer, at least 1"])
     """
     if errors:
         count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
-        raise UserError(f"{count} in {what}:", errors)
+        raise UserError(f"{count} in {subject}:", errors)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, listed: Iterable[str]) -> str:
     """' (did you mean 'data'?)' when a known word is near, else the known words."""
-    options = list(known)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
-    return f" (did you mean '{near[0]}'?)" if near else f"; known: {', '.join(options)}"
+    listed = list(listed)
+    near = difflib.get_close_matches(word, listed, n=1, cutoff=0.6)
+    return f" (did you mean '{near[0]}'?)" if near else f"; known: {', '.join(listed)}"

@@ -24,7 +24,7 @@ def test_rows_compare_echelon_with_a_peer_at_every_level(
     monkeypatch.setattr(data_parallel, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
     monkeypatch.setattr(data_parallel, "measure_memory", fake_memory)
     of_torch = [peer for peer in replicas.peers() if peer.package == "torch"]
-    missing = Peer("no peer", 3, "no_such_package", replicas.alone_step)
+    missing = Peer("no peer", 3, "no_such_package", replicas.compute_only_step)
     monkeypatch.setattr(replicas, "peers", lambda: [*of_torch, missing])
 
     settings, rows = data_parallel.bench(quick=True)
@@ -32,7 +32,7 @@ def test_rows_compare_echelon_with_a_peer_at_every_level(
     assert [(row.case, row.contender, row.baseline) for row in rows] == [
         (f"zero={peer.level}", contender, peer.name)
         for peer in of_torch
-        for contender in ("compute alone", peer.name, "echelon")
+        for contender in ("compute only", peer.name, "echelon")
     ]
     assert [row.extras.get("peak_bytes") for row in rows] == [
         peak for level in range(4) for peak in (None, 10 + level, 10 + level)
@@ -52,12 +52,12 @@ def test_contenders_that_train_differently_are_not_compared() -> None:
     unequal = [{"echelon": [1.5], "torch DDP": [own]} for own in (1.0, 2.01)]
 
     check_equal(DDP, equal)
-    with pytest.raises(RuntimeError, match="zero=0 of echelon and torch DDP are no equals"):
+    with pytest.raises(RuntimeError, match="zero=0: the losses of echelon and torch DDP differ"):
         check_equal(DDP, unequal)
 
 
 def test_a_loss_that_is_not_a_number_is_no_equal() -> None:
-    with pytest.raises(RuntimeError, match="no equals"):
+    with pytest.raises(RuntimeError, match="differ: "):
         check_equal(DDP, [{"echelon": [float("nan")], "torch DDP": [1.0]}])
 
 

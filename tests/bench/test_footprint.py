@@ -1,3 +1,5 @@
+"""What counts as the memory of a process."""
+
 import torch
 from torch import nn
 
@@ -16,6 +18,15 @@ def test_alive_bytes_count_each_storage_once_with_gradients() -> None:
     assert footprint.alive_bytes() - before == 2 * MIB
     del weight, view
     assert footprint.alive_bytes() == before
+
+
+def test_memory_that_torch_did_not_allocate_is_no_state() -> None:
+    # The shared memory between ranks is made of such tensors, and was counted as state of the model.
+    before = footprint.alive_bytes()
+    shared = torch.frombuffer(bytearray(MIB), dtype=torch.uint8)
+    assert footprint.alive_bytes() == before
+    copied = shared.clone()
+    assert footprint.alive_bytes() - before == copied.nbytes == MIB
 
 
 def test_the_peak_is_at_least_what_was_touched() -> None:

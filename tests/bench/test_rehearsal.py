@@ -26,7 +26,7 @@ PROGRAM = build("1f1b", (1, 1), 2)
 
 
 def computations(program: Program) -> list[list[Instruction]]:
-    return [[its for its in rank if its.op in COMPUTE] for rank in program.ranks]
+    return [[instruction for instruction in rank if instruction.op in COMPUTE] for rank in program.ranks]
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,16 @@ def test_every_turn_runs_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rehearsal, "Ranks", lambda count: nullcontext(warm_ranks(count)))
-    found = rehearse(Plan.parse(f"pipeline=2 {text}"), program, batches)
+    result = rehearse(Plan.parse(f"pipeline=2 {text}"), program, batches)
 
-    assert len(found.turns) == 9
-    for turn in found.turns:
-        ran = [[its.instruction for its in turn if its.rank == rank and its.op in COMPUTE] for rank in (0, 1)]
+    assert len(result.turns) == 9
+    for turn in result.turns:
+        ran = [
+            [span.instruction for span in turn if span.rank == rank and span.op in COMPUTE] for rank in (0, 1)
+        ]
         assert ran == computations(program)
-    assert found.planned.program == program
-    assert found.bubble in found.bubbles
+    assert result.planned.program == program
+    assert result.bubble in result.bubbles
 
 
 def turn(longer: float) -> list[Span]:
@@ -59,14 +61,16 @@ def turn(longer: float) -> list[Span]:
 
 
 def test_the_typical_turn_has_the_median_bubble_and_starts_at_0() -> None:
-    turns = [[its._replace(start=its.start + 7, end=its.end + 7) for its in turn(k)] for k in (3.0, 1.0, 2.0)]
-    found = Rehearsal(turns, Costs(), simulate(PROGRAM), model_for(2))
+    turns = [
+        [span._replace(start=span.start + 7, end=span.end + 7) for span in turn(k)] for k in (3.0, 1.0, 2.0)
+    ]
+    result = Rehearsal(turns, Costs(), simulate(PROGRAM), model_for(2))
 
-    assert found.bubble == sorted(found.bubbles)[1] == found.bubbles[2]
-    assert min(its.start for its in found.typical) == 0
-    assert max(its.end for its in found.typical) == pytest.approx(max(its.end for its in turn(2.0)))
-    assert {its.op for its in found.typical} == {Op.FORWARD, Op.BACKWARD, Op.UPDATE}
-    assert found.planned_bubble == pytest.approx(1 / 3)
+    assert result.bubble == sorted(result.bubbles)[1] == result.bubbles[2]
+    assert min(span.start for span in result.typical) == 0
+    assert max(span.end for span in result.typical) == pytest.approx(max(span.end for span in turn(2.0)))
+    assert {span.op for span in result.typical} == {Op.FORWARD, Op.BACKWARD, Op.UPDATE}
+    assert result.planned_bubble == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(("stages", "blocks"), [(1, 1), (2, 4), (4, 10)])

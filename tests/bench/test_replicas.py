@@ -22,17 +22,17 @@ def train(peer: Peer | None, level: int) -> list[float]:
 
 @pytest.mark.parametrize("peer", INSTALLED, ids=lambda peer: peer.name)
 def test_peers_do_the_same_training(peer: Peer, warm_ranks: Callable[[int], Ranks]) -> None:
-    mine, same = warm_ranks(2).run(train, None, peer.level)
-    theirs = zip(*warm_ranks(2).run(train, peer, peer.level), strict=True)
+    echelon_losses, same = warm_ranks(2).run(train, None, peer.level)
+    peer_losses = zip(*warm_ranks(2).run(train, peer, peer.level), strict=True)
 
-    assert mine == same
-    assert mine == pytest.approx([sum(losses) / 2 for losses in theirs], rel=1e-4)
-    assert mine == sorted(mine, reverse=True)
+    assert echelon_losses == same
+    assert echelon_losses == pytest.approx([sum(losses) / 2 for losses in peer_losses], rel=1e-4)
+    assert echelon_losses == sorted(echelon_losses, reverse=True)
 
 
 def train_alone() -> list[float]:
     """Runs in a rank."""
-    step, batch = replicas.alone_step(CONFIG), make_batch(CONFIG, 2, seed=dist.get_rank())
+    step, batch = replicas.compute_only_step(CONFIG), make_batch(CONFIG, 2, seed=dist.get_rank())
     return [step(batch) for _ in range(5)]
 
 

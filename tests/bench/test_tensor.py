@@ -40,10 +40,10 @@ def test_rows_compare_each_split_with_torch_and_count_what_is_sent() -> None:
             continue
         if row["case"].endswith("sequence=true"):
             # Into and out of attention and feed-forward, and once the gradients of norms: two sums.
-            assert extras["collectives_a_layer_count"] == 4 * 2 + 2
-            assert 4 * stream < extras["sent_a_layer_bytes"] < 4.1 * stream
+            assert extras["collectives_per_layer_count"] == 4 * 2 + 2
+            assert 4 * stream < extras["sent_per_layer_bytes"] < 4.1 * stream
         else:
-            assert extras == {"collectives_a_layer_count": 4, "sent_a_layer_bytes": 4 * stream}
+            assert extras == {"collectives_per_layer_count": 4, "sent_per_layer_bytes": 4 * stream}
 
 
 @pytest.mark.parametrize("config", tensor._SMALL, ids=lambda config: config.family)
@@ -51,13 +51,13 @@ def test_rows_compare_each_split_with_torch_and_count_what_is_sent() -> None:
 def test_torch_does_the_same_training(
     plan: str, config: ModelConfig, warm_ranks: Callable[[int], Ranks]
 ) -> None:
-    told = warm_ranks(2).run(measure, Plan.parse(plan), config, 2)
+    measured = warm_ranks(2).run(measure, Plan.parse(plan), config, 2)
 
-    for rank in told:
+    for rank in measured:
         assert max(rank.differences.values()) < 1e-5
         assert rank.losses["echelon"] == pytest.approx(rank.losses["torch DTensor"], rel=1e-5)
         assert rank.losses["echelon"] == sorted(rank.losses["echelon"], reverse=True)
-    assert told[0].differences.keys() == dict(layers._blocks(config).named_parameters()).keys()
+    assert measured[0].differences.keys() == dict(layers._blocks(config).named_parameters()).keys()
 
 
 def measure_planted(plan: Plan, config: ModelConfig, rounds: int) -> Measured:
@@ -70,29 +70,35 @@ def measure_planted(plan: Plan, config: ModelConfig, rounds: int) -> Measured:
 def test_contenders_that_train_differently_give_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "measure", measure_planted)
     with pytest.raises(
-        RuntimeError, match=r"gpt, tensor=2 sequence=true: .* no equals: .*(norm|bias).* differs"
+        RuntimeError, match=r"gpt, tensor=2 sequence=true: the gradients of .* differ: .*(norm|bias).* by "
     ):
         run("tensor", quick=True)
 
 
-def told(mine: list[float], theirs: list[float], difference: float = 0.0) -> Measured:
-    return Measured({}, {"echelon": mine, "torch DTensor": theirs}, {"0.weight": difference}, 0, 0)
+def measured_rank(
+    echelon_losses: list[float], torch_losses: list[float], difference: float = 0.0
+) -> Measured:
+    return Measured(
+        {}, {"echelon": echelon_losses, "torch DTensor": torch_losses}, {"0.weight": difference}, 0, 0
+    )
 
 
 def test_losses_of_parts_are_summed_and_others_are_not() -> None:
-    parts = [told([1.0], [3.0]), told([4.0], [2.0])]
+    parts = [measured_rank([1.0], [3.0]), measured_rank([4.0], [2.0])]
     check_equal("case", parts, in_parts=True)
-    with pytest.raises(RuntimeError, match=r"case: .* losses \[1.0\] and \[3.0\]"):
+    with pytest.raises(RuntimeError, match=r"case: the losses of .* differ: \[1.0\], \[3.0\]"):
         check_equal("case", parts, in_parts=False)
 
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
-def test_gradients_that_differ_are_no_equals(difference: float) -> None:
-    with pytest.raises(RuntimeError, match="weight differs by"):
-        check_equal("case", [told([1.0], [1.0]), told([1.0], [1.0], difference)], in_parts=False)
+def test_gradients_that_differ_are_refused(difference: float) -> None:
+    with pytest.raises(RuntimeError, match=r"differ: 0\.weight by"):
+        check_equal(
+            "case", [measured_rank([1.0], [1.0]), measured_rank([1.0], [1.0], difference)], in_parts=False
+        )
 
 
 def test_a_difference_is_of_a_gradients_size_but_of_nothing_smaller_than_a_part_of_the_largest() -> None:
     large, small = torch.tensor([3.0, 4.0]), torch.tensor([1e-6])
-    found = differing({"large": large * 1.1, "small": small * 3}, {"large": large, "small": small})
-    assert found == pytest.approx({"large": 0.1, "small": 2e-6 / 0.05}, rel=1e-3)
+    relative = differing({"large": large * 1.1, "small": small * 3}, {"large": large, "small": small})
+    assert relative == pytest.approx({"large": 0.1, "small": 2e-6 / 0.05}, rel=1e-3)

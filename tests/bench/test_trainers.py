@@ -19,8 +19,8 @@ def train(contender: str) -> list[tuple[float, float]]:
 def test_contenders_do_the_same_work(count: int, warm_ranks: Callable[[int], Ranks]) -> None:
     """Otherwise the bench would compare different trainings: losses and norms must agree, step by step."""
     ranks = warm_ranks(count)
-    mine, theirs = ranks.run(train, "echelon")[-1], ranks.run(train, "torch")[-1]
+    echelon_results, torch_results = ranks.run(train, "echelon")[-1], ranks.run(train, "torch")[-1]
 
-    assert mine == [pytest.approx(numbers, rel=1e-4) for numbers in theirs]
-    losses = [loss for loss, _ in mine]
+    assert echelon_results == [pytest.approx(numbers, rel=1e-4) for numbers in torch_results]
+    losses = [loss for loss, _ in echelon_results]
     assert losses == sorted(losses, reverse=True)

@@ -193,11 +193,11 @@ def test_sigterm_marks_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path
 
 def children_of(pid: int) -> list[int]:
     """All processes below `pid`."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text(encoding="utf-8").split():
-            found += [int(child), *children_of(int(child))]
-    return found
+            pids += [int(child), *children_of(int(child))]
+    return pids
 
 
 def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_two_levels_say_which_workers(capsys: pytest.CaptureFixture[str], profil
 
 def test_options_change_the_answer(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     def seconds(*options: str) -> float:
-        found = output(capsys, profile, "--workers", "2", "--bandwidth", "1e9", "--json", *options)
-        return float(json.loads(found[1])["pipeline_seconds"])
+        printed = output(capsys, profile, "--workers", "2", "--bandwidth", "1e9", "--json", *options)
+        return float(json.loads(printed[1])["pipeline_seconds"])
 
     assert seconds() == 2.0  # data parallelism: max(4 / 2, 2 · 1/2 · 4 / 2)
     assert seconds("--straight") == 3.0
@@ -125,8 +125,8 @@ def test_numbers_as_ranges() -> None:
 def test_the_page_tells_every_option_and_every_key(capsys: pytest.CaptureFixture[str], profile: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "partition.md").read_text(encoding="utf-8")
     command: Any = typer.main.get_command(app).commands["partition"]  # type: ignore[attr-defined]
-    known = {option for its in command.params for option in its.opts if option.startswith("--")}
-    assert set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)) == known - {"--json", "--help"}
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    assert set(re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)) == options - {"--json", "--help"}
     value = json.loads(output(capsys, profile, "--workers", "4", "--bandwidth", "1e6", "--json")[1])
-    told = set(re.findall(r"`(\w+)`", page))
-    assert {*value, *value["stages"][0]} <= told
+    documented = set(re.findall(r"`(\w+)`", page))
+    assert {*value, *value["stages"][0]} <= documented

@@ -64,7 +64,7 @@ def test_folder_joins_text_files_in_order_of_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "dtype", "found"),
+    ("vocab", "dtype", "expected"),
     [
         (1000, None, "uint16"),
         (65536, None, "uint16"),
@@ -73,11 +73,11 @@ def test_folder_joins_text_files_in_order_of_path(tmp_path: Path) -> None:
         (256, "uint8", "uint8"),
     ],
 )
-def test_token_file_is_mapped(tmp_path: Path, vocab: int, dtype: str | None, found: str) -> None:
-    source = write_tokens(tmp_path / "t.bin", [1, 2, 255, 0, 7], found)
+def test_token_file_is_mapped(tmp_path: Path, vocab: int, dtype: str | None, expected: str) -> None:
+    source = write_tokens(tmp_path / "t.bin", [1, 2, 255, 0, 7], expected)
     corpus = open_corpus(source, vocab=vocab, dtype=dtype)
     assert isinstance(corpus.tokens, np.memmap)
-    assert corpus.tokens.dtype.name == found
+    assert corpus.tokens.dtype.name == expected
     assert corpus.tokens.tolist() == [1, 2, 255, 0, 7]
     assert corpus.decode is None
 

@@ -90,11 +90,11 @@ def test_resumed_run_sees_what_the_uninterrupted_one_sees() -> None:
         return Batches(open_corpus("stdlib", vocab=256), batch=6, sequence=32, seed=7)
 
     uninterrupted = fresh()
-    whole = [uninterrupted.at(step) for step in range(10)]
+    expected = [uninterrupted.at(step) for step in range(10)]
     resumed = fresh()
     for step in range(6, 10):
-        for mine, theirs in zip(resumed.at(step), whole[step], strict=True):
-            assert torch.equal(mine, theirs)
+        for tensor, reference in zip(resumed.at(step), expected[step], strict=True):
+            assert torch.equal(tensor, reference)
 
 
 @settings(deadline=None)
@@ -106,10 +106,10 @@ def test_resumed_run_sees_what_the_uninterrupted_one_sees() -> None:
 )
 def test_parts_make_the_whole(batch: int, sequence: int, parts: int, step: int) -> None:
     batches = Batches(counting(2000), batch, sequence, seed=3)
-    whole = batches.at(step)
+    expected = batches.at(step)
     pieces = [batches.at(step, part=(index, parts)) for index in range(parts)]
     for side in (0, 1):
-        assert torch.equal(torch.cat([piece[side] for piece in pieces]), whole[side])
+        assert torch.equal(torch.cat([piece[side] for piece in pieces]), expected[side])
     lengths = [len(piece[0]) for piece in pieces]
     assert lengths == [len(rows) for rows in np.array_split(np.arange(batch), parts)]
 

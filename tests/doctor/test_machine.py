@@ -10,7 +10,7 @@ from echelon.quantities import GIB
 
 
 @pytest.mark.parametrize(
-    ("enough", "too_little", "mend"),
+    ("enough", "too_little", "fix"),
     [
         (machine.judge_cores(2), machine.judge_cores(1), "ranks will take turns"),
         (machine.judge_memory(8 * GIB, GIB), machine.judge_memory(8 * GIB, GIB - 1), "close other programs"),
@@ -19,10 +19,10 @@ from echelon.quantities import GIB
         (machine.judge_open_files(1024), machine.judge_open_files(256), "ulimit -n 4096"),
     ],
 )
-def test_too_little_is_a_warning_with_a_mend(enough: Finding, too_little: Finding, mend: str) -> None:
+def test_too_little_is_a_warning_with_a_fix(enough: Finding, too_little: Finding, fix: str) -> None:
     assert (enough.status, enough.remark) == ("ok", "")
     assert too_little.status == "warn"
-    assert mend in too_little.remark
+    assert fix in too_little.remark
 
 
 def test_what_a_system_does_not_have_is_no_warning() -> None:

@@ -11,10 +11,10 @@ def test_a_tested_torch_is_ok(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.10.3", "1.13.1", "2.13.1", "2.14.0a0+git1234", "3.0.0"])
 def test_another_torch_is_a_warning_that_says_which_to_install(version: str) -> None:
-    found = packages.judge_torch(version)
+    finding = packages.judge_torch(version)
 
-    assert (found.value, found.status) == (version, "warn")
-    assert 'pip install "torch>=2.11,<=2.13.0"' in found.remark
+    assert (finding.value, finding.status) == (version, "warn")
+    assert 'pip install "torch>=2.11,<=2.13.0"' in finding.remark
 
 
 def test_a_missing_package_that_is_needed_is_a_warning() -> None:
@@ -25,7 +25,7 @@ def test_a_missing_package_that_is_needed_is_a_warning() -> None:
 def test_a_missing_extra_is_a_note_with_its_cost_and_its_mend() -> None:
     extras = {extra.name: packages.judge_extra(extra, None) for extra in packages.EXTRAS}
 
-    assert {found.status for found in extras.values()} == {"note"}
+    assert {finding.status for finding in extras.values()} == {"note"}
     assert "job files (JOB.toml)" in extras["pydantic"].remark
     assert 'pip install "echelon[hf]"' in extras["transformers"].remark
 

@@ -8,9 +8,9 @@ def fail() -> list[Finding]:
 
 
 def test_a_probe_that_fails_is_a_finding_and_the_others_still_answer() -> None:
-    found = section("Machine", {"tape": fail, "cores": lambda: [Finding("cores", "2")]})
+    machine = section("Machine", {"tape": fail, "cores": lambda: [Finding("cores", "2")]})
 
-    tape, cores = found.findings
+    tape, cores = machine.findings
     assert (tape.name, tape.value, tape.status) == ("tape", "unknown", "note")
     assert "OSError: no such device" in tape.remark
     assert cores == Finding("cores", "2")

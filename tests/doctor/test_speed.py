@@ -21,11 +21,11 @@ def test_ranks_that_do_not_start_are_a_warning(error: Exception, monkeypatch: py
 
     monkeypatch.setattr(speed, "Ranks", refuse)
 
-    found = speed.examine_speed().findings[-1]
+    finding = speed.examine_speed().findings[-1]
 
-    assert (found.name, found.value, found.status) == ("launch of 2 ranks", "fails", "warn")
-    assert str(error).splitlines()[0] in found.remark
-    assert "a traceback" not in found.remark
+    assert (finding.name, finding.value, finding.status) == ("launch of 2 ranks", "fails", "warn")
+    assert str(error).splitlines()[0] in finding.remark
+    assert "a traceback" not in finding.remark
 
 
 def test_measuring_leaves_the_number_of_threads_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,16 +31,16 @@ def test_attention_by_hand():
 
 def test_a_part_of_the_heads_gives_its_part_of_the_sum():
     """What tensor parallelism does: half the heads on each of two ranks, outputs added."""
-    whole = attention(GROUPED)
+    unsplit = attention(GROUPED)
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     total = torch.zeros_like(x)
     for rank in range(2):
         part = attention(GROUPED)
         for name in ("query", "key", "value"):
-            getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight.chunk(2)[rank])
-        part.output.weight = nn.Parameter(whole.output.weight.chunk(2, dim=1)[rank])
+            getattr(part, name).weight = nn.Parameter(getattr(unsplit, name).weight.chunk(2)[rank])
+        part.output.weight = nn.Parameter(unsplit.output.weight.chunk(2, dim=1)[rank])
         total += part(x)
-    torch.testing.assert_close(total, whole(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(total, unsplit(x), rtol=0, atol=1e-12)
 
 
 def test_initial_values_are_those_of_gpt2():

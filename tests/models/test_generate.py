@@ -56,9 +56,9 @@ def test_draws_follow_temperature_and_top_k(config):
     drawn = generate(model, PROMPT[None].repeat(2000, 1), 1, temperature=0.5, top_k=5)[:, -1]
     best = logits.topk(5)
     expected = torch.zeros(37, dtype=torch.float64).index_put((best.indices,), (best.values / 0.5).softmax(0))
-    found = torch.bincount(drawn, minlength=37) / 2000
+    frequencies = torch.bincount(drawn, minlength=37) / 2000
     assert set(drawn.tolist()) <= set(best.indices.tolist())
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.04)
+    torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=0.04)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -27,9 +27,9 @@ def errors_of(function, config, state):
 
 def test_there_and_back_keeps_names_and_bits(config):
     state = state_of(config)
-    theirs = to_hf_state(config, state)
-    assert same_bits(from_hf_state(config, theirs), state)
-    assert same_bits(to_hf_state(config, from_hf_state(config, theirs)), theirs)
+    hf_state = to_hf_state(config, state)
+    assert same_bits(from_hf_state(config, hf_state), state)
+    assert same_bits(to_hf_state(config, from_hf_state(config, hf_state)), hf_state)
 
 
 def test_tensors_of_ours_share_no_memory_unless_tied(config):
@@ -42,24 +42,24 @@ def test_tensors_of_ours_share_no_memory_unless_tied(config):
 def test_gpt2_layout_by_hand():
     config = SMALL["gpt"]
     state = state_of(config)
-    theirs = to_hf_state(config, state)
-    fused = theirs["transformer.h.1.attn.c_attn.weight"]
+    hf_state = to_hf_state(config, state)
+    fused = hf_state["transformer.h.1.attn.c_attn.weight"]
     assert fused.shape == (16, 48)
     assert torch.equal(fused[:, 16:32], state["blocks.1.attention.key.weight"].T)
-    fused_bias = theirs["transformer.h.1.attn.c_attn.bias"]
+    fused_bias = hf_state["transformer.h.1.attn.c_attn.bias"]
     assert torch.equal(fused_bias[32:], state["blocks.1.attention.value.bias"])
-    assert torch.equal(theirs["transformer.h.0.mlp.c_fc.weight"], state["blocks.0.mlp.up.weight"].T)
-    assert torch.equal(theirs["transformer.wte.weight"], state["embedding.tokens.weight"])
+    assert torch.equal(hf_state["transformer.h.0.mlp.c_fc.weight"], state["blocks.0.mlp.up.weight"].T)
+    assert torch.equal(hf_state["transformer.wte.weight"], state["embedding.tokens.weight"])
 
 
 def test_a_tied_head_may_be_there_or_not():
     config = SMALL["gpt-tied"]
     state = state_of(config)
-    theirs = to_hf_state(config, state)
-    assert "lm_head.weight" not in theirs
+    hf_state = to_hf_state(config, state)
+    assert "lm_head.weight" not in hf_state
     without = {name: tensor for name, tensor in state.items() if name != "head.projection.weight"}
-    assert same_bits(to_hf_state(config, without), theirs)
-    with_head = theirs | {"lm_head.weight": theirs["transformer.wte.weight"].clone()}
+    assert same_bits(to_hf_state(config, without), hf_state)
+    with_head = hf_state | {"lm_head.weight": hf_state["transformer.wte.weight"].clone()}
     assert same_bits(from_hf_state(config, with_head), state)
 
 
@@ -68,8 +68,8 @@ def test_a_tied_head_that_differs_is_a_error():
     state = state_of(config)
     other = state | {"head.projection.weight": state["embedding.tokens.weight"] + 1}
     assert "differs from embedding.tokens.weight" in errors_of(to_hf_state, config, other)[0]
-    theirs = to_hf_state(config, state)
-    other = theirs | {"lm_head.weight": theirs["transformer.wte.weight"] + 1}
+    hf_state = to_hf_state(config, state)
+    other = hf_state | {"lm_head.weight": hf_state["transformer.wte.weight"] + 1}
     assert "differs from transformer.wte.weight" in errors_of(from_hf_state, config, other)[0]
 
 
@@ -78,8 +78,8 @@ def test_files_of_the_bare_model_and_their_constants_are_read(name):
     """The first GPT-2 files name "h.0.…", not "transformer.h.0.…", and hold the causal masks."""
     config = SMALL[name]
     state = state_of(config)
-    theirs = to_hf_state(config, state)
-    bare = {n.removeprefix("transformer.").removeprefix("model."): t for n, t in theirs.items()}
+    hf_state = to_hf_state(config, state)
+    bare = {n.removeprefix("transformer.").removeprefix("model."): t for n, t in hf_state.items()}
     constants = ("h.0.attn.bias", "h.0.attn.masked_bias", "layers.0.self_attn.rotary_emb.inv_freq")
     bare |= {constant: torch.ones(1) for constant in constants}
     assert same_bits(from_hf_state(config, bare), state)
@@ -87,12 +87,12 @@ def test_files_of_the_bare_model_and_their_constants_are_read(name):
 
 def test_all_errors_of_their_tensors_at_once():
     config = SMALL["llama"]
-    theirs = to_hf_state(config, state_of(config))
-    del theirs["model.layers.1.mlp.up_proj.weight"]
-    theirs["model.layers.2.mlp.up_proj.weight"] = torch.zeros(40, 32)
-    theirs["model.norm.weight"] = torch.zeros(31)
-    theirs["lm_head.weight"] = theirs["lm_head.weight"].to(torch.int8)
-    assert errors_of(from_hf_state, config, theirs) == (
+    hf_state = to_hf_state(config, state_of(config))
+    del hf_state["model.layers.1.mlp.up_proj.weight"]
+    hf_state["model.layers.2.mlp.up_proj.weight"] = torch.zeros(40, 32)
+    hf_state["model.norm.weight"] = torch.zeros(31)
+    hf_state["lm_head.weight"] = hf_state["lm_head.weight"].to(torch.int8)
+    assert errors_of(from_hf_state, config, hf_state) == (
         "model.layers.1.mlp.up_proj.weight: is missing",
         "model.layers.2.mlp.up_proj.weight: is not a tensor of this model",
         "model.norm.weight: has shape [31], must be [32]",

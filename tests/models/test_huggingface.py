@@ -18,22 +18,22 @@ transformers = pytest.importorskip("transformers")
 transformers.logging.disable_progress_bar()
 
 
-def theirs_of(config, dtype=torch.float32):
+def hf_model_of(config, dtype=torch.float32):
     """A transformers model with weights large enough that every one of them shows in the logits."""
     raw = config_to_hf(config, str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
-    for parameter in theirs.parameters():
+    hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+    for parameter in hf_model.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return theirs.to(dtype).eval()
+    return hf_model.to(dtype).eval()
 
 
 def ours_of(config, dtype=torch.float32):
     torch.manual_seed(0)
-    ours = build(config).to(dtype)
-    for parameter in ours.parameters():
+    model = build(config).to(dtype)
+    for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return ours
+    return model
 
 
 class WideRotary(nn.Module):
@@ -47,10 +47,10 @@ class WideRotary(nn.Module):
         return tuple(torch.cat([t, t], dim=-1)[None] for t in self.rotary.angles(position_ids[0], x.dtype))
 
 
-def widen(theirs, config):
+def widen(hf_model, config):
     """Take the two float32 casts out of transformers' Llama, so that the rest can be compared in float64."""
-    theirs.model.rotary_emb = WideRotary(config)
-    for parent in [theirs.model, *theirs.model.layers]:
+    hf_model.model.rotary_emb = WideRotary(config)
+    for parent in [hf_model.model, *hf_model.model.layers]:
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "LlamaRMSNorm":
                 norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
@@ -58,83 +58,83 @@ def widen(theirs, config):
                 setattr(parent, name, norm)
 
 
-def assert_same_logits(ours, theirs, tokens, atol):
+def assert_same_logits(model, hf_model, tokens, atol):
     with torch.no_grad():
-        mine, other = ours(tokens), theirs(tokens).logits
-    assert mine.dtype == other.dtype
-    assert other.std() > 0.1
-    torch.testing.assert_close(mine, other, rtol=0, atol=atol)
+        logits, hf_logits = model(tokens), hf_model(tokens).logits
+    assert logits.dtype == hf_logits.dtype
+    assert hf_logits.std() > 0.1
+    torch.testing.assert_close(logits, hf_logits, rtol=0, atol=atol)
 
 
 def test_load_what_transformers_saved(config, tokens, tmp_path):
-    theirs = theirs_of(config)
-    theirs.save_pretrained(tmp_path)
-    ours = load_hf(tmp_path)
-    assert ours.config == config if config.ffn else ours.config.num_parameters == config.num_parameters
-    assert (ours.head.projection.weight is ours.embedding.tokens.weight) == config.tied
-    assert all(p.requires_grad for p in ours.parameters())
-    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+    hf_model = hf_model_of(config)
+    hf_model.save_pretrained(tmp_path)
+    model = load_hf(tmp_path)
+    assert model.config == config if config.ffn else model.config.num_parameters == config.num_parameters
+    assert (model.head.projection.weight is model.embedding.tokens.weight) == config.tied
+    assert all(p.requires_grad for p in model.parameters())
+    assert_same_logits(model, hf_model, tokens, atol=1e-5)
 
 
 def test_load_in_float64_to_the_last_digits(config, tokens, tmp_path):
-    theirs = theirs_of(config, torch.float64)
-    theirs.save_pretrained(tmp_path)
+    hf_model = hf_model_of(config, torch.float64)
+    hf_model.save_pretrained(tmp_path)
     if config.family == "llama":
-        widen(theirs, config)
-    assert_same_logits(load_hf(tmp_path), theirs, tokens, atol=1e-12)
+        widen(hf_model, config)
+    assert_same_logits(load_hf(tmp_path), hf_model, tokens, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_transformers_loads_what_we_saved(config, tokens, tmp_path, dtype):
-    ours = ours_of(config, dtype)
-    save_hf(ours, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert next(theirs.parameters()).dtype == dtype
-    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+    model = ours_of(config, dtype)
+    save_hf(model, tmp_path)
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert next(hf_model.parameters()).dtype == dtype
+    assert_same_logits(model, hf_model, tokens, atol=1e-5)
 
 
 def test_names_and_bits_are_those_of_transformers(config, tmp_path):
-    theirs_of(config).save_pretrained(tmp_path / "theirs")
-    save_hf(load_hf(tmp_path / "theirs"), tmp_path / "ours")
-    theirs = load_file(tmp_path / "theirs/model.safetensors")
-    ours = load_file(tmp_path / "ours/model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    hf_model_of(config).save_pretrained(tmp_path / "transformers")
+    save_hf(load_hf(tmp_path / "transformers"), tmp_path / "echelon")
+    expected = load_file(tmp_path / "transformers/model.safetensors")
+    saved = load_file(tmp_path / "echelon/model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
 
 
 def test_shards_of_transformers_are_read(config, tokens, tmp_path):
-    theirs = theirs_of(config)
-    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
+    hf_model = hf_model_of(config)
+    hf_model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert_same_logits(load_hf(tmp_path), theirs, tokens, atol=1e-5)
+    assert_same_logits(load_hf(tmp_path), hf_model, tokens, atol=1e-5)
 
 
 def test_our_shards_are_read_by_both(config, tokens, tmp_path):
-    ours = ours_of(config)
-    save_hf(ours, tmp_path, shard_bytes=10_000)
+    model = ours_of(config)
+    save_hf(model, tmp_path, shard_bytes=10_000)
     assert not (tmp_path / "model.safetensors").exists()
-    assert torch.equal(load_hf(tmp_path)(tokens), ours(tokens))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert_same_logits(ours, theirs, tokens, atol=1e-5)
+    assert torch.equal(load_hf(tmp_path)(tokens), model(tokens))
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same_logits(model, hf_model, tokens, atol=1e-5)
 
 
 def test_our_own_round_trip_is_exact(config, tmp_path):
-    ours = ours_of(config, torch.bfloat16)
-    save_hf(ours, tmp_path)
+    model = ours_of(config, torch.bfloat16)
+    save_hf(model, tmp_path)
     again = load_hf(tmp_path)
     assert again.config == config
     state = again.state_dict()
-    assert state.keys() == ours.state_dict().keys()
+    assert state.keys() == model.state_dict().keys()
     assert all(
         torch.equal(state[name], value) and state[name].dtype == value.dtype
-        for name, value in ours.state_dict().items()
+        for name, value in model.state_dict().items()
     )
 
 
 def test_a_state_dict_without_its_module_is_saved_too(config, tmp_path):
-    ours = ours_of(config)
-    save_hf(ours, tmp_path / "module")
-    save_hf_state(config, ours.state_dict(), str(tmp_path / "state"))
+    model = ours_of(config)
+    save_hf(model, tmp_path / "module")
+    save_hf_state(config, model.state_dict(), str(tmp_path / "state"))
     files = ("config.json", "model.safetensors")
     assert all((tmp_path / "module" / f).read_bytes() == (tmp_path / "state" / f).read_bytes() for f in files)
 
@@ -203,9 +203,9 @@ def test_presets_are_what_transformers_would_build(name):
     """Same names and shapes as transformers makes from the config that we write, on the meta device."""
     config = preset(name)
     with torch.device("meta"):
-        ours = build(config)
+        model = build(config)
         raw = transformers.AutoConfig.for_model(**config_to_hf(config, "bfloat16"))
-        theirs = transformers.AutoModelForCausalLM.from_config(raw)
-    expected = {name: parameter.shape for name, parameter in theirs.named_parameters()}
-    found = {name: tensor.shape for name, tensor in to_hf_state(config, ours.state_dict()).items()}
-    assert found == expected
+        hf_model = transformers.AutoModelForCausalLM.from_config(raw)
+    expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in to_hf_state(config, model.state_dict()).items()}
+    assert shapes == expected

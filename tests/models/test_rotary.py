@@ -18,15 +18,15 @@ def test_angles_by_hand():
 def test_angles_are_never_below_float32_and_stay_float64():
     positions = torch.arange(3)
     kinds = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
-    for given, made in kinds.items():
-        assert {t.dtype for t in PLAIN.angles(positions, given)} == {made}
+    for dtype, computed in kinds.items():
+        assert {t.dtype for t in PLAIN.angles(positions, dtype)} == {computed}
 
 
 def test_a_part_of_a_sequence_turns_as_it_does_within_the_whole():
-    whole = PLAIN.angles(torch.arange(10), torch.float64)
+    angles = PLAIN.angles(torch.arange(10), torch.float64)
     part = PLAIN.angles(torch.arange(6, 10), torch.float64)
     x = torch.randn(1, 2, 10, 4, dtype=torch.float64)
-    assert torch.equal(rotate(x, whole)[:, :, 6:], rotate(x[:, :, 6:], part))
+    assert torch.equal(rotate(x, angles)[:, :, 6:], rotate(x[:, :, 6:], part))
 
 
 def test_scores_depend_on_the_distance_alone():

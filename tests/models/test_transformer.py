@@ -110,9 +110,9 @@ def test_dropout_stands_after_embedding_attention_and_feed_forward(config, token
     parts = ("attention_dropout", "mlp_dropout")
     assert dropping == {"embedding.dropout", *(f"blocks.{i}.{part}" for i in range(2) for part in parts)}
     for name in dropping:
-        alone = built(config)
-        module = alone.get_submodule(name)
+        changed = built(config)
+        module = changed.get_submodule(name)
         module.p = 0.5
-        assert not torch.equal(alone(tokens), built(config)(tokens)), name
+        assert not torch.equal(changed(tokens), built(config)(tokens)), name
     assert torch.equal(model.eval()(tokens), built(config)(tokens))
     assert model.state_dict().keys() == built(config).state_dict().keys()

@@ -4,7 +4,7 @@ import pytest
 
 from echelon.planner import Echelon, PipeDream
 from echelon.planner.cluster import Level, make_levels
-from echelon.planner.cost import MODELS, Bytes, CostModel, Place
+from echelon.planner.cost import MODELS, Bytes, CostModel, StagePosition
 
 FLAT = Level(workers=4, bandwidth=10.0, inside=1, ranks=4)
 
@@ -22,8 +22,8 @@ def test_pipedream() -> None:
     assert model.transfer(30.0, 3, FLAT) == 2.0
     assert PipeDream(free_activations=True).transfer(30.0, 3, FLAT) == 0.0
     held = Bytes(parameters=5.0, outputs=7.0, stash=100.0, received=100.0)
-    assert model.memory(held, Place(2, 3, 0.0), FLAT) == 2 * 12.0
-    assert model.memory(held, Place(4, 0, 0.0), FLAT) == 0.0
+    assert model.memory(held, StagePosition(2, 3, 0.0), FLAT) == 2 * 12.0
+    assert model.memory(held, StagePosition(4, 0, 0.0), FLAT) == 0.0
 
 
 def test_echelon() -> None:
@@ -34,9 +34,9 @@ def test_echelon() -> None:
     assert Echelon().transfer(30.0, 3, FLAT) == 2.0
     held = Bytes(parameters=5.0, outputs=100.0, stash=7.0, received=3.0)
     # 2 replicas with 3 ranks behind keep 1 + ceil(3 / 2) microbatches each.
-    assert Echelon().memory(held, Place(2, 3, 0.0), FLAT) == 20.0 + 3 * 10.0
-    assert Echelon().memory(held, Place(1, 1, 4.0), FLAT) == 20.0 + 6 * 10.0
-    assert Echelon(copies=2.0).memory(held, Place(1, 0, 0.0), FLAT) == 10.0 + 10.0
+    assert Echelon().memory(held, StagePosition(2, 3, 0.0), FLAT) == 20.0 + 3 * 10.0
+    assert Echelon().memory(held, StagePosition(1, 1, 4.0), FLAT) == 20.0 + 6 * 10.0
+    assert Echelon(copies=2.0).memory(held, StagePosition(1, 0, 0.0), FLAT) == 10.0 + 10.0
 
 
 @pytest.mark.parametrize("model", [kind() for kind in MODELS.values()], ids=list(MODELS))

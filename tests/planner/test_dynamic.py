@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from echelon.planner.cost import Place
+from echelon.planner.cost import StagePosition
 from echelon.planner.dynamic import Costs, Team, fewest_stages, least_bottleneck
 
 WORK = np.array([0.0, 4.0, 5.0, 9.0])  # three layers of 4, 1 and 4
 
 
-def stage(place: Place) -> np.ndarray:
-    spans = (WORK[None, :] - WORK[:, None]) / place.replicas
+def stage(position: StagePosition) -> np.ndarray:
+    spans = (WORK[None, :] - WORK[:, None]) / position.replicas
     return np.where(spans > 0, spans, np.inf)
 
 
@@ -33,8 +33,8 @@ def test_what_enters_is_charged_where_a_stage_begins() -> None:
 
 def test_the_fewest_stages_within_a_limit() -> None:
     costs = Costs(stage, free)
-    found = fewest_stages(costs, Team(2, 2, 0.0), 0, 3, 4.5, np.zeros(4))
-    assert found == [(0, 3, Place(2, 0, 0.0))]
+    stages = fewest_stages(costs, Team(2, 2, 0.0), 0, 3, 4.5, np.zeros(4))
+    assert stages == [(0, 3, StagePosition(2, 0, 0.0))]
     two = fewest_stages(costs, Team(2, 1, 0.0), 0, 3, 5.0, np.array([0.0, 5.0, 2.0, 0.0]))
-    assert two == [(0, 2, Place(1, 1, 0.0)), (2, 3, Place(1, 0, 0.0))]
+    assert two == [(0, 2, StagePosition(1, 1, 0.0)), (2, 3, StagePosition(1, 0, 0.0))]
     assert fewest_stages(costs, Team(2, 1, 0.0), 0, 3, 5.0, np.array([0.0, 1.0, 2.0, 0.0]))[0][1] == 1

@@ -14,7 +14,12 @@ def node(name: str, seconds: float = 1.0) -> Node:
 
 def test_layers_are_put_in_an_order_in_which_they_can_run() -> None:
     profile = make_profile([node(name) for name in "dcba"], [("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
-    assert [its.name for its in profile.nodes] == ["a", "c", "b", "d"]  # among those ready, as in the file
+    assert [listed.name for listed in profile.nodes] == [
+        "a",
+        "c",
+        "b",
+        "d",
+    ]  # among those ready, as in the file
     assert profile.edges == ((0, 1), (0, 2), (1, 3), (2, 3))
     assert not profile.is_chain
     assert chain([node("a"), node("b")]).is_chain

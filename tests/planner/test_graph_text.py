@@ -56,8 +56,8 @@ def test_every_error_with_its_line() -> None:
     )
     with pytest.raises(UserError) as caught:
         parse_graph_text(text)
-    told = sorted(error.split(":")[0] for error in caught.value.errors)
-    assert told == [f"line {number}" for number in (1, 2, 4, 5, 6, 7, 9)]
+    lines = sorted(error.split(":")[0] for error in caught.value.errors)
+    assert lines == [f"line {number}" for number in (1, 2, 4, 5, 6, 7, 9)]
 
 
 @needs_pipedream

@@ -50,13 +50,13 @@ def assert_best(case: brute_force.Case, workers: list[int], bandwidths: list[flo
         with pytest.raises(UserError, match="the leanest split over"):
             partition(case.profile, workers, bandwidths, cost_model=model_of(case), memory=memory)
         return
-    found = partition(case.profile, workers, bandwidths, cost_model=model_of(case), memory=memory)
-    assert found.pipeline_seconds == pytest.approx(best, rel=1e-9)
-    assert found.exact
-    assert sorted(number for stage in found.stages for number in stage.workers) == list(
+    split = partition(case.profile, workers, bandwidths, cost_model=model_of(case), memory=memory)
+    assert split.pipeline_seconds == pytest.approx(best, rel=1e-9)
+    assert split.exact
+    assert sorted(number for stage in split.stages for number in stage.workers) == list(
         range(math.prod(workers))
     )
-    assert sorted(name for stage in found.stages for name in stage.layers) == sorted(
+    assert sorted(name for stage in split.stages for name in stage.layers) == sorted(
         node.name for node in case.profile.nodes
     )
 
@@ -89,19 +89,19 @@ def test_two_levels_are_the_best_of_all_splits(
 @settings(max_examples=60, deadline=None)
 @given(brute_force.profiles(6), st.sampled_from([[3], [4], [2, 2]]), st.booleans(), st.booleans())
 def test_never_worse_than_data_parallelism_or_a_straight_pipeline(
-    profile: Profile, workers: list[int], theirs: bool, free: bool
+    profile: Profile, workers: list[int], use_pipedream: bool, free: bool
 ) -> None:
-    model = PipeDream(free) if theirs else Echelon(free)
+    model = PipeDream(free) if use_pipedream else Echelon(free)
     bandwidths = [4.0] * len(workers)
-    found = partition(profile, workers, bandwidths, cost_model=model)
-    assert found.pipeline_seconds <= found.data_parallel_seconds * (1 + 1e-9)
+    split = partition(profile, workers, bandwidths, cost_model=model)
+    assert split.pipeline_seconds <= split.data_parallel_seconds * (1 + 1e-9)
     try:
         straight = partition(profile, workers, bandwidths, cost_model=model, straight=True)
     except UserError as error:
         assert "a straight pipeline of" in str(error)
         return
     assert set(straight.replicas) == {1}
-    assert found.pipeline_seconds <= straight.pipeline_seconds * (1 + 1e-9)
+    assert split.pipeline_seconds <= straight.pipeline_seconds * (1 + 1e-9)
 
 
 # --- against PipeDream's answers ---------------------------------------------------------------------
@@ -115,12 +115,12 @@ def expected_rows() -> list[Any]:
 
 
 def numbers_after(flag: str, words: list[str]) -> list[float]:
-    found = []
+    split = []
     for word in words[words.index(flag) + 1 :]:
         if word.startswith("-"):
             break
-        found.append(float(word))
-    return found
+        split.append(float(word))
+    return split
 
 
 @needs_pipedream
@@ -128,7 +128,7 @@ def numbers_after(flag: str, words: list[str]) -> list[float]:
 def test_not_above_the_answer_of_pipedreams_optimizer(row: dict[str, str]) -> None:
     words = row["args"].split()
     begin = time.perf_counter()
-    found = partition(
+    split = partition(
         read_profile(PIPEDREAM / f"{row['model']}.graph.txt"),
         [int(count) for count in numbers_after("-n", words)],
         numbers_after("-b", words),
@@ -137,12 +137,12 @@ def test_not_above_the_answer_of_pipedreams_optimizer(row: dict[str, str]) -> No
         straight="--straight_pipeline" in words,
     )
     assert time.perf_counter() - begin < 2
-    assert found.pipeline_seconds <= float(row["pipeline_time_s"]) * (1 + 1e-9)
-    assert found.single_device_seconds == pytest.approx(float(row["single_machine_time_s"]), rel=1e-9)
+    assert split.pipeline_seconds <= float(row["pipeline_time_s"]) * (1 + 1e-9)
+    assert split.single_device_seconds == pytest.approx(float(row["single_machine_time_s"]), rel=1e-9)
     data_parallel = float(row["speedup_vs_data_parallel"]) * float(row["pipeline_time_s"])
-    assert found.data_parallel_seconds == pytest.approx(data_parallel, rel=1e-9)
+    assert split.data_parallel_seconds == pytest.approx(data_parallel, rel=1e-9)
     if "13-2-1" in row["replication"]:  # the one split of the paper's figure that has no tie
-        assert found.plan == "pipeline=13-2-1"
+        assert split.plan == "pipeline=13-2-1"
 
 
 @needs_pipedream
@@ -151,9 +151,9 @@ def test_not_above_the_answer_of_pipedreams_optimizer(row: dict[str, str]) -> No
 def test_echelons_model_on_measured_profiles(name: str, workers: list[int]) -> None:
     profile = read_profile(PIPEDREAM / f"{name}.graph.txt")
     bandwidths = [1e9] if len(workers) == 1 else [1e10, 1.25e9]
-    found = partition(profile, workers, bandwidths)
+    split = partition(profile, workers, bandwidths)
     straight = partition(profile, workers, bandwidths, straight=True)
-    assert found.pipeline_seconds <= min(found.data_parallel_seconds, straight.pipeline_seconds) * (1 + 1e-9)
+    assert split.pipeline_seconds <= min(split.data_parallel_seconds, straight.pipeline_seconds) * (1 + 1e-9)
 
 
 # --- by hand -----------------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ def test_echelons_model_on_measured_profiles(name: str, workers: list[int]) -> N
 
 def test_a_stage_with_three_replicas() -> None:
     profile = chain([layer("a", 3.0, parameters=0.0), layer("b", 1.0, parameters=400.0)])
-    found = partition(profile, 4, 1.0, cost_model=Echelon(microbatches=4))
+    split = partition(profile, 4, 1.0, cost_model=Echelon(microbatches=4))
     # As data parallelism: max(4 / 4, 2 · 3/4 · 400 / 4) = 150. As 3-1: max(3 / 3, 1) = 1.
-    assert (found.plan, found.replicas, found.layer_counts) == ("pipeline=3-1", (3, 1), (1, 1))
-    assert (found.pipeline_seconds, found.data_parallel_seconds) == (1.0, 150.0)
-    assert found.speedup_over_data_parallel == 150.0
-    assert [stage.workers for stage in found.stages] == [(0, 1, 2), (3,)]
-    assert [stage.limit for stage in found.stages] == ["compute", "compute"]
+    assert (split.plan, split.replicas, split.layer_counts) == ("pipeline=3-1", (3, 1), (1, 1))
+    assert (split.pipeline_seconds, split.data_parallel_seconds) == (1.0, 150.0)
+    assert split.speedup_over_data_parallel == 150.0
+    assert [stage.workers for stage in split.stages] == [(0, 1, 2), (3,)]
+    assert [stage.limit for stage in split.stages] == ["compute", "compute"]
 
 
 def test_what_limits_a_stage() -> None:
@@ -182,25 +182,25 @@ def test_what_limits_a_stage() -> None:
 
 
 def test_one_stage_is_data_parallelism() -> None:
-    found = partition(chain([layer("a", 1.0), layer("b", 3.0)]), 4, 1e9)
-    assert (found.plan, found.layer_counts) == ("data=4", (2,))
-    assert found.speedup_over_data_parallel == 1.0
+    split = partition(chain([layer("a", 1.0), layer("b", 3.0)]), 4, 1e9)
+    assert (split.plan, split.layer_counts) == ("data=4", (2,))
+    assert split.speedup_over_data_parallel == 1.0
 
 
 def test_machines_keep_their_workers_together() -> None:
     # Inside a machine links are fast; between machines nothing may be exchanged, so stages differ by machine.
     profile = chain([layer("a", 3.0, 1.0, 8.0), layer("b", 1.0, 1.0, 1e9), layer("c", 4.0, 1.0, 1e9)])
-    found = partition(profile, [4, 2], [1e6, 1.0], cost_model=PipeDream())
-    assert found.plan == "pipeline=3-1-4" or found.replicas[-1] == 4
-    assert [stage.workers for stage in found.stages][-1] == (4, 5, 6, 7)
-    assert all(len({number // 4 for number in stage.workers}) == 1 for stage in found.stages)
+    split = partition(profile, [4, 2], [1e6, 1.0], cost_model=PipeDream())
+    assert split.plan == "pipeline=3-1-4" or split.replicas[-1] == 4
+    assert [stage.workers for stage in split.stages][-1] == (4, 5, 6, 7)
+    assert all(len({number // 4 for number in stage.workers}) == 1 for stage in split.stages)
 
 
 def test_replicas_of_a_machine_are_workers_of_each() -> None:
     profile = chain([layer("a", 30.0), layer("b", 10.0, parameters=1e6)])
-    found = partition(profile, [4, 2], [10.0, 1e12], cost_model=PipeDream(free_activations=True))
-    assert found.plan == "pipeline=6-2"
-    assert [stage.workers for stage in found.stages] == [(0, 1, 2, 4, 5, 6), (3, 7)]
+    split = partition(profile, [4, 2], [10.0, 1e12], cost_model=PipeDream(free_activations=True))
+    assert split.plan == "pipeline=6-2"
+    assert [stage.workers for stage in split.stages] == [(0, 1, 2, 4, 5, 6), (3, 7)]
 
 
 def test_memory_changes_the_split() -> None:
@@ -238,10 +238,10 @@ def test_the_least_traffic_among_the_fewest_stages() -> None:
 def test_both_ends_of_a_link_carry_what_passes() -> None:
     profile = chain([layer("a", 1.0, output=30.0, parameters=1e9), layer("b", 1.0, parameters=1.0)])
     ours = partition(profile, 4, 10.0)
-    theirs = partition(profile, 4, 10.0, cost_model=PipeDream())
+    pipedream = partition(profile, 4, 10.0, cost_model=PipeDream())
     # One worker must send 30 bytes and take their gradients: 6 s, though three would take 2 s to receive.
     assert (ours.plan, ours.pipeline_seconds) == ("pipeline=1-3", 6.0)
-    assert (theirs.plan, theirs.pipeline_seconds) == ("pipeline=1-3", 2.0)
+    assert (pipedream.plan, pipedream.pipeline_seconds) == ("pipeline=1-3", 2.0)
 
 
 def test_memory_counts_the_ranks_behind_on_other_machines() -> None:
@@ -256,8 +256,8 @@ def test_memory_counts_the_ranks_behind_on_other_machines() -> None:
 def test_free_layers_go_where_they_are_used() -> None:
     nodes = [layer("state", 0.0), layer("item", 0.0), *(layer(name, 1.0, 1.0) for name in "abcd")]
     edges = [("a", "b"), ("b", "c"), ("c", "d"), ("state", "item"), ("item", "c"), ("state", "d")]
-    found = partition(make_profile(nodes, edges), 4, 1e9, straight=True)
-    assert [stage.layers for stage in found.stages] == [("a",), ("b",), ("state", "item", "c"), ("d",)]
+    split = partition(make_profile(nodes, edges), 4, 1e9, straight=True)
+    assert [stage.layers for stage in split.stages] == [("a",), ("b",), ("state", "item", "c"), ("d",)]
     unused = partition(make_profile([*nodes, layer("unused", 0.0)], edges), 4, 1e9, straight=True)
     assert unused.stages[-1].layers == ("d", "unused")
 
@@ -268,9 +268,9 @@ def test_a_graph_too_wide_for_all_its_splits_is_still_split(monkeypatch: pytest.
         [layer("in", 1.0), *(layer(name, 1.0) for name in names), layer("out", 1.0)],
         [("in", name) for name in names] + [(name, "out") for name in names],
     )
-    found = partition(wide, 2, 1e9, cost_model=PipeDream(), straight=True)
-    assert not found.exact
-    assert found.pipeline_seconds == pytest.approx(11.0)
+    split = partition(wide, 2, 1e9, cost_model=PipeDream(), straight=True)
+    assert not split.exact
+    assert split.pipeline_seconds == pytest.approx(11.0)
     monkeypatch.setattr(partitioning, "MOST_STATES", 4)
     chained = chain([layer(name, 1.0) for name in names])
     assert partition(chained, 2, 1e9).exact

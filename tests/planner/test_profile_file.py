@@ -46,7 +46,7 @@ def test_every_error_of_a_file_at_once(tmp_path: Path) -> None:
     text = str(caught.value)
     assert str(path) in text
     for words in (
-        "'extra' is no key",
+        "'extra' is not a key",
         '"format": "echelon-profile"',
         "did you mean 'forward_seconds'?",
         "parameter_bytes is missing",

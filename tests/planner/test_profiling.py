@@ -22,8 +22,8 @@ class Pair(nn.Module):
 
 
 class Join(nn.Module):
-    def forward(self, given: Any) -> Tensor:
-        x, more = given
+    def forward(self, pair: Any) -> Tensor:
+        x, more = pair
         return x + more["twice"] * more["steps"]
 
 
@@ -42,16 +42,16 @@ class Slow(nn.Module):
 
 def test_what_is_told_of_each_layer() -> None:
     model = nn.Sequential(nn.Linear(64, 64), Slow(), nn.ReLU(inplace=True), nn.Linear(64, 8, bias=False))
-    found = profile(model, torch.randn(32, 64))
-    assert found.is_chain
-    assert [node.name for node in found.nodes] == ["0", "1", "2", "3"]
-    assert [node.about for node in found.nodes] == ["Linear", "Slow", "ReLU", "Linear"]
-    assert [node.output_bytes for node in found.nodes] == [8192, 8192, 8192, 1024]
-    assert [node.parameter_bytes for node in found.nodes] == [4 * 65 * 64, 4 * 64 * 64, 0, 4 * 64 * 8]
+    measured = profile(model, torch.randn(32, 64))
+    assert measured.is_chain
+    assert [node.name for node in measured.nodes] == ["0", "1", "2", "3"]
+    assert [node.about for node in measured.nodes] == ["Linear", "Slow", "ReLU", "Linear"]
+    assert [node.output_bytes for node in measured.nodes] == [8192, 8192, 8192, 1024]
+    assert [node.parameter_bytes for node in measured.nodes] == [4 * 65 * 64, 4 * 64 * 64, 0, 4 * 64 * 8]
     # Slow keeps what each of its products takes and the last output; a ReLU in place keeps its output.
-    assert [node.stash_bytes for node in found.nodes] == [8192, 40 * 8192, 0, 1024]
-    times = [node.seconds for node in found.nodes]
-    assert all(node.forward_seconds > 0 and node.backward_seconds > 0 for node in found.nodes)
+    assert [node.stash_bytes for node in measured.nodes] == [8192, 40 * 8192, 0, 1024]
+    times = [node.seconds for node in measured.nodes]
+    assert all(node.forward_seconds > 0 and node.backward_seconds > 0 for node in measured.nodes)
     assert max(times) == times[1]
 
 
@@ -79,34 +79,34 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_a_transformer_from_profile_to_stages(family: Any) -> None:
     model = build(ModelConfig(family, layers=2, width=32, heads=4, vocab=64, sequence=16, tied=True))
     tokens = torch.randint(0, 64, (2, 16))
-    found = profile(model, (tokens, tokens), repeats=1, warmups=0)
-    assert [node.name for node in found.nodes] == ["embedding", "blocks.0", "blocks.1", "head"]
-    assert found.tied == (("embedding", "head"),)
+    measured = profile(model, (tokens, tokens), repeats=1, warmups=0)
+    assert [node.name for node in measured.nodes] == ["embedding", "blocks.0", "blocks.1", "head"]
+    assert measured.tied == (("embedding", "head"),)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert found.parameter_bytes == size  # the tied weight once
-    assert found.nodes[0].backward_seconds > 0  # tokens take no gradient, the embedding does
-    assert profile_of(to_dict(found)) == found
-    split = partition(found, 4, 1e9, straight=True)
+    assert measured.parameter_bytes == size  # the tied weight once
+    assert measured.nodes[0].backward_seconds > 0  # tokens take no gradient, the embedding does
+    assert profile_of(to_dict(measured)) == measured
+    split = partition(measured, 4, 1e9, straight=True)
     assert (split.plan, split.layer_counts) == ("pipeline=4", (1, 1, 1, 1))
 
 
 def test_any_structure_passes_between_layers() -> None:
-    found = profile(nn.Sequential(nn.Linear(4, 4), Pair(), Join()), {"x": torch.randn(2, 4)}["x"])
-    assert [node.output_bytes for node in found.nodes] == [32, 64, 32]
+    measured = profile(nn.Sequential(nn.Linear(4, 4), Pair(), Join()), {"x": torch.randn(2, 4)}["x"])
+    assert [node.output_bytes for node in measured.nodes] == [32, 64, 32]
 
 
 def test_a_layer_that_comes_twice_has_two_names_and_its_parameters_once() -> None:
     shared = nn.Linear(4, 4)
-    found = profile(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(2, 4), repeats=1)
-    assert [node.name for node in found.nodes] == ["0", "1", "0@2"]
-    assert [node.parameter_bytes for node in found.nodes] == [80, 0, 0]
-    assert found.tied == (("0", "0@2"),)
+    measured = profile(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(2, 4), repeats=1)
+    assert [node.name for node in measured.nodes] == ["0", "1", "0@2"]
+    assert [node.parameter_bytes for node in measured.nodes] == [80, 0, 0]
+    assert measured.tied == (("0", "0@2"),)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UserError, match=r"Linear does not say where it can be cut.*layers\(\)"):
         profile(nn.Linear(2, 2), torch.randn(2, 2))
-    with pytest.raises(UserError, match=r"layer 1 \(Linear\) fails on what it is given"):
+    with pytest.raises(UserError, match=r"layer 1 \(Linear\) fails on its input"):
         profile(nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3)), torch.randn(2, 4))
     with pytest.raises(UserError, match="repeats=0"):
         profile(nn.Sequential(nn.Linear(2, 2)), torch.randn(2, 2), repeats=0)

@@ -20,8 +20,8 @@ def partition(*replicas: int) -> Partition:
     ("replicas", "plan"), [((4,), "data=4"), ((1, 1, 1), "pipeline=3"), ((3, 1), "pipeline=3-1")]
 )
 def test_its_plan_takes_as_many_ranks(replicas: tuple[int, ...], plan: str) -> None:
-    found = partition(*replicas)
-    assert found.plan == plan
+    result = partition(*replicas)
+    assert result.plan == plan
     assert Plan.parse(plan).ranks == sum(replicas)
 
 
@@ -30,6 +30,6 @@ def test_as_json() -> None:
     assert value["pipeline_seconds"] == 1.0
     assert value["speedup_over_data_parallel"] == 3.0
     assert value["plan"] == "pipeline=3-1"
-    assert [its["replicas"] for its in value["stages"]] == [3, 1]
+    assert [stage["replicas"] for stage in value["stages"]] == [3, 1]
     assert value["stages"][0]["layers"] == ["a", "b"]
     assert value["stages"][0]["limit"] == "activations"

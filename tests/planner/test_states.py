@@ -31,12 +31,12 @@ def test_the_states_of_a_diamond() -> None:
 
 @given(profiles())
 def test_they_are_all_ideals_there_are(profile: Profile) -> None:
-    free = {place for place, its in enumerate(profile.nodes) if its.is_free}
-    found = {
+    free = {place for place, node in enumerate(profile.nodes) if node.is_free}
+    state_sets = {
         frozenset(place for place in range(len(profile.nodes)) if mask >> place & 1)
         for mask in find_states(profile, 1000).masks
     }
-    assert {ideal - free for ideal in found} == {ideal - free for ideal in ideals(profile)}
+    assert {ideal - free for ideal in state_sets} == {ideal - free for ideal in ideals(profile)}
 
 
 def test_a_chain_has_one_more_than_layers_beyond_any_limit() -> None:

@@ -13,7 +13,7 @@ from echelon.train.job import Job, ModelJob
 
 def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
     """How many Stepped events this rank computed, and what it told."""
-    computed, told = 0, list[Event]()
+    computed, events = 0, list[Event]()
     compute = loop._stepped
 
     def count(*arguments: object) -> Stepped:
@@ -23,8 +23,8 @@ def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_stepped", count)
-        loop.train_rank(job, folder, told.append)
-    return computed, len(told), [event for event in told if isinstance(event, Stepped | Evaluated)]
+        loop.train_rank(job, folder, events.append)
+    return computed, len(events), [event for event in events if isinstance(event, Stepped | Evaluated)]
 
 
 def test_rank_0_alone_computes_and_tells(tmp_path: Path, warm_ranks: Callable[[int], Ranks]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.train import run_folder
-from echelon.train.run_folder import RunFolder, explained
+from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 def test_a_new_folder_is_running_then_finished(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
     ],
 )
 def test_the_fix_fits_the_reason(number: int, fix: str) -> None:
-    with pytest.raises(UserError) as caught, explained(Path("x")):
+    with pytest.raises(UserError) as caught, explain_os_errors(Path("x")):
         raise OSError(number, os.strerror(number))
     assert fix in str(caught.value)
     assert ("free space" in str(caught.value)) == (number == errno.ENOSPC)

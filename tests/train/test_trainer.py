@@ -22,7 +22,7 @@ from echelon.train.trainer import train
 
 
 def small_job(folder: Path, **changes: object) -> Job:
-    given: dict[str, object] = {
+    defaults: dict[str, object] = {
         "steps": 6,
         "batch": 4,
         "sequence": 16,
@@ -32,7 +32,7 @@ def small_job(folder: Path, **changes: object) -> Job:
         "model": ModelJob(layers=1, width=32, heads=2),
         "optimizer": OptimizerJob(warmup=2),
     }
-    return Job(**(given | changes))  # type: ignore[arg-type]
+    return Job(**(defaults | changes))  # type: ignore[arg-type]
 
 
 def losses(summary: dict[str, object]) -> list[float]:

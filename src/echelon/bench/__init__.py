@@ -3,7 +3,7 @@
     result = run("step")
     save(result, Path("benchmarks/results"))
 
-Importing this imports torch, but no rich.
+Importing this package imports torch, but not rich.
 """
 
 from echelon.bench.catalog import Bench, benches, run

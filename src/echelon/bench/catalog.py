@@ -24,10 +24,10 @@ def benches() -> dict[str, Bench]:
 
 
 def run(name: str, *, quick: bool = False) -> Result:
-    """Measure. `quick` only shows that a bench works: few rounds, small sizes, figures that mean nothing."""
-    known = benches()
-    if name not in known:
-        raise UserError(f"'{name}' is not a bench{did_you_mean(name, known)}")
-    settings, rows = known[name](quick)
+    """Measure. `quick` only shows that a bench works: few rounds, small sizes, meaningless figures."""
+    available = benches()
+    if name not in available:
+        raise UserError(f"'{name}' is not a bench{did_you_mean(name, available)}")
+    settings, rows = available[name](quick)
     command = f"echelon bench {name}{' --quick' if quick else ''}"
     return make_result(name, command, settings, rows)

@@ -1,7 +1,7 @@
 """The bench `collectives`: several ways to sum a buffer over ranks.
 
-The backend's own all_reduce is the baseline; the ring and the naive way are written over its send and recv.
-On one host there is shared memory too.
+The backend's own all_reduce is the baseline; the ring and the naive way are built from its send and recv. On
+one host, shared memory is a fourth contender.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _BASELINE = "backend"
 
 
 class Measured(NamedTuple):
-    """One rank's samples of one size, by contender, and the bytes its ledger says one call sends."""
+    """One rank's samples of one size, by contender, and the bytes that one call sends, from its ledger."""
 
     seconds: dict[str, list[float]]
     sent: dict[str, int]
@@ -62,8 +62,8 @@ def measure(size: int, rounds: int) -> Measured:
     if not isinstance(chosen, TorchGroup):
         contenders["shared"] = partial(chosen.all_reduce, buffer)
     sent = {name: _sent_by(work, group) for name, work in contenders.items()}
-    meeting = {name: timed(work, before=group.barrier) for name, work in contenders.items()}
-    return Measured(alternate(meeting, rounds), sent)
+    contender_timers = {name: timed(work, before=group.barrier) for name, work in contenders.items()}
+    return Measured(alternate(contender_timers, rounds), sent)
 
 
 def _sent_by(work: Callable[[], object], group: Group) -> int:
@@ -78,7 +78,7 @@ def _rows(count: int, size: int, ranks: Sequence[Measured]) -> list[Row]:
 
 
 def _extras(row: Row, count: int, size: int, ranks: Sequence[Measured]) -> dict[str, float]:
-    # The bus carries what a ring must pass on, so that figures of different rank counts compare.
+    # Bus bandwidth counts what a ring sends, so that figures of different rank counts can be compared.
     carried = 2 * (count - 1) / count * size
     return {
         "bus_bytes_per_second": carried / row.seconds.median,

@@ -1,19 +1,19 @@
 """From samples to rows: medians of seconds, and of paired ratios against a baseline.
 
-A machine's speed drifts while a bench runs. Contenders that take turns drift together, so the ratio of two
-samples of the same round holds where absolute times do not.
+The speed of a machine drifts while a bench runs. Contenders that take turns drift together, so the ratio of
+two samples of the same round is reliable where absolute times are not.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-Samples = Mapping[str, Sequence[float]]  # by contender, one number a round
+Samples = Mapping[str, Sequence[float]]  # by contender, one number per round
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some numbers: a quarter of them lies below `low`, a quarter above `high`."""
+    """The quartiles of some numbers: a quarter of them is below `low`, a quarter above `high`."""
 
     low: float
     median: float
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender in one case. `ratio` is its time over the baseline's, of the same round.
+    """One contender in one case. `ratio` is its time divided by the baseline's time of the same round.
 
     `extras` are further figures, each named with its unit: bus_bytes_per_second, peak_bytes …
     """
@@ -50,7 +50,7 @@ def compare(case: str, samples: Samples, baseline: str) -> list[Row]:
 
 
 def slowest(ranks: Sequence[Samples]) -> dict[str, list[float]]:
-    """The samples of the slowest rank, round by round: ranks that work together take as long as it does."""
+    """The samples of the slowest rank, round by round: ranks that work together wait for it."""
     return {
         contender: [max(same_round) for same_round in zip(*(rank[contender] for rank in ranks), strict=True)]
         for contender in ranks[0]
@@ -58,4 +58,4 @@ def slowest(ranks: Sequence[Samples]) -> dict[str, list[float]]:
 
 
 def _ratios(seconds: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    return [mine / its for mine, its in zip(seconds, baseline, strict=True)]
+    return [own / reference for own, reference in zip(seconds, baseline, strict=True)]

@@ -1,8 +1,8 @@
 """The bench `data-parallel`: a training step of a GPT on two ranks at each level of ZeRO, beside its peers.
 
-A case is echelon, one peer that shares out the same at that level, and the same compute without exchange;
-they take turns step by step in the same ranks. What each does is in `replicas`. It compares equals: losses
-of the first steps must agree, or there is no result.
+A case compares echelon, one peer that shards the same at that level, and the same compute without
+communication. They take turns step by step in the same ranks. `replicas` says what each does. The losses of
+the first steps must agree, or there is no result.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 
 _RANKS = 2
-_SAMPLES = 2  # a rank
+_SAMPLES = 2  # per rank
 _FULL = ModelConfig("gpt", layers=6, width=512, heads=8, vocab=256, sequence=128, tied=True)
 _SMALL = ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16, tied=True)
 
@@ -30,7 +30,7 @@ _SMALL = ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16, 
 _WARMUP = 4
 _MEMORY_STEPS = 3
 
-_ALONE, _ECHELON = "compute alone", "echelon"
+_COMPUTE_ONLY, _ECHELON = "compute only", "echelon"
 _PRELOADED = ("echelon.bench.data_parallel", "torch.distributed.fsdp", "torch.distributed.optim")
 
 # Float32 sums in another order differ by this much of a loss after some steps of AdamW.
@@ -38,14 +38,14 @@ _ROUNDING = 1e-3
 
 
 class Measured(NamedTuple):
-    """One rank's seconds by contender, a number a round, and its losses, a number a step."""
+    """One rank's seconds by contender, one number per round, and its losses, one number per step."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
 
 
 class Footprint(NamedTuple):
-    """How far one rank's memory grew: at its peak, and by what is alive between two steps."""
+    """By how much one rank's memory grew: at its peak, and in tensors that stay alive between steps."""
 
     peak: int
     state: int
@@ -55,13 +55,13 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     """A training step of a GPT on 2 ranks at ZeRO 0 to 3, against DDP, FSDP2 and DeepSpeed."""
     preload(*TRAINING_MODULES, *_PRELOADED)
     config, rounds = (_SMALL, 2) if quick else (_FULL, 15)
-    there = [peer for peer in replicas.peers() if peer.installed]
-    rows = [row for peer in there for row in _rows(peer, config, rounds)]
+    installed = [peer for peer in replicas.peers() if peer.installed]
+    rows = [row for peer in installed for row in _rows(peer, config, rounds)]
     settings = {
         "model": dataclasses.asdict(config),
         "parameters": config.num_parameters,
         "ranks": _RANKS,
-        "samples_a_rank": _SAMPLES,
+        "samples_per_rank": _SAMPLES,
         "precision": "fp32",
         "optimizer": "AdamW, fused",
         "clip": None,
@@ -80,27 +80,30 @@ def _rows(peer: Peer, config: ModelConfig, rounds: int) -> list[Row]:
 
 
 def _extras(row: Row, peer: Peer, config: ModelConfig) -> dict[str, float]:
-    """Memory, measured in ranks of its own, of the fullest rank."""
-    if row.contender == _ALONE:
+    """The memory of the rank that needs the most, measured in separate ranks."""
+    if row.contender == _COMPUTE_ONLY:
         return {}
     with measuring_ranks(_RANKS) as ranks:
-        told = ranks.run(measure_memory, row.contender, peer, config)
-    return {"peak_bytes": max(rank.peak for rank in told), "state_bytes": max(rank.state for rank in told)}
+        footprints = ranks.run(measure_memory, row.contender, peer, config)
+    return {
+        "peak_bytes": max(rank.peak for rank in footprints),
+        "state_bytes": max(rank.state for rank in footprints),
+    }
 
 
 def measure(peer: Peer, config: ModelConfig, rounds: int) -> Measured:
     """Runs in every rank: the contenders of one case, in turn."""
-    losses: dict[str, list[float]] = {name: [] for name in (_ALONE, peer.name, _ECHELON)}
+    losses: dict[str, list[float]] = {name: [] for name in (_COMPUTE_ONLY, peer.name, _ECHELON)}
     contenders = {
-        name: timed(partial(_train, make_work(name, peer, config), kept), before=dist.barrier)
-        for name, kept in losses.items()
+        name: timed(partial(_train, make_work(name, peer, config), history), before=dist.barrier)
+        for name, history in losses.items()
     }
     return Measured(alternate(contenders, rounds, warmup=_WARMUP), losses)
 
 
 def measure_memory(contender: str, peer: Peer, config: ModelConfig) -> Footprint:
-    """Runs in every rank: how far memory grew from before the model was built to after some steps."""
-    make_work(contender, peer, _SMALL)()  # what is imported or started on first use does not count
+    """Runs in every rank: by how much memory grew from before the model was built to after some steps."""
+    make_work(contender, peer, _SMALL)()  # imports and threads of the first use do not count
     peak, state = footprint.peak_bytes(), footprint.alive_bytes()
     work = make_work(contender, peer, config)
     for _ in range(_MEMORY_STEPS):
@@ -109,11 +112,11 @@ def measure_memory(contender: str, peer: Peer, config: ModelConfig) -> Footprint
 
 
 def make_work(contender: str, peer: Peer, config: ModelConfig) -> Callable[[], float]:
-    """Build the contender's model; each call then trains one step on this rank's data: returns its loss."""
+    """Build the contender's model; each call trains one step on this rank's data and returns the loss."""
     if contender == _ECHELON:
         step = replicas.echelon_step(config, peer.level)
     else:
-        step = replicas.alone_step(config) if contender == _ALONE else peer.make_step(config)
+        step = replicas.compute_only_step(config) if contender == _COMPUTE_ONLY else peer.make_step(config)
     return partial(step, make_batch(config, _SAMPLES, seed=dist.get_rank()))
 
 
@@ -123,14 +126,17 @@ def _train(work: Callable[[], float], losses: list[float]) -> None:
 
 def check_equal(peer: Peer, ranks: Sequence[dict[str, list[float]]]) -> None:
     """Raise unless echelon and `peer` had the same losses over the global batch in their first steps."""
-    mine, theirs = (_global_losses(name, ranks) for name in (_ECHELON, peer.name))
-    if not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(mine, theirs, strict=True)):
+    echelon_losses, peer_losses = (_global_losses(name, ranks) for name in (_ECHELON, peer.name))
+    if not all(
+        math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(echelon_losses, peer_losses, strict=True)
+    ):
         raise RuntimeError(
-            f"zero={peer.level} of echelon and {peer.name} are no equals: losses {mine} and {theirs}"
+            f"zero={peer.level}: the losses of echelon and {peer.name} differ: "
+            f"{echelon_losses}, {peer_losses}"
         )
 
 
 def _global_losses(contender: str, ranks: Sequence[dict[str, list[float]]]) -> list[float]:
-    """A peer tells the loss of a rank's own samples, echelon that of all: the mean over ranks is the same."""
+    """A peer reports the loss of a rank's own samples, echelon that of all: their means over ranks agree."""
     steps = zip(*(losses[contender][:_WARMUP] for losses in ranks), strict=True)
     return [sum(losses) / len(losses) for losses in steps]

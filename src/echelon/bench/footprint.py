@@ -1,6 +1,6 @@
-"""The memory of this process, measured in ways that suit every contender, whoever allocated it.
+"""The memory of this process, measured in a way that works for every contender.
 
-A process never gives back all that it held, so each contender is measured in a process of its own.
+A process never returns all of its memory, so each contender is measured in a process of its own.
 """
 
 import gc
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held, on its CUDA device or else resident."""
+    """The peak memory of this process: on its CUDA device, or else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -20,12 +20,14 @@ def peak_bytes() -> int:
 
 
 def alive_bytes() -> int:
-    """The bytes behind every tensor that Python can reach: between steps, what a model's state takes.
+    """The bytes of every tensor that Python can reach: between steps, the state of the model and optimizer.
 
-    A distributed tensor counts as the part that is here, which is a plain tensor of its own.
+    Of a distributed tensor, the local part counts, which is a plain tensor. Memory that torch did not
+    allocate is not state: the shared memory through which ranks communicate.
     """
     gc.collect()
-    found = [its for its in gc.get_objects() if type(its) in (Tensor, nn.Parameter)]
-    found += [its.grad for its in found if its.is_leaf and type(its.grad) is Tensor]
-    storages = {(s.device, s.data_ptr()): s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}
-    return sum(storages.values())
+    tensors = [candidate for candidate in gc.get_objects() if type(candidate) in (Tensor, nn.Parameter)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and type(tensor.grad) is Tensor]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = {(s.device, s.data_ptr()): s.nbytes() for s in storages if s.resizable()}
+    return sum(sizes.values())

@@ -1,7 +1,4 @@
-"""Taking samples: all contenders in turn, round after round.
-
-What the samples mean is in `compare`.
-"""
+"""Takes samples of all contenders in turn, round after round. `compare` evaluates them."""
 
 import os
 import time
@@ -17,9 +14,11 @@ Contender = Callable[[], float]  # does its work once and returns the seconds th
 
 @contextmanager
 def measuring_ranks(count: int) -> Iterator[Ranks]:
-    """Ranks on GPUs if there is one for each, else on the CPU: NCCL refuses two ranks on one GPU, and over
-    Gloo peers cannot send from it."""
-    shown = dict(os.environ)
+    """Ranks on GPUs if there is one for each, else on the CPU.
+
+    NCCL refuses two ranks on one GPU, and over Gloo the peers cannot send from a GPU.
+    """
+    environment = dict(os.environ)
     if 0 < torch.cuda.device_count() < count:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the ranks, which look for GPUs themselves
     try:
@@ -27,13 +26,13 @@ def measuring_ranks(count: int) -> Iterator[Ranks]:
             yield ranks
     finally:
         os.environ.clear()
-        os.environ.update(shown)
+        os.environ.update(environment)
 
 
 def alternate(contenders: Mapping[str, Contender], rounds: int, *, warmup: int = 1) -> dict[str, list[float]]:
     """The seconds of every contender in every round, after `warmup` rounds that do not count.
 
-    Each round starts one place further, so that nobody always runs first:
+    Each round starts with the next contender, so that none always runs first:
 
         alternate({"a": a, "b": b, "c": c}, rounds=3, warmup=0)     # a b c, b c a, c a b
     """
@@ -47,7 +46,7 @@ def alternate(contenders: Mapping[str, Contender], rounds: int, *, warmup: int =
 
 
 def timed(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> Contender:
-    """A contender that does `work`; `before` comes first and does not count. Ranks meet in it."""
+    """A contender that times `work`. `before` runs first and does not count: a barrier between ranks."""
 
     def contender() -> float:
         before()
@@ -61,6 +60,6 @@ def timed(work: Callable[[], object], before: Callable[[], object] = lambda: Non
 
 
 def _await_device() -> None:
-    """A GPU still works when the call that gave it the work has returned."""
+    """Wait for the GPU: calls return before it has done their work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

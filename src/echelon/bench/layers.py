@@ -1,13 +1,13 @@
 """The contenders of the bench `tensor`, as they run in a rank: blocks of a transformer, split over ranks.
 
-Each step does: forward, sum of squares of the output, backward, the sums of gradients that ranks have parts
-of, AdamW; no clipping. There is neither embedding nor head, so that both sides do the same work: hidden
-states go in and come out, whole on every rank, or of each rank its part of the sequence. An engine begins
-with an embedding and ends with the loss of whole sequences, so echelon's side is what an engine does between
-them: `split_over` with the table of the models, and its way to sum gradients.
+Each step does: forward, sum of squares of the output, backward, sums of partial gradients over ranks, AdamW;
+no clipping. There is neither embedding nor head, so that both contenders do the same work: hidden states go
+in and come out, whole on every rank, or each rank's part of the sequence. An engine begins with an embedding
+and ends with the loss of whole sequences, so echelon's contender is what an engine does between them:
+`split_over` with the table of the models, and the engine's way to sum gradients.
 
-torch is set up as its documentation says for a transformer block. What enters a module of several matrices
-(query, key, value) is prepared once, as in torchtitan, so that its gradients too are summed once.
+torch is set up as its documentation says for a transformer block. The input of a module with several matrices
+(query, key, value) is prepared once, as in torchtitan, so that its gradients are also summed once.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ from echelon.sequence import View, assign
 from echelon.tensor_parallel import TABLES, Sharded, split_over
 from echelon.wrapping import Wrapping
 
-Gradients = dict[str, Tensor]  # by the parameter's name, summed where ranks have parts of them
+Gradients = dict[str, Tensor]  # by the parameter's name, summed where each rank has a part
 
-# Of the table of the models, what it says of blocks: by names in a list of them, and in one.
+# The lines of the models' table about blocks: by names in a list of blocks, and in one block.
 _TABLE = {name[7:]: style for name, style in TABLES["GPT"].items() if name.startswith("blocks.")}
 _STYLES = {name.removeprefix("*."): style for name, style in _TABLE.items()}
 
@@ -47,14 +47,14 @@ class Stack(NamedTuple):
     """`step` trains on hidden states and returns the loss of this rank's output."""
 
     step: Callable[[Tensor], float]
-    gradients: Callable[[], Gradients]  # of the last step, of what this rank holds
+    gradients: Callable[[], Gradients]  # of the last step, of this rank's parameters
 
 
 def make_hidden(config: ModelConfig, samples: int, *, sequence: bool) -> Tensor:
-    """Random hidden states, the same in every rank; or this rank's part of their `sequence`."""
+    """Random hidden states, the same in every rank; with `sequence`, this rank's part of them."""
     generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(samples, config.sequence, config.width, generator=generator)
-    return whole.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() if sequence else whole
+    hidden = torch.randn(samples, config.sequence, config.width, generator=generator)
+    return hidden.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() if sequence else hidden
 
 
 def echelon_stack(config: ModelConfig, mesh: Mesh) -> Stack:
@@ -100,29 +100,31 @@ def torch_stack(config: ModelConfig, plan: Plan) -> Stack:
     for block in blocks:
         parallelize_module(block, mesh, _styles(block, sequence=plan.sequence))
     parameters = list(blocks.parameters())
-    # Together DTensors and tensors cannot be updated in one go.
-    split, whole = ([p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False))
-    optimizer = _adamw([group for group in (split, whole) if group])
+    # A fused optimizer cannot update DTensors and plain tensors in one call.
+    sharded, replicated = (
+        [p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)
+    )
+    optimizer = _adamw([group for group in (sharded, replicated) if group])
 
     def step(hidden: Tensor) -> float:
         optimizer.zero_grad()
         loss = _loss(blocks(hidden))
         loss.backward()
-        optimizer.step()  # sums the gradients that ranks have parts of
+        optimizer.step()  # also sums partial gradients
         return loss.item()
 
     return Stack(step, lambda: {name: _of_dtensor(_gradient(p)) for name, p in blocks.named_parameters()})
 
 
 def _of_dtensor(tensor: Tensor) -> Tensor:
-    """This rank's share of it, or the sum where ranks have parts."""
+    """This rank's shard, or the sum where each rank has a part."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not isinstance(tensor, DTensor):
         return tensor
     (placement,) = tensor.placements
-    whole = tensor.redistribute(placements=[Replicate()]) if placement.is_partial() else tensor
-    return whole.to_local()
+    summed = tensor.redistribute(placements=[Replicate()]) if placement.is_partial() else tensor
+    return summed.to_local()
 
 
 def _styles(block: nn.Module, *, sequence: bool) -> dict[str, Any]:
@@ -142,11 +144,11 @@ def _styles(block: nn.Module, *, sequence: bool) -> dict[str, Any]:
     }
     inside = partial(PrepareModuleInput, input_layouts=stream, desired_input_layouts=Replicate())
     norms = ("attention_norm", "mlp_norm") if sequence else ()
-    there = {name for name, _ in block.named_modules()}
+    names = {name for name, _ in block.named_modules()}
     return {
         **{name: SequenceParallel() for name in norms},
         **{name: inside() for name in ("attention", "mlp")},
-        **{name: makers[style]() for name, style in _STYLES.items() if style in makers and name in there},
+        **{name: makers[style]() for name, style in _STYLES.items() if style in makers and name in names},
     }
 
 

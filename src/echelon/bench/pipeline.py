@@ -1,11 +1,11 @@
 """The bench `pipeline`: a training step of a GPT in stages on two ranks, by each schedule, beside its peer.
 
 A case is one schedule: echelon, and the same schedule of torch.distributed.pipelining, or echelon's own 1f1b
-where torch has none. They take turns step by step in the same ranks. It compares equals: losses of the first
-steps must agree, or there is no result.
+where torch has none. They take turns step by step in the same ranks. The losses of the first steps must
+agree, or there is no result.
 
-Beside the times stand two bubbles of echelon's steps: the measured one, and that of the same program when it
-is simulated with nothing but the medians of the measured costs.
+Beside the times are two bubbles of echelon's steps: the measured one, and that of the same program simulated
+with the medians of the measured costs.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from echelon.models import ModelConfig
 from echelon.plan import Plan
 from echelon.program import Program, Span, build, measured, simulate
 
-_RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample a microbatch
+_RANKS, _CHUNKS, _MICROBATCHES = 2, 2, 8  # one sample per microbatch
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "naive", "zero-bubble")
 _FULL = ModelConfig("gpt", layers=6, width=384, heads=6, vocab=256, sequence=128)
 _SMALL = ModelConfig("gpt", layers=2, width=32, heads=2, vocab=64, sequence=16)
 
-_ROUNDS = (60, 20)  # beside torch, where a few hundredths matter; beside echelon's own
+_ROUNDS = (60, 20)  # against torch, where a few percent matter; against echelon's own
 _WARMUP = 4  # the engine meters activations in its first three steps, which makes them slower
 _ECHELON, _OWN_PEER = "echelon", "1f1b"
 _PRELOADED = ("echelon.bench.pipeline", "torch.distributed.pipelining")
@@ -42,8 +42,8 @@ _ROUNDING = 1e-3
 
 
 class Measured(NamedTuple):
-    """One rank's seconds by contender, a number a round; its losses, a number a step, where it knows them;
-    and when each instruction of echelon's steps ran."""
+    """One rank's seconds by contender, one number per round; its losses, one per step, where it has them; and
+    when each instruction of echelon's steps ran."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float | None]]
@@ -62,7 +62,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
         "parameters": config.num_parameters,
         "ranks": _RANKS,
         "microbatches": _MICROBATCHES,
-        "samples_a_microbatch": 1,
+        "samples_per_microbatch": 1,
         "chunks_of_interleaved": _CHUNKS,
         "precision": "fp32",
         "optimizer": "AdamW, fused",
@@ -81,11 +81,11 @@ def plan_of(schedule: str) -> Plan:
 
 def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
     with measuring_ranks(_RANKS) as ranks:
-        told = ranks.run(measure, plan, config, rounds)
-    check_equal(plan, [rank.losses for rank in told])
-    steps = by_step([rank.spans for rank in told])
+        measured_ranks = ranks.run(measure, plan, config, rounds)
+    check_equal(plan, [rank.losses for rank in measured_ranks])
+    steps = by_step([rank.spans for rank in measured_ranks])
     extras = bubbles(steps, build(plan.schedule, plan.replicas, plan.microbatches, plan.chunks))
-    rows = compare(plan.schedule, slowest([rank.seconds for rank in told]), _baseline(plan))
+    rows = compare(plan.schedule, slowest([rank.seconds for rank in measured_ranks]), _baseline(plan))
     return [dataclasses.replace(row, extras=extras if row.contender == _ECHELON else {}) for row in rows]
 
 
@@ -126,24 +126,27 @@ def _keep(work: Callable[[], float | None], losses: list[float | None]) -> None:
 
 
 def check_equal(plan: Plan, ranks: Sequence[dict[str, list[float | None]]]) -> None:
-    """Raise unless echelon and its peer had the same losses in their first steps, on all ranks that know."""
-    mine, theirs = (
-        [_known(name, ranks, step) for step in range(_WARMUP)] for name in (_ECHELON, _baseline(plan))
+    """Raise unless echelon and its peer had the same losses in their first steps."""
+    echelon_losses, peer_losses = (
+        [_loss_of_step(name, ranks, step) for step in range(_WARMUP)] for name in (_ECHELON, _baseline(plan))
     )
-    if not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(mine, theirs, strict=True)):
+    if not all(
+        math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(echelon_losses, peer_losses, strict=True)
+    ):
         raise RuntimeError(
-            f"{plan.schedule} of echelon and {_baseline(plan)} are no equals: losses {mine} and {theirs}"
+            f"{plan.schedule}: the losses of echelon and {_baseline(plan)} differ: "
+            f"{echelon_losses}, {peer_losses}"
         )
 
 
-def _known(contender: str, ranks: Sequence[dict[str, list[float | None]]], step: int) -> float:
-    """The last rank has the last stage, where the loss is taken."""
+def _loss_of_step(contender: str, ranks: Sequence[dict[str, list[float | None]]], step: int) -> float:
+    """From the last rank: it has the last stage, where the loss is computed."""
     loss = ranks[-1][contender][step]
     return math.nan if loss is None else loss
 
 
 def bubbles(steps: Sequence[Sequence[Span]], program: Program) -> dict[str, float]:
-    """The measured bubble, the median over `steps`, and that of `program` under the measured costs."""
+    """The measured bubble (median over `steps`), and that of `program` simulated with the measured costs."""
     ranks = len(program.ranks)
     costs = measured.costs(steps, program.stages)
     real = median(measured.bubble(step, ranks) for step in steps)

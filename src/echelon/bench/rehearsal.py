@@ -1,6 +1,6 @@
 """A rehearsal: some steps of a schedule on local ranks, with a small GPT, to see when each instruction runs.
 
-What `echelon schedule --measure` shows. It measures the schedule on this machine, and no training of anybody.
+`echelon schedule --measure` shows it. It measures the schedule on this machine, not a training of the user's.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from echelon.models import ModelConfig
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Costs, Program, Span, Timeline, measured, simulate
 
-_LAYERS = 3  # a stage: blocks, of which the first and the last stage give up one for embedding and head
+_LAYERS = 3  # blocks per stage; the first and the last stage have one less, for embedding and head
 _WARMUP, _TURNS = 4, 9  # the engine meters activations in its first three steps, which makes them slower
 
 
 class Rehearsal(NamedTuple):
-    """What was measured: the spans of each turn, from an empty pipeline to an empty one, and their model.
+    """The measured spans of each turn, from an empty pipeline to an empty one.
 
-    `planned` is the same program under the medians of the measured costs.
+    `planned` is the same program simulated with the medians of the measured costs.
     """
 
     turns: Sequence[Sequence[Span]]
@@ -48,27 +48,27 @@ class Rehearsal(NamedTuple):
 
     @property
     def typical(self) -> list[Span]:
-        """The work of the turn whose bubble is the median; its time starts at 0."""
+        """The work of the turn with the median bubble; its time starts at 0."""
         bubbles = self.bubbles
-        _, place = min((abs(its - self.bubble), place) for place, its in enumerate(bubbles))
+        _, place = min((abs(bubble - self.bubble), place) for place, bubble in enumerate(bubbles))
         work = measured.work(self.turns[place])
         start = min(span.start for span in work)
         return [span._replace(start=span.start - start, end=span.end - start) for span in work]
 
 
 def rehearse(plan: Plan, program: Program, batches: int = 1) -> Rehearsal:
-    """Run `plan` on ranks of this machine. `program` is what a turn of so many batches should do."""
+    """Run `plan` on ranks of this machine. `program` is what one turn of `batches` batches should do."""
     model = model_for(program.stages)
     preload(*TRAINING_MODULES, "echelon.bench.rehearsal")
     with Ranks(plan.ranks) as ranks:
-        told = ranks.run(run_turns, plan, model, batches)
-    turns = by_step(sorted(told, key=lambda its: its[0][0].rank))
+        rank_turns = ranks.run(run_turns, plan, model, batches)
+    turns = by_step(sorted(rank_turns, key=lambda rank_spans: rank_spans[0][0].rank))
     costs = measured.costs(turns, program.stages)
     return Rehearsal(turns, costs, simulate(program, costs), model)
 
 
 def model_for(stages: int) -> ModelConfig:
-    """A GPT that is large enough to be cut into so many stages."""
+    """A GPT that is large enough to be split into so many stages."""
     blocks = max(1, _LAYERS * stages - 2)
     return ModelConfig("gpt", layers=blocks, width=256, heads=4, vocab=256, sequence=128)
 

@@ -1,4 +1,4 @@
-"""A bench's result for a terminal. rich is imported here alone, and only when something is rendered."""
+"""A bench's result for a terminal. Only this module imports rich, and only when something is rendered."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def render(result: Result) -> "RenderableType":
-    """One row a contender, cases apart; below the tables where the figures come from."""
+    """One row per contender, with a line between cases; below the table, where the figures come from."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

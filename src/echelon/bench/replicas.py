@@ -1,8 +1,8 @@
-"""The contenders of the bench `data-parallel`, as they run in a rank: one training, shared out in many ways.
+"""The contenders of the bench `data-parallel`, as they run in a rank: one training, sharded in many ways.
 
-Each step does: forward, mean loss, backward, AdamW; no clipping, since peers would pay for a norm that
-echelon takes anyway. Every peer is set up as its documentation advises for speed. Models start from the same
-weights and ranks train on different data.
+Each step does: forward, mean loss, backward, AdamW; no clipping, because peers would pay for a norm that
+echelon computes anyway. Every peer is set up as its documentation advises for speed. Models start from the
+same weights and ranks train on different data.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ _ADAMW: dict[str, Any] = {"lr": 3e-4, "fused": True}
 
 
 class Peer(NamedTuple):
-    """Another library's way to do what echelon does at one level of ZeRO."""
+    """Another library that does what echelon does at one level of ZeRO."""
 
     name: str
     level: int
@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 
 
 def peers() -> list[Peer]:
-    """Every peer that the bench knows, by level; those of packages that are not installed too."""
+    """Every peer that the bench knows, by level, including those of packages that are not installed."""
     return [
         Peer("torch DDP", 0, "torch", _ddp_step),
         Peer("torch ZeRO-1", 1, "torch", _zero_redundancy_step),
@@ -55,14 +55,14 @@ def peers() -> list[Peer]:
 
 
 def echelon_step(config: ModelConfig, level: int) -> Step:
-    """`parallelize` over all ranks that are here."""
+    """`parallelize` over all ranks."""
     plan = Plan(data=dist.get_world_size(), zero=level)
     engine = parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy)
     return lambda batch: engine.step(batch).loss
 
 
-def alone_step(config: ModelConfig) -> Step:
-    """No exchange: every rank trains its own model, which is what the others cannot be faster than."""
+def compute_only_step(config: ModelConfig) -> Step:
+    """No communication: every rank trains its own model. The others cannot be faster."""
     model = make_model(config)
     return _loop(model, _adamw(model.parameters()))
 
@@ -83,7 +83,7 @@ def _zero_redundancy_step(config: ModelConfig) -> Step:
 
 
 def _fsdp_step(config: ModelConfig, *, free: bool) -> Step:
-    """Each block is a unit, the rest another. Without `free`, units stay whole from forward to backward."""
+    """Each block is a unit, the rest another. Without `free`, units stay gathered until the backward."""
     from torch.distributed.fsdp import fully_shard
 
     model = make_model(config)
@@ -117,7 +117,7 @@ def _deepspeed_step(config: ModelConfig, *, stage: int) -> Step:
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The loop that everyone writes."""
+    """The usual training loop."""
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """The result of a bench as plain data: where it comes from, and its rows. Saved as JSON.
 
-It is meant to be published: no host names, no user names, no paths.
+It can be published: it has no host names, user names or paths.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from echelon.doctor import hardware
 
 @dataclass(frozen=True)
 class Result:
-    """`commit` is None outside a checkout and ends in -dirty where files were changed since."""
+    """`commit` is None outside a checkout, and ends in -dirty if files were changed since."""
 
     name: str
     command: str
@@ -40,7 +40,7 @@ class Result:
 
 
 def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterable[Row]) -> Result:
-    """The rows with all that one must know to measure them again."""
+    """The rows with everything needed to measure them again."""
     return Result(
         name=name,
         command=command,
@@ -54,7 +54,7 @@ def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterabl
 
 
 def save(result: Result, folder: Path) -> Path:
-    """Write `folder`/NAME.json, over an older one; returns its path."""
+    """Write `folder`/NAME.json, replacing an older one; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
     path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
@@ -64,7 +64,7 @@ def save(result: Result, folder: Path) -> Path:
 def commit(file: Path) -> str | None:
     """The commit that is checked out where `file` is tracked, or None."""
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
-        return None  # no checkout, or one of something else, with an environment inside
+        return None  # no checkout, or the environment lies inside a checkout of another project
     return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 

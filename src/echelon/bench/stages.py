@@ -1,9 +1,9 @@
 """The contenders of the bench `pipeline`, as they run in a rank: one training in stages, by many schedules.
 
-Each step does: the forwards and backwards of all microbatches, mean loss, AdamW; no clipping, since peers
-would pay for a norm that echelon takes anyway. All cut the model at the same places and start from the same
-weights. torch.distributed.pipelining is set up as its documentation says for losses that are summed: the
-loss is divided as it is taken, so that no pass over the gradients has to divide them.
+Each step does: forwards and backwards of all microbatches, mean loss, AdamW; no clipping, because peers would
+pay for a norm that echelon computes anyway. All contenders split the model at the same layers and start from
+the same weights. torch.distributed.pipelining is set up as its documentation says for losses that are summed:
+each loss is divided at once, so that no pass over the gradients has to divide them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from echelon.pipeline_parallel import even_boundaries
 from echelon.plan import Plan
 from echelon.program import Span
 
-Step = Callable[[Batch], float | None]  # trains on a batch; returns its loss where that is known
+Step = Callable[[Batch], float | None]  # trains on a batch; returns its loss on the rank that has it
 
 # By the name of the schedule: what torch.distributed.pipelining calls it.
 PEERS: Mapping[str, str] = {
@@ -33,7 +33,7 @@ PEERS: Mapping[str, str] = {
 
 
 def make_engine(config: ModelConfig, plan: Plan) -> Engine:
-    """`parallelize` over the ranks that are here."""
+    """`parallelize` over all ranks."""
     return parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy)
 
 
@@ -42,17 +42,17 @@ def torch_step(config: ModelConfig, plan: Plan) -> Step:
     from torch.distributed import pipelining
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    held = range(rank, ranks * plan.chunks, ranks)
+    local_stages = range(rank, ranks * plan.chunks, ranks)
     modules = _cut(make_model(config), ranks * plan.chunks)
-    optimizer = _adamw(parameter for stage in held for parameter in modules[stage].parameters())
+    optimizer = _adamw(parameter for stage in local_stages for parameter in modules[stage].parameters())
     stages = [
         pipelining.PipelineStage(modules[number], number, len(modules), _device(modules[number]))
-        for number in held
+        for number in local_stages
     ]
     schedule: Any = getattr(pipelining, PEERS[plan.schedule])(
         stages if plan.chunks > 1 else stages[0],
         plan.microbatches,
-        loss_fn=_Share(plan.microbatches),
+        loss_fn=_LossPart(plan.microbatches),
         scale_grads=False,
     )
 
@@ -60,17 +60,17 @@ def torch_step(config: ModelConfig, plan: Plan) -> Step:
         inputs, targets = batch
         losses: list[Tensor] = []
         optimizer.zero_grad()
-        given = (inputs,) if rank == 0 else ()
-        wanted = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
-        schedule.step(*given, **wanted, return_outputs=False)
+        arguments = (inputs,) if rank == 0 else ()
+        keywords = {"target": targets, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*arguments, **keywords, return_outputs=False)
         optimizer.step()
         return torch.stack(losses).sum().item() if losses else None
 
     return step
 
 
-class _Share:
-    """A microbatch's part of the mean loss over all microbatches, which have as many tokens each."""
+class _LossPart:
+    """A microbatch's part of the mean loss over all microbatches, which are equally large."""
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
@@ -80,7 +80,7 @@ class _Share:
 
 
 def _cut(model: nn.Module, stages: int) -> list[nn.Module]:
-    """The model's layers in stages, cut where echelon cuts them."""
+    """The model's layers in stages, split where echelon splits them."""
     layers: list[nn.Module] = model.layers()  # type: ignore[operator]
     edges = [0, *even_boundaries(model, stages), len(layers)]
     return [nn.Sequential(*layers[begin:end]) for begin, end in pairwise(edges)]

@@ -1,7 +1,7 @@
-"""The bench `step`: a training step of a small GPT, in echelon and in plain torch, one thread a rank.
+"""The bench `step`: a training step of a small GPT, in echelon and in plain torch, one thread per rank.
 
-On one device the peer is the loop that everyone writes; on two ranks it is DistributedDataParallel. What
-each contender does is in `trainers`.
+On one device the peer is the usual loop; on two ranks it is DistributedDataParallel. `trainers` says what
+each contender does.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig
 
-_SAMPLES = 8  # a rank
+_SAMPLES = 8  # per rank
 _FULL = ModelConfig("gpt", layers=4, width=256, heads=4, vocab=1024, sequence=128, tied=True)
 _SMALL = ModelConfig("gpt", layers=1, width=32, heads=2, vocab=64, sequence=16, tied=True)
 
@@ -36,7 +36,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     settings = {
         "model": dataclasses.asdict(config),
         "parameters": config.num_parameters,
-        "samples_a_rank": _SAMPLES,
+        "samples_per_rank": _SAMPLES,
         "precision": "fp32",
         "optimizer": "AdamW",
         "clip": trainers.CLIP,
@@ -56,7 +56,7 @@ def _rows(count: int, config: ModelConfig, rounds: int) -> list[Row]:
 
 
 def _peak_bytes(count: int, contender: str, config: ModelConfig) -> int:
-    """In ranks of its own: a process never gives back all the memory of the contender before."""
+    """In separate ranks, because a process never returns all the memory of the contender before."""
     with measuring_ranks(count) as ranks:
         return max(ranks.run(measure_memory, contender, config))
 
@@ -69,7 +69,7 @@ def measure(config: ModelConfig, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_memory(contender: str, config: ModelConfig) -> int:
-    """Runs in every rank: how far memory grew from before the model was built to after some steps."""
+    """Runs in every rank: by how much memory grew from before the model was built to after some steps."""
     make_work(contender, _SMALL)()  # what torch imports on first use, about 100 MiB, does not count
     before = footprint.peak_bytes()
     work = make_work(contender, config)

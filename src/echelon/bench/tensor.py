@@ -1,10 +1,10 @@
 """The bench `tensor`: a training step of some blocks of a transformer, split over two ranks, beside torch's.
 
 A case is one family and one plan: echelon, and the same split by DTensors of torch.distributed.tensor. They
-take turns step by step in the same ranks. What each does is in `layers`. It compares equals: gradients of the
-first step and losses of the first steps must agree, or there is no result.
+take turns step by step in the same ranks. `layers` says what each does. The gradients of the first step and
+the losses of the first steps must agree, or there is no result.
 
-Beside echelon's times stands what its ledger counted: collectives and bytes of a rank, a layer and step.
+Beside echelon's times are the counts of its ledger: collectives and bytes of one rank, per layer and step.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ _WARMUP = 4
 _ECHELON, _TORCH = "echelon", "torch DTensor"
 _PRELOADED = ("echelon.bench.tensor", "torch.distributed.tensor.parallel")
 
-# Float32 sums in another order differ by this much. A gradient that is zero but for rounding (that of a key's
-# bias) is held to as much of a small part of the largest.
+# Float32 sums in another order differ by this much. A gradient that is zero except for rounding (that of a
+# key's bias) is compared relative to a small part of the largest gradient.
 _ROUNDING, _SMALL_PART = 1e-4, 1e-2
 
 
 class Measured(NamedTuple):
-    """One rank's seconds by contender, a number a round; its losses, a number a step; by how much the
-    gradients of the first step differ; and of echelon's last step the collectives, and the bytes sent."""
+    """One rank's seconds by contender, one number per round; its losses, one per step; by how much the
+    gradients of the first step differ; and the collectives and bytes sent of echelon's last step."""
 
     seconds: dict[str, list[float]]
     losses: dict[str, list[float]]
@@ -75,14 +75,14 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
 
 def _rows(plan: Plan, config: ModelConfig, rounds: int) -> list[Row]:
     with measuring_ranks(_RANKS) as ranks:
-        told = ranks.run(measure, plan, config, rounds)
+        measured_ranks = ranks.run(measure, plan, config, rounds)
     case = f"{config.family}, {plan}"
-    check_equal(case, told, in_parts=plan.sequence)
+    check_equal(case, measured_ranks, in_parts=plan.sequence)
     extras = {
-        "collectives_a_layer_count": max(rank.collectives for rank in told) / config.layers,
-        "sent_a_layer_bytes": max(rank.sent for rank in told) / config.layers,
+        "collectives_per_layer_count": max(rank.collectives for rank in measured_ranks) / config.layers,
+        "sent_per_layer_bytes": max(rank.sent for rank in measured_ranks) / config.layers,
     }
-    rows = compare(case, slowest([rank.seconds for rank in told]), _TORCH)
+    rows = compare(case, slowest([rank.seconds for rank in measured_ranks]), _TORCH)
     return [dataclasses.replace(row, extras=extras if row.contender == _ECHELON else {}) for row in rows]
 
 
@@ -106,26 +106,35 @@ def _train(step: Callable[[Tensor], float], hidden: Tensor, losses: list[float])
     losses.append(step(hidden))
 
 
-def differing(mine: Gradients, theirs: Gradients) -> dict[str, float]:
-    """By how much of its size each gradient differs."""
-    sizes = {name: theirs[name].norm().item() for name in mine}
+def differing(gradients: Gradients, reference: Gradients) -> dict[str, float]:
+    """By how much each gradient differs, relative to its norm."""
+    sizes = {name: reference[name].norm().item() for name in gradients}
     least = _SMALL_PART * max(sizes.values())
-    return {name: (mine[name] - theirs[name]).norm().item() / max(sizes[name], least) for name in mine}
+    return {
+        name: (gradients[name] - reference[name]).norm().item() / max(sizes[name], least)
+        for name in gradients
+    }
 
 
 def check_equal(case: str, ranks: Sequence[Measured], *, in_parts: bool) -> None:
-    """Raise unless both had the same gradients and losses. `in_parts`: of losses each rank tells a part."""
-    for name, difference in (found for rank in ranks for found in rank.differences.items()):
+    """Raise unless both had the same gradients and losses. `in_parts`: each rank has a part of each loss."""
+    for name, difference in (named for rank in ranks for named in rank.differences.items()):
         if not difference < _ROUNDING:
             raise RuntimeError(
-                f"{case}: {_ECHELON} and {_TORCH} are no equals: {name} differs by {difference:.1e}"
+                f"{case}: the gradients of {_ECHELON} and {_TORCH} differ: {name} by {difference:.1e}"
             )
-    mine, theirs = (_losses([rank.losses[name] for rank in ranks], in_parts) for name in (_ECHELON, _TORCH))
-    if not all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(mine, theirs, strict=True)):
-        raise RuntimeError(f"{case}: {_ECHELON} and {_TORCH} are no equals: losses {mine} and {theirs}")
+    echelon_losses, torch_losses = (
+        _losses([rank.losses[name] for rank in ranks], in_parts) for name in (_ECHELON, _TORCH)
+    )
+    if not all(
+        math.isclose(*pair, rel_tol=_ROUNDING) for pair in zip(echelon_losses, torch_losses, strict=True)
+    ):
+        raise RuntimeError(
+            f"{case}: the losses of {_ECHELON} and {_TORCH} differ: {echelon_losses}, {torch_losses}"
+        )
 
 
 def _losses(ranks: Sequence[list[float]], in_parts: bool) -> list[float]:
-    """Of the first steps, over all ranks."""
+    """The losses of the first steps, over all ranks."""
     steps = zip(*(losses[:_WARMUP] for losses in ranks), strict=True)
     return [sum(losses) if in_parts else losses[0] for losses in steps]

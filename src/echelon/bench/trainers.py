@@ -1,7 +1,7 @@
 """The contenders of the bench `step`, as they run in a rank: the same training in echelon and in plain torch.
 
 Each step does: forward, mean loss, backward, gradient norm, clip, AdamW. Models start from the same weights,
-so the contenders' losses agree, which a test holds.
+so the contenders' losses agree, which a test checks.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,20 +24,20 @@ Step = Callable[[Batch], tuple[float, float]]  # trains on a batch; returns its 
 
 
 def make_batch(config: ModelConfig, samples: int, seed: int = 0) -> Batch:
-    """Random tokens, the same in every rank that has the seed, and for each the token that comes next."""
+    """Random tokens, equal in every rank with the same seed, and for each the next token."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab, (samples, config.sequence + 1), generator=generator).to(_device())
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def make_model(config: ModelConfig) -> Transformer:
-    """On this rank's device, with the same weights wherever it is made."""
+    """A model on this rank's device, with the same weights on every rank."""
     torch.manual_seed(0)
     return build(config).to(_device())
 
 
 def echelon_step(config: ModelConfig) -> Step:
-    """`parallelize` over all ranks that are here."""
+    """`parallelize` over all ranks."""
     plan = Plan(data=dist.get_world_size())
     engine = parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy, clip=CLIP)
 
@@ -49,7 +49,7 @@ def echelon_step(config: ModelConfig) -> Step:
 
 
 def torch_step(config: ModelConfig) -> Step:
-    """The loop that everyone writes; with several ranks, around DistributedDataParallel."""
+    """The usual training loop; with several ranks, around DistributedDataParallel."""
     model: nn.Module = make_model(config)
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model)

@@ -22,9 +22,9 @@ def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Jso
         raise UserError(f"there is no bench '{name}'{did_you_mean(str(name), benches())}")
     screen = console(as_json)
     results = []
-    for each in names:
-        with screen.status(f"measuring {each} …"):
-            result = run(each, quick=quick)
+    for bench_name in names:
+        with screen.status(f"measuring {bench_name} …"):
+            result = run(bench_name, quick=quick)
         screen.print(render(result))
         if out is not None:
             save(result, out)

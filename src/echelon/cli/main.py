@@ -53,8 +53,8 @@ def _common(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_robust(sys.stdout, sys.stderr)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(run(given))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(words))
 
 
 def run(arguments: list[str]) -> int:

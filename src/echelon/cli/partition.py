@@ -70,18 +70,18 @@ def partition(
     assert layers is not None
     assert counts is not None
     assert rates is not None
-    found = solve(layers, counts, rates, cost_model=model, memory=size, straight=straight)
+    split = solve(layers, counts, rates, cost_model=model, memory=size, straight=straight)
     if as_json:
-        print_json(found.to_dict())
+        print_json(split.to_dict())
     else:
-        _show(found, counts, console(as_json))
+        _show(split, counts, console(as_json))
 
 
-def _read(option: str, reader: Callable[[Any], T], given: Any, errors: list[str]) -> T | None:
+def _read(option: str, reader: Callable[[Any], T], text: Any, errors: list[str]) -> T | None:
     try:
-        return reader(given)
+        return reader(text)
     except UserError as refusal:  # of a profile: it lists its own
-        errors += [f"{given}: {error}" for error in refusal.errors] or [refusal.title]
+        errors += [f"{text}: {error}" for error in refusal.errors] or [refusal.title]
     except ValueError as error:
         errors.append(f"{option} {error}")
     return None
@@ -99,14 +99,14 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
     return PipeDream(free) if name == PipeDream.name else Echelon(free, microbatches)
 
 
-def _show(found: "Partition", counts: tuple[int, ...], screen: Console) -> None:
+def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
     """One row a stage, and a sentence with the fields of a plan."""
     table = Table()
     for heading in ("stage", "layers", "replicas", "time", "limited by", "memory", "workers"):
         table.add_column(
             heading, justify="left" if heading in ("layers", "limited by", "workers") else "right"
         )
-    for index, stage in enumerate(found.stages):
+    for index, stage in enumerate(split.stages):
         table.add_row(
             str(index),
             Text(_span(stage.layers)),  # names may look like markup
@@ -121,11 +121,11 @@ def _show(found: "Partition", counts: tuple[int, ...], screen: Console) -> None:
         screen.print(
             f"Workers are numbered unit by unit: 0 to {counts[0] - 1} are the first {counts[0]} together."
         )
-    if not found.exact:
+    if not split.exact:
         screen.print("The graph branches too widely to try every split: there may be a faster one.")
     screen.print(
-        f"A microbatch takes {show_seconds(found.pipeline_seconds)} ({found.cost_model}'s cost model), "
-        f"{found.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{found.plan}[/]"
+        f"A microbatch takes {show_seconds(split.pipeline_seconds)} ({split.cost_model}'s cost model), "
+        f"{split.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{split.plan}[/]"
     )
 
 

@@ -17,10 +17,10 @@ def train(
     from echelon.train.job_file import read_job
     from echelon.train.trainer import train as run
 
-    given = read_job(job, settings or (), plan)
+    settled_job = read_job(job, settings or (), plan)
     screen = console(as_json)
-    with Display(given, screen) as display:
-        summary = run(given, display.show)
+    with Display(settled_job, screen) as display:
+        summary = run(settled_job, display.show)
     if not summary:  # under torchrun, rank 0 alone speaks
         return
     if as_json:

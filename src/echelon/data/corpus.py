@@ -54,10 +54,10 @@ class Corpus:
 
     def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
         """The `length` tokens from each of `starts`, [len(starts), length]; ids are checked."""
-        places = starts[:, None] + np.arange(length)
-        found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
-        raise_errors(f"corpus '{self.name}'", self._id_errors(found))
-        return found
+        indices = starts[:, None] + np.arange(length)
+        ids: npt.NDArray[np.int64] = self.tokens[indices].astype(np.int64)
+        raise_errors(f"corpus '{self.name}'", self._id_errors(ids))
+        return ids
 
     def probe(self) -> list[str]:
         """Errors of the ids in a few blocks from the first to the last token: cheap at any size."""

@@ -84,9 +84,9 @@ class Batches:
     validation_fraction: float = 0.05
 
     def __post_init__(self) -> None:
-        what = f"the {self.split} batches of corpus '{self.corpus.name}'"
-        raise_errors(what, _argument_errors(self))
-        raise_errors(what, _length_errors(self))
+        subject = f"the {self.split} batches of corpus '{self.corpus.name}'"
+        raise_errors(subject, _argument_errors(self))
+        raise_errors(subject, _length_errors(self))
 
     @property
     def tokens(self) -> int:
@@ -115,8 +115,8 @@ class Batches:
         """The window of each sample; a batch may begin in one epoch and end in the next."""
         epochs, places = np.divmod(samples, self.windows)
         for epoch in np.unique(epochs):
-            now = epochs == epoch
-            places[now] = shuffle(places[now], self.windows, self.seed, int(epoch))
+            in_epoch = epochs == epoch
+            places[in_epoch] = shuffle(places[in_epoch], self.windows, self.seed, int(epoch))
         return places
 
     def _first_token(self) -> int:
@@ -124,9 +124,9 @@ class Batches:
 
 
 def _rows(batch: int, part: int, parts: int) -> Places:
-    each, more = divmod(batch, parts)
-    start = part * each + min(part, more)
-    return np.arange(start, start + each + (part < more), dtype=np.int64)
+    size, extra = divmod(batch, parts)
+    start = part * size + min(part, extra)
+    return np.arange(start, start + size + (part < extra), dtype=np.int64)
 
 
 def num_windows(corpus_tokens: int, sequence: int, split: Split, validation_fraction: float) -> int:
@@ -148,7 +148,7 @@ def _argument_errors(batches: Batches) -> list[str]:
             ("sequence", batches.sequence, 1),
             ("seed", batches.seed, 0),
         )
-        if not _is_whole(value, least)
+        if not _is_integer(value, least)
     ]
     if batches.split not in SPLITS:
         errors.append(f"split '{batches.split}' is not known{did_you_mean(batches.split, SPLITS)}")
@@ -183,13 +183,13 @@ def _length_fix(batches: Batches, needed: int) -> str:
 
 def _place_errors(step: int, part: tuple[int, int]) -> list[str]:
     errors = []
-    if not _is_whole(step, 0):
+    if not _is_integer(step, 0):
         errors.append(f"step={step}: must be an integer, at least 0")
     index, parts = part
-    if not (_is_whole(parts, 1) and _is_whole(index, 0) and index < parts):
+    if not (_is_integer(parts, 1) and _is_integer(index, 0) and index < parts):
         errors.append(f"part=({index}, {parts}): must be (i, n) with 0 <= i < n, replica i of n")
     return errors
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum

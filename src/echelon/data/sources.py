@@ -90,13 +90,13 @@ def _size_errors(size: int, dtype: np.dtype[Any]) -> list[str]:
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
     """Every plain file below `folder`, in one order on all machines, and the errors met on the way."""
-    found: list[Path] = []
+    paths: list[Path] = []
     refused: list[OSError] = []
     for parent, folders, names in os.walk(folder, onerror=refused.append):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
     errors = [unreadable(Path(error.filename), error) for error in refused]
-    return sorted(path for path in found if path.is_file()), errors
+    return sorted(path for path in paths if path.is_file()), errors
 
 
 def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:

@@ -85,13 +85,13 @@ def _shared_memory_bytes() -> int | None:
 def _cuda() -> list[Finding]:
     import torch
 
-    with warnings.catch_warnings(record=True) as said:  # torch warns when a driver is there and unfit
+    with warnings.catch_warnings(record=True) as warned:  # torch warns when a driver is there and unfit
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
         return [_cuda_device(index) for index in range(torch.cuda.device_count())]
-    if said:
-        return [Finding("CUDA devices", "none", "warn", str(said[0].message))]
+    if warned:
+        return [Finding("CUDA devices", "none", "warn", str(warned[0].message))]
     build = "this torch is built without CUDA" if torch.version.cuda is None else "no device was found"
     return [Finding("CUDA devices", "none", "note", f"{build}; training runs on the CPU")]
 
@@ -110,12 +110,12 @@ def _backends() -> list[Finding]:
     if not dist.is_available():
         remark = "this torch is built without torch.distributed: only plans of one rank run"
         return [Finding("backends", "none", "warn", remark)]
-    there = {
+    availability = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
     }
-    names = [name for name, available in there.items() if available]
+    names = [name for name, available in availability.items() if available]
     if "gloo" in names:
         return [Finding("backends", ", ".join(names))]
     remark = "without gloo, launch works only where every rank has a CUDA device"

@@ -64,32 +64,32 @@ def installed(name: str) -> str | None:
         return None
 
 
-def judge_python(found: str) -> Finding:
-    if _numbers(found) >= _OLDEST_PYTHON:
-        return Finding("Python", found)
-    return Finding("Python", found, "warn", "echelon is made for Python 3.11 and later")
+def judge_python(installed_version: str) -> Finding:
+    if _numbers(installed_version) >= _OLDEST_PYTHON:
+        return Finding("Python", installed_version)
+    return Finding("Python", installed_version, "warn", "echelon is made for Python 3.11 and later")
 
 
-def judge_torch(found: str | None) -> Finding:
-    if found is None or _OLDEST_TORCH <= _numbers(found) <= _NEWEST_TORCH:
-        return judge_needed("torch", found)
+def judge_torch(installed_version: str | None) -> Finding:
+    if installed_version is None or _OLDEST_TORCH <= _numbers(installed_version) <= _NEWEST_TORCH:
+        return judge_needed("torch", installed_version)
     remark = 'echelon is tested with torch 2.11 to 2.13.0: pip install "torch>=2.11,<=2.13.0"'
-    return Finding("torch", found, "warn", remark)
+    return Finding("torch", installed_version, "warn", remark)
 
 
-def judge_needed(name: str, found: str | None) -> Finding:
-    if found is not None:
-        return Finding(name, found)
+def judge_needed(name: str, installed_version: str | None) -> Finding:
+    if installed_version is not None:
+        return Finding(name, installed_version)
     return Finding(name, "missing", "warn", f"nothing can be trained without it: pip install {name}")
 
 
-def judge_extra(extra: Extra, found: str | None) -> Finding:
-    if found is not None:
-        return Finding(extra.name, found)
+def judge_extra(extra: Extra, installed_version: str | None) -> Finding:
+    if installed_version is not None:
+        return Finding(extra.name, installed_version)
     return Finding(extra.name, "missing", "note", f"{extra.cost}: pip install {extra.install}")
 
 
-def _numbers(found: str) -> tuple[int, ...]:
+def _numbers(installed_version: str) -> tuple[int, ...]:
     """(2, 13, 0) of '2.13.0+cpu' and of '2.13.0rc1'."""
-    leading = re.match(r"\d+(\.\d+)*", found)
+    leading = re.match(r"\d+(\.\d+)*", installed_version)
     return tuple(int(part) for part in leading.group().split(".")) if leading else ()

@@ -123,10 +123,10 @@ def _num_block_parameters(config: ModelConfig) -> int:
 
 
 def _family_errors(family: str) -> list[str]:
-    known = get_args(Family)
-    if family in known:
+    families = get_args(Family)
+    if family in families:
         return []
-    return [f"family={family!r}: is not a model family{did_you_mean(str(family), known)}"]
+    return [f"family={family!r}: is not a model family{did_you_mean(str(family), families)}"]
 
 
 def _count_errors(config: object, *names: str) -> list[str]:

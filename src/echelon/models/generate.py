@@ -47,8 +47,8 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, dice: torch.Gen
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     likeliest, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    wide = likeliest.to(torch.promote_types(likeliest.dtype, torch.float32))
-    return tokens.gather(-1, torch.multinomial((wide / temperature).softmax(dim=-1), 1, generator=dice))
+    scores = likeliest.to(torch.promote_types(likeliest.dtype, torch.float32))
+    return tokens.gather(-1, torch.multinomial((scores / temperature).softmax(dim=-1), 1, generator=dice))
 
 
 def _check(model: Transformer, prompt: Tensor, length: int, temperature: float, top_k: int | None) -> None:

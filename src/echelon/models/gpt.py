@@ -45,11 +45,11 @@ class PositionedEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = self.view.positions(tokens.shape[1], tokens.device)
-        length, known = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
-        if length > known:
+        length, learned = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
+        if length > learned:
             raise UserError(
-                f"a sequence of {length} tokens: this GPT has learned {known} positions; "
-                f"give it at most {known} tokens, or build it with sequence={length}"
+                f"a sequence of {length} tokens: this GPT has learned {learned} positions; "
+                f"give it at most {learned} tokens, or build it with sequence={length}"
             )
         x: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
         return x

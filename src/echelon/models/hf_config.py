@@ -109,7 +109,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of a model with weights of `dtype` ("float32"), as transformers 4.50 and 5 read it."""
     model_type, dialect = next((name, d) for name, d in _DIALECTS.items() if d.family == config.family)
-    keys = dialect.required | {ours: theirs for ours, (theirs, _) in dialect.optional.items()}
+    keys = dialect.required | {field: key for field, (key, _) in dialect.optional.items()}
     raw: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [dialect.architecture],
@@ -119,7 +119,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    raw |= {theirs: getattr(config, ours) for ours, theirs in keys.items()}
+    raw |= {key: getattr(config, field) for field, key in keys.items()}
     if config.family == "llama":
         raw["intermediate_size"] = config.ffn_width  # where ffn is None: their rule is not ours
     raw |= {key: values[0] for key, values in dialect.demanded.items() if values[0] is not None}
@@ -136,8 +136,8 @@ def _demand_errors(dialect: _Dialect, raw: Mapping[str, Any]) -> list[str]:
 
 def _read_sizes(dialect: _Dialect, raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     errors += [f"{key}: is missing" for key in dialect.required.values() if key not in raw]
-    required = {ours: raw.get(theirs) for ours, theirs in dialect.required.items()}
-    optional = {ours: raw.get(theirs, default) for ours, (theirs, default) in dialect.optional.items()}
+    required = {field: raw.get(hf_key) for field, hf_key in dialect.required.items()}
+    optional = {field: raw.get(hf_key, default) for field, (hf_key, default) in dialect.optional.items()}
     return required | optional
 
 
@@ -163,10 +163,10 @@ def _read_rope(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
     values = {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
-        missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
+        missing = [hf_key for hf_key in _ROPE_SCALING.values() if hf_key not in rope]
         errors += [f"rope_parameters: {key} is missing" for key in missing]
         if not missing:
-            fields = {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
+            fields = {field: rope[hf_key] for field, hf_key in _ROPE_SCALING.items()}
             values["rope_scaling"] = _checked(RopeScaling, fields, errors)
     elif kind != "default":
         errors.append(f"rope_type={kind!r}: is not supported; must be 'default' or 'llama3'")
@@ -177,7 +177,7 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     """In the older spelling: transformers 4.50 knows no other, and transformers 5 still reads it."""
     raw: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
     if config.rope_scaling is not None:
-        fields = {theirs: getattr(config.rope_scaling, ours) for ours, theirs in _ROPE_SCALING.items()}
+        fields = {hf_key: getattr(config.rope_scaling, field) for field, hf_key in _ROPE_SCALING.items()}
         raw["rope_scaling"] = {"rope_type": "llama3", **fields}
     return raw
 

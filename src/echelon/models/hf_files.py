@@ -137,7 +137,7 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _remove_stale(folder: Path, written: Iterable[str]) -> None:
-    ours = (p for p in folder.iterdir() if p.name in (WEIGHTS, INDEX) or _SHARD.fullmatch(p.name))
-    for path in ours:
+    weight_files = (p for p in folder.iterdir() if p.name in (WEIGHTS, INDEX) or _SHARD.fullmatch(p.name))
+    for path in weight_files:
         if path.name not in written:
             path.unlink()

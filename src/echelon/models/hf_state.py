@@ -21,15 +21,15 @@ State = Mapping[str, Tensor]
 class _Rule(NamedTuple):
     """What they call a module or a tensor, and which of ours are joined in it."""
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    names: tuple[str, ...]
     transposed: bool = False
 
 
 class _Names(NamedTuple):
     base: str  # stands before every name but the head's; left out in files of the bare model
     embedding: str
-    others: dict[str, str]  # their tensor -> ours, outside the blocks
+    outside_blocks: dict[str, str]  # their tensor -> ours, outside the blocks
     block: str
     parts: tuple[_Rule, ...]
 
@@ -38,7 +38,7 @@ _NAMES = {
     "gpt": _Names(
         base="transformer.",
         embedding="transformer.wte.weight",
-        others={
+        outside_blocks={
             "transformer.wpe.weight": "embedding.positions.weight",
             "transformer.ln_f.weight": "head.norm.weight",
             "transformer.ln_f.bias": "head.norm.bias",
@@ -56,7 +56,7 @@ _NAMES = {
     "llama": _Names(
         base="model.",
         embedding="model.embed_tokens.weight",
-        others={"model.norm.weight": "head.norm.weight"},
+        outside_blocks={"model.norm.weight": "head.norm.weight"},
         block="model.layers.",
         parts=(
             _Rule("input_layernorm", ("attention_norm",)),
@@ -104,14 +104,14 @@ def _rules(config: ModelConfig) -> Iterator[_Rule]:
     """One rule for each tensor of theirs."""
     names = _NAMES[config.family]
     yield _Rule(names.embedding, (_EMBEDDING,))
-    for theirs, ours in names.others.items():
-        yield _Rule(theirs, (ours,))
+    for hf_name, name in names.outside_blocks.items():
+        yield _Rule(hf_name, (name,))
     for index in range(config.layers):
         for part in names.parts:
             for kind in ("weight", "bias") if config.bias else ("weight",):
                 yield _Rule(
-                    f"{names.block}{index}.{part.theirs}.{kind}",
-                    tuple(f"blocks.{index}.{ours}.{kind}" for ours in part.ours),
+                    f"{names.block}{index}.{part.hf_name}.{kind}",
+                    tuple(f"blocks.{index}.{name}.{kind}" for name in part.names),
                     transposed=part.transposed and kind == "weight",
                 )
     if not config.tied:
@@ -121,20 +121,20 @@ def _rules(config: ModelConfig) -> Iterator[_Rule]:
 def _join(config: ModelConfig, state: State) -> dict[str, Tensor]:
     joined = {}
     for rule in _rules(config):
-        tensors = [state[name] for name in rule.ours]
+        tensors = [state[name] for name in rule.names]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        joined[rule.theirs] = (tensor.T if rule.transposed else tensor).contiguous()
+        joined[rule.hf_name] = (tensor.T if rule.transposed else tensor).contiguous()
     return joined
 
 
 def _split(config: ModelConfig, state: State) -> dict[str, Tensor]:
     split: dict[str, Tensor] = {}
     for rule in _rules(config):
-        tensor = state[rule.theirs].T if rule.transposed else state[rule.theirs]
-        parts = tensor.chunk(len(rule.ours))
+        tensor = state[rule.hf_name].T if rule.transposed else state[rule.hf_name]
+        parts = tensor.chunk(len(rule.names))
         if len(parts) > 1 or rule.transposed:  # a parameter is contiguous, and no view into another's memory
             parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
-        split.update(zip(rule.ours, parts, strict=True))
+        split.update(zip(rule.names, parts, strict=True))
     if config.tied:
         split[_HEAD] = split[_EMBEDDING]
     return split

@@ -31,17 +31,17 @@ T = TypeVar("T")
 def load_hf(folder: str | Path) -> Transformer:
     """Build the model in a folder, with its weights in the type they are stored in, on the CPU."""
     folder = Path(folder)
-    what = f"Hugging Face folder '{folder}'"
+    subject = f"Hugging Face folder '{folder}'"
     if not folder.is_dir():
-        raise UserError(f"{what}: there is no such folder")
+        raise UserError(f"{subject}: there is no such folder")
     errors: list[str] = []
     config = _attempt(errors, lambda: read_hf_config(folder))
     tensors = _attempt(errors, lambda: read_tensors(folder))
-    raise_errors(what, errors)
+    raise_errors(subject, errors)
     assert config is not None
     assert tensors is not None
     state = _attempt(errors, lambda: from_hf_state(config, tensors))
-    raise_errors(what, errors)
+    raise_errors(subject, errors)
     assert state is not None
     return _assemble(config, state)
 

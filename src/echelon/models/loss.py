@@ -25,8 +25,8 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)
-    wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    upcast = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     return total, (targets != IGNORED_TARGET).sum()
 
 

@@ -31,9 +31,9 @@ class Rotary:
 
         In `dtype`, but never below float32: at position 100000 a bfloat16 angle means nothing.
         """
-        wide = torch.promote_types(dtype, torch.float32)
-        frequencies = self._frequencies(positions.device, wide)
-        turns = positions.to(wide)[:, None] * frequencies
+        computed = torch.promote_types(dtype, torch.float32)
+        frequencies = self._frequencies(positions.device, computed)
+        turns = positions.to(computed)[:, None] * frequencies
         return turns.cos(), turns.sin()
 
     def _frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -24,10 +24,10 @@ class Settings(Protocol):
 
 def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that `settings` name. Vectors (biases, norms) are not decayed, as is usual."""
-    given = list(parameters)
+    trained = list(parameters)
     groups = [
-        {"params": [p for p in given if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in given if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     rate = settings.learning_rate
     if settings.name == "sgd":

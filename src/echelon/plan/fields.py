@@ -35,11 +35,11 @@ class Field:
     show: Callable[[Any], str] = str
 
 
-def _whole(value: Any, least: int) -> int:
+def _integer(value: Any, minimum: int) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
     number = int(value)
-    if number < least:
+    if number < minimum:
         raise ValueError
     return number
 
@@ -51,15 +51,15 @@ def _stages(value: Any) -> int | tuple[int, ...] | str:
     if isinstance(value, str) and "-" in value:
         value = value.split("-")
     if not isinstance(value, (list, tuple)):
-        return _whole(value, 1)
-    replicas = tuple(_whole(part, 1) for part in value)
+        return _integer(value, 1)
+    replicas = tuple(_integer(part, 1) for part in value)
     if len(replicas) < 2:  # replicas of one stage alone are what `data` says
         raise ValueError
     return len(replicas) if set(replicas) == {1} else replicas
 
 
 def _staleness(value: Any) -> float:
-    return math.inf if value in ("inf", math.inf) else _whole(value, 0)
+    return math.inf if value in ("inf", math.inf) else _integer(value, 0)
 
 
 def _switch(value: Any) -> bool:
@@ -104,11 +104,11 @@ def _words(options: tuple[str, ...]) -> Field:
 
 
 def _count() -> Field:
-    return Field("must be an integer, at least 1", lambda value: _whole(value, 1))
+    return Field("must be an integer, at least 1", lambda value: _integer(value, 1))
 
 
 def _zero_level(value: Any) -> int:
-    return (0, 1, 2, 3)[_whole(value, 0)]
+    return (0, 1, 2, 3)[_integer(value, 0)]
 
 
 def _show_stages(value: int | tuple[int, ...] | str) -> str:

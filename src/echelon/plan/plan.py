@@ -42,8 +42,8 @@ class Plan:
     compress: str = "none"
 
     def __post_init__(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values, errors = _read_fields(given)
+        arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values, errors = _read_fields(arguments)
         for name, value in values.items():
             object.__setattr__(self, name, value)
         raise_errors("the plan", [*errors.values(), *broken_rules(self, errors)])
@@ -51,8 +51,8 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """Read `field=value` words. The error lists every error of the text at once."""
-        given, misspelt = _split(text)
-        values, errors = _read_fields(given)
+        texts, misspelt = _split(text)
+        values, errors = _read_fields(texts)
         broken = broken_rules(_draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
         raise_errors(f"plan '{text}'", [*misspelt.values(), *errors.values(), *broken])
         return cls(**values)
@@ -100,7 +100,7 @@ def _draft(values: Mapping[str, Any]) -> Plan:
 
 def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
     """The `field=value` words of `text`, and by word the errors of those that are no such thing."""
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     errors: dict[str, str] = {}
     try:
         words = shlex.split(text)
@@ -112,18 +112,18 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
             errors[word] = f"{word}: must be written field=value, like data=2"
         elif name not in FIELDS:
             errors[word] = f"{word}: there is no field '{name}'{did_you_mean(name, FIELDS)}"
-        elif name in given:
-            errors[word] = f"{word}: '{name}' is given twice ({name}={given[name]} and {word})"
+        elif name in texts:
+            errors[word] = f"{word}: '{name}' is given twice ({name}={texts[name]} and {word})"
         else:
-            given[name] = value
-    return given, errors
+            texts[name] = value
+    return texts, errors
 
 
-def _read_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_fields(texts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Each field's value, and by field the error of each that its reader refuses."""
     values: dict[str, Any] = {}
     errors: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in texts.items():
         try:
             values[name] = FIELDS[name].read(value)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError):

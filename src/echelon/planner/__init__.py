@@ -1,4 +1,4 @@
-"""The planner: measures a model's layers and splits them into stages. Needs no process group.
+"""The planner measures a model's layers and splits them into stages. It needs no process group.
 
     from echelon.planner import partition, profile
 

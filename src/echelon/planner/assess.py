@@ -1,7 +1,7 @@
-"""What each stage of a split takes, from the layers themselves: levels are folded into flat stages.
+"""The time and memory of each stage of a split; the levels of a cluster become one list of stages.
 
-The programme compares differences of sums; here every stage is summed anew, so that a stage's figures and the
-pipeline's time agree to the last digit with the formulas.
+The solver works with differences of prefix sums. Here every stage is summed again from its layers, so that
+the figures agree with the formulas to the last digit.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from echelon.planner.cluster import Level
-from echelon.planner.cost import Bytes, Place
+from echelon.planner.cost import Bytes, StagePosition
 from echelon.planner.graph import Node, Profile
 from echelon.planner.result import Stage
 from echelon.planner.solver import Piece, Problem
@@ -18,7 +18,7 @@ from echelon.planner.states import stage_of_layers
 
 @dataclass(frozen=True)
 class _Draft:
-    """A stage as seen from inside one unit of a level: its times are those of the unit."""
+    """A stage as seen from one unit of a level: the times are those of the unit."""
 
     end: int
     seconds: float
@@ -35,7 +35,7 @@ def assess(problem: Problem, profile: Profile, pieces: tuple[Piece, ...]) -> tup
     stages = stage_of_layers(profile, [problem.states.masks[draft.end] for draft in drafts])
     return tuple(
         Stage(
-            tuple(node.name for node, its in zip(profile.nodes, stages, strict=True) if its == index),
+            tuple(node.name for node, stage in zip(profile.nodes, stages, strict=True) if stage == index),
             len(draft.workers),
             draft.seconds,
             draft.compute,
@@ -55,49 +55,49 @@ class _Assessor:
     def unit(
         self, depth: int, pieces: tuple[Piece, ...], firsts: tuple[int, ...], outside: float
     ) -> list[_Draft]:
-        """The stages of one unit of level `depth`. `firsts` are the first ranks of the unit's copies."""
+        """The stages of one unit of level `depth`. `firsts` are the first ranks of the copies of the unit."""
         level = self._problem.levels[depth]
         drafts: list[_Draft] = []
         taken = 0
         for index, piece in enumerate(pieces):
-            place = piece.place._replace(outside=outside)
+            position = piece.position._replace(outside=outside)
             ranks = tuple(
                 first + (taken + worker) * level.inside
                 for first in firsts
-                for worker in range(place.replicas)
+                for worker in range(position.replicas)
             )
-            taken += place.replicas
+            taken += position.replicas
             if depth:
-                inner = self.unit(depth - 1, piece.inner, ranks, place.ranks_behind(level))
+                inner = self.unit(depth - 1, piece.inner, ranks, position.ranks_behind(level))
             else:
                 compute = self._sum(piece, lambda node: node.seconds)
                 inner = [_Draft(piece.end, compute, compute, workers=ranks)]
-            inner = [self._replicated(draft, piece, place, level) for draft in inner]
+            inner = [self._replicated(draft, piece, position, level) for draft in inner]
             if index > 0:
-                inner[0] = self._passing(inner[0], piece.begin, place, level)
+                inner[0] = self._with_transfer(inner[0], piece.begin, position, level)
             if index < len(pieces) - 1 and self._problem.model.sender_pays:
-                inner[-1] = self._passing(inner[-1], piece.end, place, level)
+                inner[-1] = self._with_transfer(inner[-1], piece.end, position, level)
             drafts += inner
         return drafts
 
-    def _replicated(self, draft: _Draft, piece: Piece, place: Place, level: Level) -> _Draft:
-        """`draft` on several workers of a level, whose gradients are exchanged there."""
-        model, replicas = self._problem.model, place.replicas
-        held = self._bytes(piece)
-        exchange = model.exchange(held.parameters, replicas, level)
+    def _replicated(self, draft: _Draft, piece: Piece, position: StagePosition, level: Level) -> _Draft:
+        """`draft` on several workers of a level, which exchange their gradients."""
+        model, replicas = self._problem.model, position.replicas
+        size = self._bytes(piece)
+        exchange = model.exchange(size.parameters, replicas, level)
         return replace(
             draft,
             seconds=float(model.join(draft.seconds / replicas, exchange)),
             compute=draft.compute / replicas,
             gradients=float(model.join(draft.gradients / replicas, exchange)),
             activations=draft.activations / replicas,
-            memory=max(draft.memory, float(model.memory(held, place, level))),
+            memory=max(draft.memory, float(model.memory(size, position, level))),
         )
 
-    def _passing(self, draft: _Draft, state: int, place: Place, level: Level) -> _Draft:
-        """`draft` with the activations that pass at `state`."""
+    def _with_transfer(self, draft: _Draft, state: int, position: StagePosition, level: Level) -> _Draft:
+        """`draft` with the activations that cross the split at `state`."""
         size = float(self._problem.states.crossing[state])
-        seconds = float(self._problem.model.transfer(size, place.replicas, level))
+        seconds = float(self._problem.model.transfer(size, position.replicas, level))
         return replace(
             draft, seconds=max(draft.seconds, seconds), activations=max(draft.activations, seconds)
         )
@@ -114,5 +114,5 @@ class _Assessor:
         masks = self._problem.states.masks
         within = masks[piece.end] & ~masks[piece.begin]
         return math.fsum(
-            amount(node) for place, node in enumerate(self._profile.nodes) if within >> place & 1
+            amount(node) for position, node in enumerate(self._profile.nodes) if within >> position & 1
         )

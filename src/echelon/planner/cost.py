@@ -24,7 +24,7 @@ Many = Any  # a number, or an array of numbers
 
 
 class Bytes(NamedTuple):
-    """What a stage holds: parameters, all outputs, what a microbatch stashes, and what comes into it."""
+    """Bytes of a stage: parameters, outputs of all layers, stash of one microbatch, received activations."""
 
     parameters: Many
     outputs: Many
@@ -32,10 +32,10 @@ class Bytes(NamedTuple):
     received: Many
 
 
-class Place(NamedTuple):
-    """Where a stage stands: its replicas and the workers behind it, on its level and in its unit.
+class StagePosition(NamedTuple):
+    """The replicas of a stage and the workers behind it (on later stages), on one level and in one unit.
 
-    `outside`: ranks that work on later stages outside the unit, for each copy of the unit.
+    `outside`: ranks behind it outside the unit, per copy of the unit.
     """
 
     replicas: int
@@ -43,13 +43,13 @@ class Place(NamedTuple):
     outside: float
 
     def ranks_behind(self, level: Level) -> float:
-        """How many ranks work on later stages, for each worker of this stage."""
+        """How many ranks work on later stages, per worker of this stage."""
         return (self.outside + self.behind * level.inside) / self.replicas
 
 
 @dataclass(frozen=True)
 class CostModel(ABC):
-    """What both models share. `free_activations`: passing activations takes no time."""
+    """What both models share. `free_activations`: transfers of activations take no time."""
 
     free_activations: bool = False
 
@@ -59,31 +59,31 @@ class CostModel(ABC):
 
     @abstractmethod
     def exchange(self, parameters: Many, replicas: int, level: Level) -> Many:
-        """Seconds a microbatch for the gradients of a stage."""
+        """Seconds per microbatch to exchange the gradients of a stage."""
 
     @abstractmethod
     def join(self, compute: Many, exchange: Many) -> Many:
         """Seconds of both: one after the other, or at the same time."""
 
     @abstractmethod
-    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:
+    def memory(self, stage: Bytes, position: StagePosition, level: Level) -> Many:
         """Bytes that a worker of this stage needs."""
 
     def stage(self, compute: Many, parameters: Many, replicas: int, level: Level) -> Many:
         return self.join(compute / replicas, self.exchange(parameters, replicas, level))
 
     def transfer(self, size: Many, replicas: int, level: Level) -> Many:
-        """Activations one way and their gradients back; each replica takes every r-th microbatch."""
+        """Activations forward and their gradients back; each replica takes every r-th microbatch."""
         return 0.0 * size if self.free_activations else 2 * size / (level.bandwidth * replicas)
 
 
 @dataclass(frozen=True)
 class Echelon(CostModel):
-    """Gradients move behind the computation, once an update, in a ring.
+    """Gradients move in a ring, once per update, while the stage computes.
 
-    An update takes M microbatches (`microbatches`; one a rank, if not told), whatever the split: so all
-    splits train alike. `copies` are weights, gradients and two moments of the optimizer. A rank of 1F1B
-    keeps a microbatch for itself and, with its fellow replicas, one for each rank behind.
+    An update takes M microbatches (`microbatches`; by default one per rank) in every split, so all splits
+    train alike. `copies` are weights, gradients and two moments of the optimizer. In 1F1B a rank keeps one
+    microbatch for itself and, shared with the other replicas of its stage, one for each rank behind.
     """
 
     microbatches: int | None = None
@@ -100,10 +100,10 @@ class Echelon(CostModel):
     def join(self, compute: Many, exchange: Many) -> Many:
         return np.maximum(compute, exchange)
 
-    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:
-        if level.inside > 1:  # a machine has no memory but its ranks'
+    def memory(self, stage: Bytes, position: StagePosition, level: Level) -> Many:
+        if level.inside > 1:  # the memory of a machine is that of its ranks
             return 0.0 * stage.parameters
-        in_flight = 1 + np.ceil(place.ranks_behind(level) - 1e-9)
+        in_flight = 1 + np.ceil(position.ranks_behind(level) - 1e-9)
         return self.copies * stage.parameters + in_flight * (stage.stash + stage.received)
 
 
@@ -111,8 +111,8 @@ class Echelon(CostModel):
 class PipeDream(CostModel):
     """The model of PipeDream's optimizer: gradients move after the computation, after each microbatch.
 
-    Between machines, the exchange is shared by the ranks of a machine; their program does so in one of its
-    two cases. Memory is judged at each level by itself.
+    Between machines, the ranks of a machine share the exchange; PipeDream's own program does so in one of two
+    cases. Memory is checked on each level separately.
     """
 
     name: ClassVar[str] = "pipedream"
@@ -125,8 +125,8 @@ class PipeDream(CostModel):
     def join(self, compute: Many, exchange: Many) -> Many:
         return compute + exchange
 
-    def memory(self, stage: Bytes, place: Place, level: Level) -> Many:  # noqa: ARG002
-        return np.ceil(place.behind / place.replicas) * (stage.outputs + stage.parameters)
+    def memory(self, stage: Bytes, position: StagePosition, level: Level) -> Many:  # noqa: ARG002
+        return np.ceil(position.behind / position.replicas) * (stage.outputs + stage.parameters)
 
 
 MODELS: dict[str, type[CostModel]] = {model.name: model for model in (Echelon, PipeDream)}

@@ -1,8 +1,8 @@
-"""The dynamic programme on one level: with m workers, a first stage and then the rest.
+"""The dynamic program on one level: with m workers, a first stage and then the rest.
 
     best[m][i] = min over k, r of  max(stage(i → k on r), transfer at k, best[m − r][k])
 
-Stages are prepended, back to front, since what a stage stashes depends on how many workers stand behind it.
+Stages are prepended, back to front, because the stash of a stage depends on how many workers are behind it.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,20 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echelon.planner.cost import Place
+from echelon.planner.cost import StagePosition
 from echelon.planner.states import Floats
 
-_SAME = 1 + 1e-12  # costs this near are one cost: sums were rounded
+_SAME = 1 + 1e-12  # costs this close are equal: sums were rounded
 
 
 class Costs(NamedTuple):
-    """What a level charges; infinite is forbidden.
+    """The costs of one level; infinite means not allowed.
 
-    `stage`: [i, k] for a stage from state i to state k and for what it passes on, unless none is behind it.
-    `enter`: [i] for what comes to so many replicas at state i.
+    `stage`: [i, k] of a stage from state i to state k, with what it sends on if a stage is behind it.
+    `enter`: [i] of what so many replicas receive at state i.
     """
 
-    stage: Callable[[Place], Floats]
+    stage: Callable[[StagePosition], Floats]
     enter: Callable[[int], Floats]
 
 
@@ -34,25 +34,25 @@ class Team(NamedTuple):
     most_replicas: int
     outside: float
 
-    def places(self, workers: int) -> Iterator[Place]:
-        """Where a first stage may stand when `workers` are left."""
+    def positions(self, workers: int) -> Iterator[StagePosition]:
+        """The possible positions of a first stage when `workers` are left."""
         for replicas in range(1, min(workers, self.most_replicas) + 1):
-            yield Place(replicas, workers - replicas, self.outside)
+            yield StagePosition(replicas, workers - replicas, self.outside)
 
 
 def least_bottleneck(costs: Costs, team: Team, columns: list[int]) -> Floats:
     """[i, c]: the least bottleneck from state i to state `columns[c]` with the whole team.
 
-    What enters at i and what leaves at the last state is charged by the level above.
+    The level above adds the cost of what enters at i and of what leaves at the last state.
     """
     rest: list[Floats] = []  # rest[m]: with m workers, and what enters at i charged
     for workers in range(team.workers + 1):
         best = entered = np.full((len(costs.enter(1)), len(columns)), np.inf)
-        for place in team.places(workers):
-            cost = costs.stage(place)
-            cost = _min_max(cost, rest[place.behind]) if place.behind else cost[:, columns]
+        for position in team.positions(workers):
+            cost = costs.stage(position)
+            cost = _min_max(cost, rest[position.behind]) if position.behind else cost[:, columns]
             best = np.minimum(best, cost)
-            entered = np.minimum(entered, np.maximum(cost, costs.enter(place.replicas)[:, None]))
+            entered = np.minimum(entered, np.maximum(cost, costs.enter(position.replicas)[:, None]))
         rest.append(entered)
     return best
 
@@ -70,10 +70,10 @@ def _min_max(first: Floats, rest: Floats) -> Floats:
 
 def fewest_stages(
     costs: Costs, team: Team, begin: int, end: int, limit: float, traffic: Floats
-) -> list[tuple[int, int, Place]]:
-    """The stages (from, to, place) of a split whose costs are all within `limit`.
+) -> list[tuple[int, int, StagePosition]]:
+    """The stages (from, to, position) of a split whose costs are all within `limit`.
 
-    The one with the fewest stages; then the least `traffic` over the states where it cuts; then the first.
+    The fewest stages win; then the least `traffic` over the states where it cuts; then the first.
     """
     limit *= _SAME
     tie = traffic / (1.0 + team.workers * traffic.max(initial=0.0))  # a whole split's is less than a stage
@@ -81,22 +81,22 @@ def fewest_stages(
     rest = [np.full(len(traffic), np.inf)]  # rest[m][i]: the score from i with m workers
     rest[0][end] = 0.0
 
-    def scores(place: Place) -> Floats:
+    def scores(position: StagePosition) -> Floats:
         """[i, k]: the score when the first stage goes from i to k."""
-        entering = costs.enter(place.replicas) <= limit
+        entering = costs.enter(position.replicas) <= limit
         entering[begin] = True
-        allowed = (costs.stage(place) <= limit) & entering[:, None]
-        behind = np.where(allowed, rest[place.behind][None, :], np.inf)
+        allowed = (costs.stage(position) <= limit) & entering[:, None]
+        behind = np.where(allowed, rest[position.behind][None, :], np.inf)
         return np.asarray(behind + (1.0 + tie)[:, None])
 
     for workers in range(1, team.workers + 1):
-        rest.append(np.min([scores(place).min(axis=1) for place in team.places(workers)], axis=0))
-    stages: list[tuple[int, int, Place]] = []
+        rest.append(np.min([scores(position).min(axis=1) for position in team.positions(workers)], axis=0))
+    stages: list[tuple[int, int, StagePosition]] = []
     state, workers = begin, team.workers
     while workers:
-        options = [(scores(place)[state], place) for place in team.places(workers)]
-        row, place = min(options, key=lambda option: float(option[0].min()))
-        stages.append((state, int(row.argmin()), place))
-        state, workers = stages[-1][1], place.behind
+        options = [(scores(position)[state], position) for position in team.positions(workers)]
+        row, position = min(options, key=lambda option: float(option[0].min()))
+        stages.append((state, int(row.argmin()), position))
+        state, workers = stages[-1][1], position.behind
     assert state == end
     return stages

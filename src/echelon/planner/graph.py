@@ -1,8 +1,8 @@
-"""A profile: what each layer of a model costs, and which layer takes what another returns.
+"""A profile: what each layer of a model costs, and which layer takes the output of which.
 
-Plain data without torch. Layers stand in an order in which they can run: an edge always points to a later
-one. Times are seconds and sizes bytes, of one microbatch. How profiles are read and written is in
-`profile_file` and `graph_text`; how one is measured, in `profiling`.
+Plain data without torch. Layers are listed in an order in which they can run: every edge points to a later
+layer. Times are seconds and sizes are bytes, both of one microbatch. `profile_file` and `graph_text` read and
+write profiles; `profiling` measures them.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from echelon.errors import raise_errors
 
 @dataclass(frozen=True)
 class Node:
-    """One layer. `stash_bytes` is what one microbatch leaves in memory until its backward pass."""
+    """One layer. `stash_bytes` is what one microbatch keeps in memory until its backward pass."""
 
     name: str
     forward_seconds: float
@@ -32,7 +32,7 @@ class Node:
 
     @property
     def is_free(self) -> bool:
-        """Costs nothing, wherever it is."""
+        """Whether the layer costs nothing on any stage."""
         return not any((self.seconds, self.output_bytes, self.parameter_bytes, self.stash_bytes))
 
 
@@ -42,10 +42,10 @@ AMOUNTS = tuple(field.name for field in fields(Node) if field.type is float)
 
 @dataclass(frozen=True)
 class Profile:
-    """Layers in an order in which they can run, and edges as (place of giver, place of taker).
+    """Layers in an order in which they can run, and edges as (index of giver, index of taker).
 
-    `tied` names (first layer, later layer) of each parameter that layers share; its bytes are the first's.
-    Build one with `make_profile` or `chain`, which check what they are given.
+    `tied` names (first layer, later layer) for each parameter that layers share; its bytes count for the
+    first. Build a profile with `make_profile` or `chain`, which check their arguments.
     """
 
     nodes: tuple[Node, ...]
@@ -66,25 +66,27 @@ class Profile:
         return set(self.edges) == set(pairwise(range(len(self.nodes))))
 
 
-def chain(nodes: Iterable[Node], tied: Sequence[tuple[str, str]] = (), what: str = "the profile") -> Profile:
-    """The profile of layers that each take what the one before returned."""
-    given = tuple(nodes)
-    return make_profile(given, [(a.name, b.name) for a, b in pairwise(given)], tied, what)
+def chain(
+    nodes: Iterable[Node], tied: Sequence[tuple[str, str]] = (), subject: str = "the profile"
+) -> Profile:
+    """The profile of layers that each take the output of the layer before."""
+    layers = tuple(nodes)
+    return make_profile(layers, [(a.name, b.name) for a, b in pairwise(layers)], tied, subject)
 
 
 def make_profile(
     nodes: Sequence[Node],
     edges: Sequence[tuple[str, str]],
     tied: Sequence[tuple[str, str]] = (),
-    what: str = "the profile",
+    subject: str = "the profile",
 ) -> Profile:
-    """A profile from nodes in any order and edges by name; every error of them at once."""
+    """A profile from nodes in any order and edges by name. Reports every error at once."""
     errors = [*_errors_of_nodes(nodes), *_errors_of_edges(nodes, edges, tied)]
-    raise_errors(what, errors)
+    raise_errors(subject, errors)
     order = _runnable_order([node.name for node in nodes], edges)
     stuck = [node.name for node in nodes if node.name not in order]
     if stuck:
-        raise_errors(what, [f"layers {', '.join(stuck)} form a cycle: remove one of its edges"])
+        raise_errors(subject, [f"layers {', '.join(stuck)} form a cycle: remove one of its edges"])
     by_name = {node.name: node for node in nodes}
     places = sorted({(order[giver], order[taker]) for giver, taker in edges})
     return Profile(tuple(by_name[name] for name in order), tuple(places), tuple(tied))
@@ -110,26 +112,26 @@ def _errors_of_nodes(nodes: Sequence[Node]) -> list[str]:
 def _errors_of_edges(
     nodes: Sequence[Node], edges: Sequence[tuple[str, str]], tied: Sequence[tuple[str, str]]
 ) -> list[str]:
-    known = {node.name for node in nodes}
+    names = {node.name for node in nodes}
     errors = [
         f"{kind} {giver} -> {taker}: there is no layer {name}; list it, or drop the {kind}"
         for kind, pairs in (("edge", edges), ("tie", tied))
         for giver, taker in pairs
         for name in (giver, taker)
-        if name not in known
+        if name not in names
     ]
     return errors + [f"edge {a} -> {b}: a layer cannot take its own output" for a, b in edges if a == b]
 
 
 def _runnable_order(names: list[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Each name's place in the order: the first in the file among those whose givers all stand before."""
-    given = {name: place for place, name in enumerate(names)}
+    """The position of each name. Next comes the first in the list whose givers all have a position."""
+    index_of = {name: index for index, name in enumerate(names)}
     takers: dict[str, list[str]] = {name: [] for name in names}
     waits = dict.fromkeys(names, 0)
     for giver, taker in set(edges):
         takers[giver].append(taker)
         waits[taker] += 1
-    ready = [given[name] for name in names if waits[name] == 0]
+    ready = [index_of[name] for name in names if waits[name] == 0]
     order: dict[str, int] = {}
     while ready:
         name = names[heapq.heappop(ready)]
@@ -137,5 +139,5 @@ def _runnable_order(names: list[str], edges: Sequence[tuple[str, str]]) -> dict[
         for taker in takers[name]:
             waits[taker] -= 1
             if waits[taker] == 0:
-                heapq.heappush(ready, given[taker])
+                heapq.heappush(ready, index_of[taker])
     return order

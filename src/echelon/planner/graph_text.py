@@ -4,9 +4,9 @@
     node7 -- LSTM(2048, 1024) -- forward_compute_time=3.190, …, activation_size=[6291456.0; 131072.0], …
     ⇥node1 -- node7
 
-Times are milliseconds, `[a; b]` are the sizes of several outputs, lines stand in any order. Inputs are no
-layers and an output that nobody takes is none either: `Input*` without givers and `__getitem__` without
-takers are left out. The files do not say what a layer stashes: taken to be its output.
+Times are milliseconds, `[a; b]` are the sizes of several outputs, and lines come in any order. `Input*` nodes
+without givers and `__getitem__` nodes without takers are not layers and are left out. The files do not say
+what a layer stashes: it is taken to be its output.
 """
 
 import re
@@ -19,10 +19,10 @@ _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "pa
 _NODE = "NAME -- description -- " + ", ".join(f"{key}=NUMBER" for key in _KEYS)
 
 
-def parse_graph_text(text: str, what: str = "the profile") -> Profile:
-    """The profile that a graph.txt tells; every error with its line, all at once."""
+def parse_graph_text(text: str, subject: str = "the profile") -> Profile:
+    """The profile in the text of a graph.txt. Reports every error at once, each with its line."""
     nodes: dict[str, Node] = {}
-    named: set[str] = set()  # also by lines that are wrong: their edges are no errors of their own
+    named: set[str] = set()  # also by lines with errors, so that their edges are not reported too
     edges: list[tuple[int, str, str]] = []
     errors: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -43,8 +43,8 @@ def parse_graph_text(text: str, what: str = "the profile") -> Profile:
             for name in ends
             if name not in named
         ]
-    raise_errors(what, errors)
-    return _without_ends(list(nodes.values()), [(giver, taker) for _, giver, taker in edges], what)
+    raise_errors(subject, errors)
+    return _without_ends(list(nodes.values()), [(giver, taker) for _, giver, taker in edges], subject)
 
 
 def _edge(line: str) -> tuple[str, str]:
@@ -55,12 +55,12 @@ def _edge(line: str) -> tuple[str, str]:
 
 
 def _node(line: str) -> Node:
-    # Behind the numbers an optimizer may have left a stage.
+    # PipeDream's optimizer appends the stage behind the numbers.
     line = re.sub(r" -- stage_id=\d+$", "", line.strip())
-    found = re.fullmatch(r"(\S+) -- (.*) -- (\w+=.*)", line)
-    if not found:
+    match = re.fullmatch(r"(\S+) -- (.*) -- (\w+=.*)", line)
+    if not match:
         raise ValueError(f"'{line[:40]}' must be a node, {_NODE}, or an edge that starts with a tab")
-    name, about, rest = found.groups()
+    name, about, rest = match.groups()
     amounts = dict(part.partition("=")[::2] for part in rest.split(", "))
     if set(amounts) != set(_KEYS):
         raise ValueError(f"{name} has {', '.join(amounts)}; it must have {', '.join(_KEYS)}")
@@ -79,14 +79,14 @@ def _sum(key: str, text: str) -> float:
     return total
 
 
-def _without_ends(nodes: list[Node], edges: list[tuple[str, str]], what: str) -> Profile:
+def _without_ends(nodes: list[Node], edges: list[tuple[str, str]], subject: str) -> Profile:
     takers = {taker for _, taker in edges}
     inputs = {n.name for n in nodes if n.about.startswith("Input") and n.name not in takers}
     edges = _without(inputs, edges)
     givers = {giver for giver, _ in edges}
     unused = {n.name for n in nodes if n.about.startswith("__getitem__") and n.name not in givers}
     kept = [node for node in nodes if node.name not in inputs | unused]
-    return make_profile(kept, _without(unused, edges), what=what)
+    return make_profile(kept, _without(unused, edges), subject=subject)
 
 
 def _without(names: Iterable[str], edges: list[tuple[str, str]]) -> list[tuple[str, str]]:

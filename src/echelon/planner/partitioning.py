@@ -1,4 +1,4 @@
-"""`partition`: from a profile and a cluster to the fastest split into stages with replicas."""
+"""`partition` finds the fastest split of a profile over a cluster: stages, each with replicas."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from echelon.planner.cluster import Level, cluster_errors, make_levels
 from echelon.planner.cost import CostModel, Echelon
 from echelon.planner.graph import Profile
 from echelon.planner.result import Partition
-from echelon.planner.solver import Fastest, Leanest, Problem
+from echelon.planner.solver import MemorySolver, Problem, TimeSolver
 from echelon.planner.states import find_states
 
-# What is solved in about two seconds. A level below the last solves every pair of states.
+# The largest problems that take about two seconds. Every level but the outermost solves all pairs of states.
 MOST_STATES, MOST_STATES_OF_PAIRS = 1024, 256
 
 
@@ -25,7 +25,7 @@ def partition(
     memory: float | None = None,
     straight: bool = False,
 ) -> Partition:
-    """Split a profile over all workers so that a microbatch takes the least time in the steady pipeline.
+    """Split a profile over all workers so that a microbatch takes the least time once the pipeline is full.
 
     `workers` and `bandwidth` (bytes per second) are innermost first: 4 GPUs in each of 2 machines are (4, 2).
     `memory` bounds the bytes on each worker; `straight` forbids replicas.
@@ -39,7 +39,7 @@ def partition(
     levels = make_levels(counts, rates)
     states = find_states(profile, MOST_STATES if len(levels) == 1 else MOST_STATES_OF_PAIRS)
     problem = Problem(states, levels, model, memory, straight)
-    solver = Fastest(problem)
+    solver = TimeSolver(problem)
     best = solver.best()
     if math.isinf(best):
         _refuse(problem)
@@ -70,7 +70,7 @@ def argument_errors(
 
 
 def _refuse(problem: Problem) -> None:
-    """Say why there is no split: too few layers for a straight pipeline, or too little memory."""
+    """Raise why there is no split: too few layers for a straight pipeline, or too little memory."""
     ranks, layers = problem.levels[0].ranks, problem.states.masks[-1].bit_count()
     if problem.straight and layers < ranks:
         count = "is only 1 layer" if layers == 1 else f"are only {layers} layers"
@@ -79,16 +79,16 @@ def _refuse(problem: Problem) -> None:
             "allow replicas, or use fewer workers"
         )
     assert problem.memory is not None
-    least = math.ceil(Leanest(problem).best())
+    needed = math.ceil(MemorySolver(problem).best())
     raise UserError(
         f"no split fits into {problem.memory:.0f} bytes per worker: the leanest split over {ranks} workers "
-        f"needs {least} bytes; give at least that much memory, use more workers, or profile a smaller "
+        f"needs {needed} bytes; give at least that much memory, use more workers, or profile a smaller "
         "microbatch"
     )
 
 
 def _data_parallel(profile: Profile, levels: tuple[Level, ...], model: CostModel) -> float:
-    """Every worker a replica of the whole model, whether that fits or not."""
+    """Seconds with the whole model replicated on every worker, whether that fits or not."""
     seconds = profile.seconds
     for level in levels:
         seconds = float(model.stage(seconds, profile.parameter_bytes, level.workers, level))

@@ -1,4 +1,4 @@
-"""Profiles as files: echelon's own JSON in and out, and PipeDream's graph.txt in.
+"""Profiles as files: reads and writes echelon's own JSON, and reads PipeDream's graph.txt.
 
     {"format": "echelon-profile", "version": 1,
      "nodes": [{"name": "0", "about": "Linear", "forward_seconds": 1e-3, "backward_seconds": 2e-3,
@@ -24,27 +24,27 @@ _OPTIONAL = ("about", "stash_bytes")
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile in a file, echelon's JSON or PipeDream's graph.txt, told apart by how it begins."""
+    """The profile in a file. JSON begins with a brace; everything else is read as PipeDream's graph.txt."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"profile {path} cannot be read: {error}") from None
-    what = f"profile {path}"
+    subject = f"profile {path}"
     if not text.lstrip().startswith("{"):
-        return parse_graph_text(text, what)
+        return parse_graph_text(text, subject)
     try:
-        return profile_of(json.loads(text), what)
+        return profile_of(json.loads(text), subject)
     except json.JSONDecodeError as error:
-        raise UserError(f"{what} is no JSON: {error}") from None
+        raise UserError(f"{subject} is not JSON: {error}") from None
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Write `profile` as JSON, to be read again by `read_profile`."""
+    """Write `profile` as JSON that `read_profile` reads."""
     Path(path).write_text(json.dumps(to_dict(profile), indent=1) + "\n", encoding="utf-8")
 
 
 def to_dict(profile: Profile) -> dict[str, Any]:
-    """Plain values, for JSON or to send to other ranks; `profile_of` is the way back."""
+    """Plain values, for JSON or to send to other ranks; `profile_of` reads them."""
     names = [node.name for node in profile.nodes]
     return {
         "format": FORMAT,
@@ -55,22 +55,23 @@ def to_dict(profile: Profile) -> dict[str, Any]:
     }
 
 
-def profile_of(value: Mapping[str, Any], what: str = "the profile") -> Profile:
-    """The profile that plain values tell; every error at once."""
+def profile_of(value: Mapping[str, Any], subject: str = "the profile") -> Profile:
+    """The profile in plain values. Reports every error at once."""
     errors = [
-        f"'{key}' is no key of a profile{did_you_mean(key, _KEYS)}" for key in value if key not in _KEYS
+        f"'{key}' is not a key of a profile{did_you_mean(key, _KEYS)}" for key in value if key not in _KEYS
     ]
     if (value.get("format"), value.get("version")) != (FORMAT, VERSION):
         errors.append(f'it must say "format": "{FORMAT}" and "version": {VERSION}')
     nodes = [
-        _node(index, its, errors) for index, its in enumerate(_list(value.get("nodes", []), "nodes", errors))
+        _node(index, node, errors)
+        for index, node in enumerate(_list(value.get("nodes", []), "nodes", errors))
     ]
     edges = _pairs(value.get("edges"), "edges", errors)
     tied = _pairs(value.get("tied"), "tied", errors)
-    raise_errors(what, errors)
+    raise_errors(subject, errors)
     if "edges" not in value:
-        return chain(nodes, tied, what)
-    return make_profile(nodes, edges, tied, what)
+        return chain(nodes, tied, subject)
+    return make_profile(nodes, edges, tied, subject)
 
 
 def _list(value: Any, key: str, errors: list[str]) -> list[Any]:
@@ -92,15 +93,15 @@ def _pairs(value: Any, key: str, errors: list[str]) -> list[tuple[str, str]]:
 
 
 def _node(index: int, value: Any, errors: list[str]) -> Node:
-    known = ("name", *AMOUNTS, "about")
+    keys = ("name", *AMOUNTS, "about")
     if not isinstance(value, dict):
-        errors.append(f"node {index} must be an object with {', '.join(known)}")
+        errors.append(f"node {index} must be an object with {', '.join(keys)}")
         value = {}
     else:
         wrong = [
-            f"node {index}: '{key}' is no key{did_you_mean(key, known)}" for key in value if key not in known
+            f"node {index}: '{key}' is not a key{did_you_mean(key, keys)}" for key in value if key not in keys
         ]
-        missing = [key for key in known if key not in value and key not in _OPTIONAL]
+        missing = [key for key in keys if key not in value and key not in _OPTIONAL]
         errors += wrong + [f"node {index}: {key} is missing" for key in missing]
     amounts = {key: _amount(index, key, value[key], errors) for key in AMOUNTS if key in value}
     stash = amounts.pop("stash_bytes", amounts.get("output_bytes", 0.0))

@@ -1,4 +1,4 @@
-"""What a partition is: stages with replicas, what each takes, and the fields of a plan that say so."""
+"""A partition: stages with replicas, their times and memory, and the matching fields of a plan."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers on some workers. All times are a microbatch of the whole pipeline's.
+    """Consecutive layers on some workers. All times are per microbatch of the whole pipeline.
 
-    `seconds` is the stage's, or that of passing activations to or from it where that is longer;
-    `memory_bytes` is what the cost model counts on one of its workers.
+    `seconds` is the time of the stage, or of a transfer to or from it where that is longer. `memory_bytes` is
+    the memory of one of its workers in the cost model.
     """
 
     layers: tuple[str, ...]
@@ -23,7 +23,7 @@ class Stage:
 
     @property
     def limit(self) -> str:
-        """What takes the longest."""
+        """What limits the stage: the part that takes the longest."""
         times = {
             "compute": self.compute_seconds,
             "gradients": self.gradient_seconds,
@@ -42,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Partition:
-    """A split of a profile. `exact`: no split is faster under the cost model."""
+    """A split of a profile. `exact`: no other split is faster under the cost model."""
 
     stages: tuple[Stage, ...]
     pipeline_seconds: float

@@ -1,8 +1,8 @@
-"""The dynamic programme over the levels of a cluster.
+"""The dynamic program over the levels of a cluster.
 
-At a level below the last every pair of states is solved for one unit of the level (a machine), and the answer
-is the compute of the level above. Where memory counts, a machine's answer depends on how many ranks work
-behind it, so each such number is solved by itself.
+On every level but the outermost, each pair of states is solved for one unit (a machine). The answer is the
+compute time on the level above. With a memory limit, the answer of a machine depends on how many ranks work
+behind it, so each such number is solved separately.
 """
 
 from abc import ABC, abstractmethod
@@ -11,22 +11,22 @@ from typing import NamedTuple
 import numpy as np
 
 from echelon.planner.cluster import Level
-from echelon.planner.cost import Bytes, CostModel, Place
+from echelon.planner.cost import Bytes, CostModel, StagePosition
 from echelon.planner.dynamic import Costs, Team, fewest_stages, least_bottleneck
 from echelon.planner.states import Floats, States
 
 
 class Piece(NamedTuple):
-    """Layers from one state to another, where they stand on a level, and how each worker splits them."""
+    """The layers from one state to another, their position on a level, and how each worker splits them."""
 
     begin: int
     end: int
-    place: Place
+    position: StagePosition
     inner: tuple["Piece", ...]
 
 
 class Problem(NamedTuple):
-    """One profile's states, one cluster, one cost model, and what the split must keep to."""
+    """The states of one profile, one cluster, one cost model, and the limits on the split."""
 
     states: States
     levels: tuple[Level, ...]
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class _Solver(ABC):
-    """Recursion over the levels; what a stage costs is the subclass's."""
+    """Recursion over the levels. A subclass says what a stage costs."""
 
     def __init__(self, problem: Problem) -> None:
         states = problem.states
@@ -52,10 +52,10 @@ class _Solver(ABC):
 
     @abstractmethod
     def costs(self, depth: int) -> Costs:
-        """What level `depth` charges."""
+        """The costs of level `depth`."""
 
     def best(self) -> float:
-        """The least bottleneck over all levels; infinite when no split is allowed."""
+        """The least bottleneck over all levels; infinite if no split is allowed."""
         depth = len(self.problem.levels) - 1
         last = len(self.problem.states.masks) - 1
         return float(least_bottleneck(self.costs(depth), self.team(depth, 0.0), [last])[0, 0])
@@ -64,14 +64,14 @@ class _Solver(ABC):
         workers = self.problem.levels[depth].workers
         return Team(workers, 1 if self.problem.straight else workers, outside)
 
-    def inside(self, depth: int, place: Place) -> float:
-        """The ranks behind one worker of level `depth`, if that matters."""
+    def inside(self, depth: int, position: StagePosition) -> float:
+        """The ranks behind one worker of level `depth`, where memory depends on them; else 0."""
         matters = self.problem.memory is not None and self.problem.model.sees_outside
-        return place.ranks_behind(self.problem.levels[depth]) if matters else 0.0
+        return position.ranks_behind(self.problem.levels[depth]) if matters else 0.0
 
-    def below(self, depth: int, place: Place) -> Floats:
-        """[i, k]: what one worker of level `depth` > 0 takes, itself a team of the level below."""
-        outside = self.inside(depth, place)
+    def below(self, depth: int, position: StagePosition) -> Floats:
+        """[i, k]: the cost of one worker of level `depth` > 0, which is a team of the level below."""
+        outside = self.inside(depth, position)
         key = (depth - 1, outside)
         if key not in self._solved:
             columns = list(range(len(self.problem.states.masks)))
@@ -80,8 +80,8 @@ class _Solver(ABC):
         return self._solved[key]
 
 
-class Fastest(_Solver):
-    """Least time a microbatch, within memory."""
+class TimeSolver(_Solver):
+    """Minimises the time per microbatch, within the memory limit."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -89,7 +89,7 @@ class Fastest(_Solver):
 
     def costs(self, depth: int) -> Costs:
         return Costs(
-            lambda place: self._stage(depth, place), lambda replicas: self._transfer(depth, replicas)
+            lambda position: self._stage(depth, position), lambda replicas: self._transfer(depth, replicas)
         )
 
     def _transfer(self, depth: int, replicas: int) -> Floats:
@@ -97,25 +97,27 @@ class Fastest(_Solver):
         seconds = problem.model.transfer(problem.states.crossing, replicas, problem.levels[depth])
         return np.asarray(seconds)
 
-    def _stage(self, depth: int, place: Place) -> Floats:
+    def _stage(self, depth: int, position: StagePosition) -> Floats:
         levels, model, memory = self.problem.levels, self.problem.model, self.problem.memory
-        key = (depth, place.replicas, place.behind > 0, self.inside(depth, place) if depth else 0.0)
+        key = (depth, position.replicas, position.behind > 0, self.inside(depth, position) if depth else 0.0)
         if key not in self._stages:
-            self._stages[key] = self._seconds(depth, place)
+            self._stages[key] = self._seconds(depth, position)
         if memory is None:
             return self._stages[key]
-        return np.where(model.memory(self.bytes, place, levels[depth]) <= memory, self._stages[key], np.inf)
+        return np.where(
+            model.memory(self.bytes, position, levels[depth]) <= memory, self._stages[key], np.inf
+        )
 
-    def _seconds(self, depth: int, place: Place) -> Floats:
-        """Of stages, and of what they pass on, whether they fit or not."""
+    def _seconds(self, depth: int, position: StagePosition) -> Floats:
+        """Seconds of stages and of what they send on, whether they fit into memory or not."""
         states, levels, model, *_ = self.problem
         if depth:
-            compute = self.below(depth, place)
+            compute = self.below(depth, position)
         else:
             compute = np.where(states.nested, states.between(states.seconds), np.inf)
-        seconds = np.asarray(model.stage(compute, self.parameters, place.replicas, levels[depth]))
-        if place.behind and model.sender_pays:
-            seconds = np.maximum(seconds, self._transfer(depth, place.replicas)[None, :])
+        seconds = np.asarray(model.stage(compute, self.parameters, position.replicas, levels[depth]))
+        if position.behind and model.sender_pays:
+            seconds = np.maximum(seconds, self._transfer(depth, position.replicas)[None, :])
         return seconds
 
     def split(self, limit: float) -> tuple[Piece, ...]:
@@ -127,21 +129,21 @@ class Fastest(_Solver):
         stages = fewest_stages(self.costs(depth), self.team(depth, outside), begin, end, limit, crossing)
         return tuple(Piece(*stage, self._inner(depth, *stage)) for stage in stages)
 
-    def _inner(self, depth: int, begin: int, end: int, place: Place) -> tuple[Piece, ...]:
+    def _inner(self, depth: int, begin: int, end: int, position: StagePosition) -> tuple[Piece, ...]:
         if depth == 0:
             return ()
-        limit = float(self.below(depth, place)[begin, end])
-        return self._split(depth - 1, begin, end, self.inside(depth, place), limit)
+        limit = float(self.below(depth, position)[begin, end])
+        return self._split(depth - 1, begin, end, self.inside(depth, position), limit)
 
 
-class Leanest(_Solver):
-    """Least memory a rank, whatever time it takes: what to tell when nothing fits."""
+class MemorySolver(_Solver):
+    """Minimises the memory per rank, whatever the time: the number to report when nothing fits."""
 
     def costs(self, depth: int) -> Costs:
         free = np.zeros_like(self.problem.states.crossing)
-        return Costs(lambda place: self._stage(depth, place), lambda _: free)
+        return Costs(lambda position: self._stage(depth, position), lambda _: free)
 
-    def _stage(self, depth: int, place: Place) -> Floats:
+    def _stage(self, depth: int, position: StagePosition) -> Floats:
         states, levels, model, *_ = self.problem
-        below = self.below(depth, place) if depth else np.where(states.nested, 0.0, np.inf)
-        return np.asarray(np.maximum(below, model.memory(self.bytes, place, levels[depth])))
+        below = self.below(depth, position) if depth else np.where(states.nested, 0.0, np.inf)
+        return np.asarray(np.maximum(below, model.memory(self.bytes, position, levels[depth])))

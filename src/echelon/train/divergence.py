@@ -15,9 +15,11 @@ def refuse_divergence(job: Job, step: int, **numbers: float) -> None:
 
 
 def _fixes(job: Job) -> str:
-    its = job.optimizer
-    clip = "set optimizer.clip=1.0" if its.clip is None else f"lower optimizer.clip (now {its.clip})"
+    optimizer = job.optimizer
+    clip = (
+        "set optimizer.clip=1.0" if optimizer.clip is None else f"lower optimizer.clip (now {optimizer.clip})"
+    )
     return (
-        f"lower optimizer.learning_rate (now {its.learning_rate}), or {clip}, "
+        f"lower optimizer.learning_rate (now {optimizer.learning_rate}), or {clip}, "
         f"or raise optimizer.warmup (now {job.warmup} steps)"
     )

@@ -113,8 +113,10 @@ class Job:
         return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
 
     def schedule(self) -> Schedule:
-        its = self.optimizer
-        return by_name(its.schedule, self.steps, self.warmup, decay=its.decay, floor=its.floor)
+        optimizer = self.optimizer
+        return by_name(
+            optimizer.schedule, self.steps, self.warmup, decay=optimizer.decay, floor=optimizer.floor
+        )
 
 
 def check(job: Job) -> None:

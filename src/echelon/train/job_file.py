@@ -28,8 +28,8 @@ def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str |
         values["plan"] = plan
     job, unread = _validate(values) if values or errors else (Job(), {})
     if errors or unread:
-        what = "the settings" if path is None else f"job file {path}"
-        raise_errors(what, [*errors, *unread.values(), *job_errors(job, unread)])
+        subject = "the settings" if path is None else f"job file {path}"
+        raise_errors(subject, [*errors, *unread.values(), *job_errors(job, unread)])
     return job
 
 

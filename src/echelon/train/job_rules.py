@@ -39,15 +39,15 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     `unread` names keys ("steps", "model.layers") that stand at their default only because what the user
     wrote could not be read: what depends on them is not judged.
     """
-    found = _Findings(set(unread))
-    _judge_counts(job, found)
-    _judge_names(job, found)
-    _judge_optimizer(job.optimizer, found)
-    _judge_plan(job, found)
-    config = _judge_model(job, found)
-    _judge_schedule(job, found)
-    _judge_data(job, config, found)
-    return found.errors
+    findings = _Findings(set(unread))
+    _check_counts(job, findings)
+    _check_names(job, findings)
+    _check_optimizer(job.optimizer, findings)
+    _check_plan(job, findings)
+    config = _check_model(job, findings)
+    _check_schedule(job, findings)
+    _check_data(job, config, findings)
+    return findings.errors
 
 
 @dataclass
@@ -61,7 +61,7 @@ class _Findings:
         self.errors.append(error)
         self.invalid.update(keys)
 
-    def sound(self, *keys: str) -> bool:
+    def all_valid(self, *keys: str) -> bool:
         """Whether nothing is wrong with `keys`: not with the key, its table, or what it holds."""
         return not any(
             f"{key}.".startswith(f"{bad}.") or bad.startswith(f"{key}.")
@@ -79,70 +79,70 @@ class _Findings:
             return None
 
 
-def _judge_counts(job: "Job", found: _Findings) -> None:
+def _check_counts(job: "Job", findings: _Findings) -> None:
     for name, least in _LEAST.items():
         value = getattr(job, name)
         if value is not None and value < least:
-            found.add(f"{name}={value}: must be at least {least}", name)
+            findings.add(f"{name}={value}: must be at least {least}", name)
         if value is not None and value >= _TOO_MANY:
-            found.add(f"{name}={value}: must be below 2**63", name)
+            findings.add(f"{name}={value}: must be below 2**63", name)
 
 
-def _judge_names(job: "Job", found: _Findings) -> None:
+def _check_names(job: "Job", findings: _Findings) -> None:
     if "/" in job.name:
-        found.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
+        findings.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
     if not job.name:
-        found.add("name='': must not be empty", "name")
+        findings.add("name='': must not be empty", "name")
     for key, text in (("name", job.name), ("out", job.out)):
         # A lone surrogate is how Python keeps a byte that the locale cannot read.
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-            found.add(
+            findings.add(
                 f"{key}={text!r}: no NUL character can stand in a folder's name, nor bytes that are not text "
                 "in this locale; leave them out, or set LC_ALL=C.UTF-8",
                 key,
             )
 
 
-def _judge_optimizer(its: "OptimizerJob", found: _Findings) -> None:
-    if its.name not in OPTIMIZERS:
-        found.add(f"optimizer.name={its.name}: is unknown{did_you_mean(its.name, OPTIMIZERS)}")
-    if not 0 < its.learning_rate < math.inf:
-        found.add(f"optimizer.learning_rate={its.learning_rate}: must be a number above 0")
+def _check_optimizer(optimizer: "OptimizerJob", findings: _Findings) -> None:
+    if optimizer.name not in OPTIMIZERS:
+        findings.add(f"optimizer.name={optimizer.name}: is unknown{did_you_mean(optimizer.name, OPTIMIZERS)}")
+    if not 0 < optimizer.learning_rate < math.inf:
+        findings.add(f"optimizer.learning_rate={optimizer.learning_rate}: must be a number above 0")
     for name in ("weight_decay", "momentum"):
-        if not 0 <= getattr(its, name) < math.inf:
-            found.add(f"optimizer.{name}={getattr(its, name)}: must be a number, at least 0")
-    if its.clip is not None and not its.clip > 0:
-        found.add(f"optimizer.clip={its.clip}: must be above 0, or left out")
-    if not all(0 <= beta < 1 for beta in its.betas):
-        found.add(f"optimizer.betas={list(its.betas)}: each must be at least 0 and below 1")
+        if not 0 <= getattr(optimizer, name) < math.inf:
+            findings.add(f"optimizer.{name}={getattr(optimizer, name)}: must be a number, at least 0")
+    if optimizer.clip is not None and not optimizer.clip > 0:
+        findings.add(f"optimizer.clip={optimizer.clip}: must be above 0, or left out")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
 
 
-def _judge_plan(job: "Job", found: _Findings) -> None:
-    plan = found.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
+def _check_plan(job: "Job", findings: _Findings) -> None:
+    plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
     if plan is None:
         return
-    found.attempt(lambda: refuse_unsupported(plan), "plan")
+    findings.attempt(lambda: refuse_unsupported(plan), "plan")
     cores = os.cpu_count() or 1
     if plan.pipeline != AUTO and plan.ranks > RANKS_PER_CORE * cores and not is_under_torchrun():
-        found.add(
+        findings.add(
             f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({cores} cores) starts at most "
             f"{RANKS_PER_CORE * cores}; use fewer ranks, or start them on several machines with torchrun"
         )
-    if found.sound("plan", "batch") and job.batch < plan.data:
-        found.add(
+    if findings.all_valid("plan", "batch") and job.batch < plan.data:
+        findings.add(
             f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"
         )
 
 
-def _judge_model(job: "Job", found: _Findings) -> ModelConfig | None:
+def _check_model(job: "Job", findings: _Findings) -> ModelConfig | None:
     """The sizes, where nothing is wrong with them."""
     # Sizes fit together only when all are known; else ask at least what they would change.
-    its = job.model if found.sound("model") else job.model.without_sizes()
-    config = found.attempt(its.config, "model", "model")
-    if config is None or not found.sound("model"):
+    model = job.model if findings.all_valid("model") else job.model.without_sizes()
+    config = findings.attempt(model.config, "model", "model")
+    if config is None or not findings.all_valid("model"):
         return None
-    if found.sound("sequence") and job.sequence_length > config.sequence:
-        found.add(
+    if findings.all_valid("sequence") and job.sequence_length > config.sequence:
+        findings.add(
             f"sequence={job.sequence}: the model reads at most {config.sequence} tokens; "
             f"set model.sequence={job.sequence} too",
             "sequence",
@@ -150,40 +150,40 @@ def _judge_model(job: "Job", found: _Findings) -> ModelConfig | None:
     return config
 
 
-def _judge_schedule(job: "Job", found: _Findings) -> None:
-    its = job.optimizer
+def _check_schedule(job: "Job", findings: _Findings) -> None:
+    optimizer = job.optimizer
     errors = schedule_errors(
-        its.schedule if found.sound("optimizer.schedule") else None,
-        job.steps if found.sound("steps") else None,
-        job.warmup if found.sound("steps") or its.warmup is not None else 0,
-        its.decay,
-        its.floor,
+        optimizer.schedule if findings.all_valid("optimizer.schedule") else None,
+        job.steps if findings.all_valid("steps") else None,
+        job.warmup if findings.all_valid("steps") or optimizer.warmup is not None else 0,
+        optimizer.decay,
+        optimizer.floor,
     )
     for error in errors:
-        found.add(f"optimizer.schedule: {error}")
+        findings.add(f"optimizer.schedule: {error}")
 
 
-def _judge_data(job: "Job", config: ModelConfig | None, found: _Findings) -> None:
-    its = job.data
-    if not 0 <= its.validation_fraction < 1:
-        found.add(
-            f"data.validation_fraction={its.validation_fraction}: must be at least 0 and below 1",
+def _check_data(job: "Job", config: ModelConfig | None, findings: _Findings) -> None:
+    data = job.data
+    if not 0 <= data.validation_fraction < 1:
+        findings.add(
+            f"data.validation_fraction={data.validation_fraction}: must be at least 0 and below 1",
             "data.validation_fraction",
         )
-    corpus = _judge_corpus(job, config, found)
+    corpus = _check_corpus(job, config, findings)
     needed = ("plan", "batch", "sequence", "seed", "data.validation_fraction")
-    if corpus is not None and found.sound(*needed):
-        found.attempt(lambda: make_batches(job, corpus), f"data.source={its.source}")
+    if corpus is not None and findings.all_valid(*needed):
+        findings.attempt(lambda: make_batches(job, corpus), f"data.source={data.source}")
 
 
-def _judge_corpus(job: "Job", config: ModelConfig | None, found: _Findings) -> Corpus | None:
+def _check_corpus(job: "Job", config: ModelConfig | None, findings: _Findings) -> Corpus | None:
     """The corpus, opened here first: its errors should not have to come out of a rank."""
-    its, where = job.data, f"data.source={job.data.source}"
-    if not found.sound("data.source", "data.dtype"):
+    data, where = job.data, f"data.source={job.data.source}"
+    if not findings.all_valid("data.source", "data.dtype"):
         return None
     if config is not None:
         vocab = config.vocab
-        return found.attempt(lambda: open_corpus(its.source, vocab=vocab, dtype=its.dtype), where)
-    for error in corpus_errors(its.source, vocab=None, dtype=its.dtype):
-        found.add(f"{where}: {error}")
+        return findings.attempt(lambda: open_corpus(data.source, vocab=vocab, dtype=data.dtype), where)
+    for error in corpus_errors(data.source, vocab=None, dtype=data.dtype):
+        findings.add(f"{where}: {error}")
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 from echelon.charts import Series, line_chart
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
-from echelon.train.run_folder import RunFolder, explained
+from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:
@@ -38,7 +38,7 @@ class Logbook:
         """Draw the loss; what the run came to, as plain values."""
         self._folder.write("loss.svg", self._picture())
         if self._board is not None:
-            with explained(self._folder.path):
+            with explain_os_errors(self._folder.path):
                 self._board.close()
         steps = self._steps
         usual = statistics.median(step.seconds for step in steps)
@@ -60,7 +60,7 @@ class Logbook:
     def _scalars(self, step: int, **values: float) -> None:
         if self._board is None:
             return
-        with explained(self._folder.path):
+        with explain_os_errors(self._folder.path):
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
 
@@ -78,5 +78,5 @@ def _tensorboard(folder: RunFolder) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    with explained(folder.path):
+    with explain_os_errors(folder.path):
         return SummaryWriter(str(folder.path / "tensorboard"))

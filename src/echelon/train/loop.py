@@ -20,7 +20,7 @@ from echelon.train.job import Job
 SAMPLE_TOKENS = 300
 
 
-def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
+def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     """Train as one rank of the job's plan; rank 0 tells what happens and writes the model into `folder`."""
     torch.manual_seed(job.seed)
     model = load_hf(Path(job.model.weights)) if job.model.weights else build(job.model.config())
@@ -39,23 +39,23 @@ def train_rank(job: Job, folder: Path, tell: Callable[[Event], None]) -> None:
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
     if first:
-        tell(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
+        report(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
     for step in range(1, job.steps + 1):
         metrics = engine.step(batches.at(step - 1, part))
         if first:
-            tell(_stepped(engine, metrics))
+            report(_stepped(engine, metrics))
         refuse_divergence(job, step, loss=metrics.loss)
         if not metrics.skipped:
             refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
         if validation is not None and _due(step, job):
             loss = evaluate(engine, validation, job.evaluate_batches)
             if first:
-                tell(Evaluated(step, loss))
+                report(Evaluated(step, loss))
             refuse_divergence(job, step, validation_loss=loss)
     weights = engine.full_state_dict()
     engine.close(restore=False)
     if first:
-        finish(model.config, weights, corpus, folder, tell)
+        finish(model.config, weights, corpus, folder, report)
 
 
 def _rates(job: Job) -> Callable[[int], float]:
@@ -69,8 +69,8 @@ def _rates(job: Job) -> Callable[[int], float]:
 def evaluate(engine: Engine, batches: Batches, count: int) -> float:
     """The mean loss over the first `count` batches of the split (or all it has), always the same ones."""
     part = (engine.replica, engine.replicas)
-    there = min(count, batches.windows // batches.batch)
-    results = [engine.evaluate(batches.at(index, part)) for index in range(there)]
+    available = min(count, batches.windows // batches.batch)
+    results = [engine.evaluate(batches.at(index, part)) for index in range(available)]
     return sum(r.loss * r.tokens for r in results) / sum(r.tokens for r in results)
 
 
@@ -79,13 +79,13 @@ def finish(
     weights: dict[str, torch.Tensor],
     corpus: Corpus,
     folder: Path,
-    tell: Callable[[Event], None],
+    report: Callable[[Event], None],
 ) -> None:
     """Put the whole model together once more, whatever the plan was: save it, and let it write."""
     model = build(config)
     model.load_state_dict(weights)
     save_hf(model, folder / "model")
-    tell(Sampled(sample(model, corpus)))
+    report(Sampled(sample(model, corpus)))
 
 
 def sample(model: Transformer, corpus: Corpus) -> str:

@@ -48,7 +48,7 @@ class RunFolder:
         """A new folder under `out`, named by the moment, marked as running."""
         moment = datetime.now(UTC)
         stem = f"{name}-{moment:%Y%m%d-%H%M%S}"
-        with explained(out):
+        with explain_os_errors(out):
             out.mkdir(parents=True, exist_ok=True)
         folder = cls(_make_new(out, stem))
         folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
@@ -56,13 +56,13 @@ class RunFolder:
 
     def mark(self, state: str, about: dict[str, Any]) -> None:
         """Replace run.json: what it says already, what is new, and the state."""
-        known = self._read() if self._state_file.exists() else {}
-        self.write("run.json", strict_json.dump({**known, **about, "state": state}, indent=2) + "\n")
+        earlier = self._read() if self._state_file.exists() else {}
+        self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
         """Write a small file whole, or not at all."""
         path = self.path / name
-        with explained(path):
+        with explain_os_errors(path):
             temporary = path.with_name(f".{name}.part")
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
@@ -71,7 +71,7 @@ class RunFolder:
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Add lines of JSON to a file."""
         path = self.path / name
-        with explained(path), path.open("a", encoding="utf-8") as file:
+        with explain_os_errors(path), path.open("a", encoding="utf-8") as file:
             file.writelines(strict_json.dump(line) + "\n" for line in lines)
 
     def fail(self, reason: str) -> None:
@@ -97,7 +97,7 @@ def _make_new(out: Path, stem: str) -> Path:
     """A folder that was not there before: two runs of one second have two."""
     for number in range(1, MAX_RUNS_PER_SECOND + 1):
         path = out / (stem if number == 1 else f"{stem}-{number}")
-        with explained(path), suppress(FileExistsError):
+        with explain_os_errors(path), suppress(FileExistsError):
             path.mkdir()
             return path
     raise UserError(
@@ -107,7 +107,7 @@ def _make_new(out: Path, stem: str) -> Path:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_os_errors(path: Path) -> Iterator[None]:
     """Turn the machine's refusal to write `path` into a UserError that says how to fix it."""
     try:
         yield
