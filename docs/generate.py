@@ -4,7 +4,7 @@
     python docs/generate.py --run runs/a     also the loss curve of that run
 
 Numbers come from benchmarks/results/NAME.json alone (`echelon bench NAME --out benchmarks/results`). Each
-region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is written anew from its file.
+region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is replaced from its file.
 """
 
 import argparse
@@ -72,7 +72,7 @@ _REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end results -->)",
 
 
 def with_results(text: str) -> str:
-    """The page with every region of results written anew."""
+    """The page with every region of results replaced."""
     return _REGION.sub(lambda region: region[1] + results_table(region[2]) + region[3], text)
 
 
@@ -262,8 +262,8 @@ def draw_layers() -> str:
     foot = top + len(LAYERS) * row + 12
     picture.box(left, foot - 11, 22, 14, BLUE, dashed=True)
     picture.words(left + 30, foot, "planned", 12, colour=QUIET)
-    told = "A package on the right is used by train and above, never by a strategy."
-    picture.words(left + 110, foot, told, 12, colour=QUIET)
+    note = "A package on the right is used by train and above, never by a strategy."
+    picture.words(left + 110, foot, note, 12, colour=QUIET)
     return picture.svg()
 
 
@@ -298,11 +298,11 @@ def draw_tensor() -> str:
 
 def draw_step() -> str:
     picture = Drawing(900, 326, "One step of data=2 microbatches=2, seen from one rank")
-    compute, network, left = 84, 146, 104
+    compute, network, left = 84, 146, 88
     picture.words(24, compute + 25, "computes", 12, colour=QUIET)
     picture.words(24, network + 25, "network", 12, colour=QUIET)
     works = [
-        ("zero", 44, GREY),
+        ("clear", 44, GREY),
         ("forward 0", 78, BLUE),
         ("backward 0", 122, ORANGE),
         ("forward 1", 78, BLUE),
@@ -310,7 +310,7 @@ def draw_step() -> str:
         ("", 96, PAPER),
         ("squares", 62, GREEN),
         ("", 50, PAPER),
-        ("scale, AdamW", 96, GREEN),
+        ("scale, AdamW", 92, GREEN),
     ]
     starts, x = [], float(left)
     for text, width, fill in works:
@@ -327,24 +327,19 @@ def draw_step() -> str:
         picture.line(begin - 2, compute - 12, begin - 2, 196, QUIET, "3 3")
         picture.line(end - 2, compute - 12, end - 2, 196, QUIET, "3 3")
         picture.words((begin + end) / 2 - 2, compute + 25, "waits", 12, "middle", QUIET)
-    above = [
-        (left, "start_step"),
-        (starts[2], "start_backward(last=False)"),
-        (last, "start_backward(last=True)"),
-        (update, "then finish_step"),
+    picture.words(24, 70, "program", 12, colour=QUIET)
+    program = ["F0", "B0", "F1", "B1", "REDUCE", "NORM", "", "UPDATE", "PUBLISH"]
+    for place, instruction in zip([*starts[1:], x], program, strict=True):
+        picture.words(place, 70, instruction, 12, bold=True)
+    notes = [
+        "B0 only accumulates: nothing is sent. In B1 each bucket leaves as soon as it is complete.",
+        "REDUCE waits for the buckets, and for one flag per parameter: did any replica use it?",
+        "NORM: each rank squares its share of the gradients; one message sums loss, count and squares.",
+        "UPDATE scales to the mean, clips and steps the optimizer. PUBLISH brings new buffers to all",
+        "replicas (and new weights with zero=1, zero=2 and the parameter server).",
     ]
-    below = [(waiting, "finish_gradients"), (squares, "norm_share")]
-    for height, notes in ((70, above), (212, below)):
-        for place, text in notes:
-            picture.words(place, height, text, 10, colour=QUIET)
-    told = [
-        "Microbatch 0 only accumulates: nothing is sent.",
-        "Each bucket leaves as soon as the last backward pass has filled it.",
-        "Then one flag a parameter: did any replica use it? Each rank squares its share of the gradients;",
-        "one message sums loss, count and squares over ranks: loss and norm are the same everywhere.",
-    ]
-    for index, text in enumerate(told):
-        picture.words(left, 242 + 20 * index, text, 12)
+    for index, text in enumerate(notes):
+        picture.words(left, 222 + 20 * index, text, 12)
     return picture.svg()
 
 
@@ -439,8 +434,8 @@ def _draw_backward(
 
 
 def draw_zero() -> str:
-    """Four ranks at each level; filled is what a rank holds, of 2 + 2 + 12 bytes a parameter."""
-    picture = Drawing(900, 330, "What each of four ranks holds, in bytes a parameter (bf16, Adam)")
+    """Four ranks at each level; filled is what a rank holds, of 2 + 2 + 12 bytes per parameter."""
+    picture = Drawing(900, 330, "What each of four ranks holds, in bytes per parameter (bf16, Adam)")
     kinds = (("weights", 2, BLUE), ("gradients", 2, ORANGE), ("optimizer state and masters", 12, GREEN))
     unit, top = 11.0, 92
     for level in range(4):

@@ -1,8 +1,9 @@
-"""The documentation tells the truth: links, numbers, pictures, tables, commands, and an example that runs."""
+"""The documentation is true: links, numbers, pictures, tables, commands, and an example that runs."""
 
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ import typer
 
 from echelon.bench import benches
 from echelon.cli.main import app, run
+from echelon.engine import Engine, parallelize
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.huggingface import FAMILIES
@@ -43,6 +45,7 @@ def load_generator() -> ModuleType:
 generate = load_generator()
 PAGES: list[Path] = generate.pages()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARGUMENTS = "argument of `parallelize`"
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -80,9 +83,9 @@ def test_links_and_pictures_exist(page: Path) -> None:
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
-        there = page.parent / name if name else page
-        assert there.exists(), f"{page.name} points to {target}"
-        assert not anchor or anchor in anchors(there), f"{page.name} points to {target}"
+        linked = page.parent / name if name else page
+        assert linked.exists(), f"{page.name} points to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} points to {target}"
 
 
 @by_page
@@ -98,7 +101,7 @@ def test_pictures_are_those_of_the_script() -> None:
     assert (generate.PICTURES / "loss.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
-def test_a_region_of_results_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spread = {"low": 1.0, "median": 2.0, "high": 3.0}
     row = {"case": "c", "contender": "a", "baseline": "b", "seconds": spread, "ratio": spread}
     result = {
@@ -118,18 +121,36 @@ def test_a_region_of_results_is_written_anew(tmp_path: Path, monkeypatch: pytest
     assert "Not measured yet" in missing
 
 
-# --- what is told is so -------------------------------------------------------------------------------
+# --- what the pages say is true -----------------------------------------------------------------------
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(blocks(README, "python")[0])
+    (example,) = (block for block in blocks(README, "python") if "__main__" in block)
+    script.write_text(example)
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.fullmatch(r"loss (\S+) -> (\S+)\n", done.stdout).groups())  # type: ignore[union-attr]
     assert last < first / 10
+
+
+def test_the_arguments_of_parallelize_and_their_defaults_are_documented() -> None:
+    documented = [(name.strip("`"), default.strip("`")) for name, default, _ in table(README, ARGUMENTS)]
+    parameters = inspect.signature(parallelize).parameters.values()
+    required = inspect.Parameter.empty
+    assert documented == [
+        (p.name, "required" if p.default is required else repr(p.default)) for p in parameters
+    ]
+
+
+def test_the_members_of_an_engine_are_documented() -> None:
+    cells = " ".join(names for names, _ in table(README, "of an `engine`"))
+    documented = set(re.findall(r"`(\w+)", cells))
+    public = {name for name in vars(Engine) if not name.startswith("_")}
+    assert documented <= public
+    assert public - documented == {"plan", "boundaries", "learning_rate"}
 
 
 @by_page
@@ -140,20 +161,20 @@ def test_python_in_the_pages_is_python(page: Path) -> None:
 
 def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    told = {}
+    documented = {}
     for usage, _ in table(README, "command"):
         name = usage.split()[1].strip("`")
-        told[name] = set(re.findall(r"--[a-z-]+", usage))
-    assert told.keys() == commands.keys()
-    for name, options in told.items():
+        documented[name] = set(re.findall(r"--[a-z-]+", usage))
+    assert documented.keys() == commands.keys()
+    for name, options in documented.items():
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert options <= known, name
         assert "--json" in known, name
 
 
-def test_the_benches_that_the_readme_names_are_those_there_are() -> None:
-    (told,) = (does for usage, does in table(README, "command") if "bench" in usage)
-    assert re.findall(r"`([\w-]+)`", told) == list(benches())
+def test_the_readme_names_every_bench() -> None:
+    (meaning,) = (meaning for usage, meaning in table(README, "command") if "bench" in usage)
+    assert re.findall(r"`([\w-]+)`", meaning) == list(benches())
 
 
 def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:
@@ -167,11 +188,11 @@ def test_the_injected_bugs_are_documented() -> None:
     assert [name.strip("`") for name, _ in table(page, "`--inject-bug`")] == list(BUGS)
 
 
-def test_the_targets_of_make_are_told() -> None:
+def test_the_targets_of_make_are_documented() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    told = [target.strip("`").removeprefix("make ") for target, _ in table(page, "target")]
-    assert told == [target for target in phony.split() if target != "help"]
+    documented = [target.strip("`").removeprefix("make ") for target, _ in table(page, "target")]
+    assert documented == [target for target in phony.split() if target != "help"]
 
 
 def test_the_files_of_the_tree_exist() -> None:
@@ -232,12 +253,12 @@ def test_every_instruction_of_a_program_is_in_the_table() -> None:
     assert sorted(listed) == sorted(op.value for op in Op)
 
 
-def test_every_schedule_and_every_option_of_its_command_is_told() -> None:
+def test_every_schedule_and_every_option_of_the_command_is_documented() -> None:
     assert [name.strip("`") for name, *_ in table(PIPELINE, "schedule")] == list(SCHEDULES)
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     known = {option for parameter in commands["schedule"].params for option in parameter.opts}
-    told = {option for row in table(PIPELINE, "option") for option in re.findall(r"--[a-z-]+", row[0])}
-    assert told == known - {"name", "--help"}
+    options = {option for row in table(PIPELINE, "option") for option in re.findall(r"--[a-z-]+", row[0])}
+    assert options == known - {"name", "--help"}
 
 
 def keys_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -249,11 +270,11 @@ def keys_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + field.name, inner
 
 
-def test_every_key_of_a_job_and_its_default_is_told() -> None:
+def test_every_key_of_a_job_and_its_default_is_documented() -> None:
     page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    told = {key.strip("`"): default for key, default, _ in table(page, "key")}
+    documented = {key.strip("`"): default for key, default, _ in table(page, "key")}
     shown = {key: "–" if value is None else f"`{json.dumps(value)}`" for key, value in keys_of(Job())}
-    assert told == shown
+    assert documented == shown
     assert set(presets()) <= set(re.findall(r"`([\w.-]+)`", page))
 
 
@@ -272,12 +293,12 @@ def runs(plan: Plan) -> bool:
     return True
 
 
-def test_every_field_of_a_plan_is_told_with_its_default_and_what_runs() -> None:
+def test_every_field_of_a_plan_is_documented_with_its_default_and_what_runs() -> None:
     rows = table((ROOT / "docs" / "plan.md").read_text(encoding="utf-8"), "field")
     defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
     shown = {name: "none" if value == () else str(value).lower() for name, value in defaults.items()}
     assert {row[0].strip("`"): row[2].strip("`") for row in rows} == shown
-    for field, values, _, told, _ in rows:
+    for field, values, _, running, _ in rows:
         for value in re.findall(r"`([\w,-]+)`", values) or ["1", "2"]:
             needed = {"`expert`": " data=2", "`chunks`": " pipeline=2 microbatches=2 schedule=interleaved"}
             needed["`sequence`"] = " tensor=2"
@@ -285,7 +306,7 @@ def test_every_field_of_a_plan_is_told_with_its_default_and_what_runs() -> None:
             if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several
                 continue
             plan = Plan.parse(f"{field.strip('`')}={value}" + needed.get(field, ""))
-            assert runs(plan) == (told == "any" or value in re.findall(r"[\w-]+", told)), (field, value)
+            assert runs(plan) == (running == "any" or value in re.findall(r"[\w-]+", running)), (field, value)
 
 
 def imports(package: Path) -> Iterator[tuple[Path, str]]:
@@ -299,10 +320,10 @@ def imports(package: Path) -> Iterator[tuple[Path, str]]:
                     yield file, name.split(".")[1]
 
 
-def test_the_families_that_are_taken_as_they_are_are_told() -> None:
+def test_the_families_of_transformers_are_documented() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    told = [name.strip("`") for names, _ in table(page, "class") for name in names.split()]
-    assert told == list(FAMILIES)
+    documented = [name.strip("`") for names, _ in table(page, "class") for name in names.split()]
+    assert documented == list(FAMILIES)
 
 
 def test_imports_point_downward_as_the_picture_shows() -> None:
@@ -316,7 +337,7 @@ def test_imports_point_downward_as_the_picture_shows() -> None:
                 assert level[package] <= lowest_user_of_beside, f"{file.name} imports {imported}"
             else:
                 assert level[package] < level[imported], f"{file.name} of {package} imports {imported}"
-    there = {
+    existing = {
         path.stem for path in (ROOT / "src" / "echelon").iterdir() if not path.name.startswith(("_", "py"))
     }
-    assert there == level.keys() | set(generate.BESIDE.packages)
+    assert existing == level.keys() | set(generate.BESIDE.packages)
