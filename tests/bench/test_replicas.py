@@ -15,8 +15,11 @@ INSTALLED = [peer for peer in replicas.peers() if peer.installed]
 
 def train(peer: Peer | None, level: int) -> list[float]:
     """Runs in a rank: losses of a peer, or of echelon."""
-    step = replicas.echelon_step(CONFIG, level) if peer is None else peer.make_step(CONFIG)
     batch = make_batch(CONFIG, 2, seed=dist.get_rank())
+    if peer is None:
+        with replicas.make_engine(CONFIG, level) as engine:
+            return [engine.step(batch).loss for _ in range(5)]
+    step = peer.make_step(CONFIG)
     return [step(batch) for _ in range(5)]
 
 

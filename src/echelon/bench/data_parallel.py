@@ -44,6 +44,13 @@ class Measured(NamedTuple):
     losses: dict[str, list[float]]
 
 
+class Work(NamedTuple):
+    """A contender's training: `train` does one step on this rank's data and returns the loss."""
+
+    train: Callable[[], float]
+    close: Callable[[], None] = lambda: None
+
+
 class Footprint(NamedTuple):
     """By how much one rank's memory grew: at its peak, and in tensors that stay alive between steps."""
 
@@ -95,7 +102,7 @@ def measure(peer: Peer, config: ModelConfig, rounds: int) -> Measured:
     """Runs in every rank: the contenders of one case, in turn."""
     losses: dict[str, list[float]] = {name: [] for name in (_COMPUTE_ONLY, peer.name, _ECHELON)}
     contenders = {
-        name: timed(partial(_train, make_work(name, peer, config), history), before=dist.barrier)
+        name: timed(partial(_train, make_work(name, peer, config).train, history), before=dist.barrier)
         for name, history in losses.items()
     }
     return Measured(alternate(contenders, rounds, warmup=_WARMUP), losses)
@@ -103,21 +110,24 @@ def measure(peer: Peer, config: ModelConfig, rounds: int) -> Measured:
 
 def measure_memory(contender: str, peer: Peer, config: ModelConfig) -> Footprint:
     """Runs in every rank: by how much memory grew from before the model was built to after some steps."""
-    make_work(contender, peer, _SMALL)()  # imports and threads of the first use do not count
+    warmup = make_work(contender, peer, _SMALL)  # imports, threads and buffers between ranks do not count
+    warmup.train()
     peak, state = footprint.peak_bytes(), footprint.alive_bytes()
+    warmup.close()
     work = make_work(contender, peer, config)
     for _ in range(_MEMORY_STEPS):
-        work()
+        work.train()
     return Footprint(footprint.peak_bytes() - peak, footprint.alive_bytes() - state)
 
 
-def make_work(contender: str, peer: Peer, config: ModelConfig) -> Callable[[], float]:
-    """Build the contender's model; each call trains one step on this rank's data and returns the loss."""
+def make_work(contender: str, peer: Peer, config: ModelConfig) -> Work:
+    """Build the contender's model, and this rank's data."""
+    batch = make_batch(config, _SAMPLES, seed=dist.get_rank())
     if contender == _ECHELON:
-        step = replicas.echelon_step(config, peer.level)
-    else:
-        step = replicas.compute_only_step(config) if contender == _COMPUTE_ONLY else peer.make_step(config)
-    return partial(step, make_batch(config, _SAMPLES, seed=dist.get_rank()))
+        engine = replicas.make_engine(config, peer.level)
+        return Work(lambda: engine.step(batch).loss, engine.close)
+    step = replicas.compute_only_step(config) if contender == _COMPUTE_ONLY else peer.make_step(config)
+    return Work(partial(step, batch))
 
 
 def _train(work: Callable[[], float], losses: list[float]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.bench.trainers import Batch, make_model
-from echelon.engine import parallelize
+from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, cross_entropy
 from echelon.plan import Plan
 
@@ -54,11 +54,10 @@ def peers() -> list[Peer]:
     ]
 
 
-def echelon_step(config: ModelConfig, level: int) -> Step:
+def make_engine(config: ModelConfig, level: int) -> Engine:
     """`parallelize` over all ranks."""
     plan = Plan(data=dist.get_world_size(), zero=level)
-    engine = parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy)
-    return lambda batch: engine.step(batch).loss
+    return parallelize(make_model(config), plan, optimizer=_adamw, loss=cross_entropy)
 
 
 def compute_only_step(config: ModelConfig) -> Step:
