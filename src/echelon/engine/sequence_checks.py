@@ -122,7 +122,7 @@ def check_split(
         errors.append(
             "the last layer would return a part of the sequence, because its projection is whole on every "
             "rank, and the loss has all targets; make that projection 'vocabulary' in the table that "
-            "parallelize(table=…) takes, or use sequence=false"
+            "parallelize(tensor_table=…) takes, or use sequence=false"
         )
     split = {parameter for name, parameter in model.named_parameters() if name in sharded.shards}
     refused: list[str] = []

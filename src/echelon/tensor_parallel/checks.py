@@ -96,7 +96,7 @@ def _unknown_modules(model: nn.Module, style_of: StyleOf) -> Iterator[str]:
             reported.add(kind)
             yield (
                 f"{name or 'the model'} ({type(module).__name__}): no table knows it; add "
-                f"'{pattern}': {_suggestion(module)} to the table that parallelize(table=…) takes "
+                f"'{pattern}': {_suggestion(module)} to the table that parallelize(tensor_table=…) takes "
                 f"({', '.join(MODULE_WORDS)})"
             )
 
