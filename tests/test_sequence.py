@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.sequence import WHOLE, View, assign
+from echelon.wrapping import Wrapping
 
 
 class Attention(nn.Module):
@@ -45,9 +46,11 @@ def test_attention_is_causal_and_heads_may_share_keys() -> None:
 
 def test_every_layer_that_has_a_view_gets_the_new_one() -> None:
     model = nn.Sequential(Attention(), nn.Sequential(Attention(), nn.Linear(2, 2)), Picture())
-    view = View()
-    assert assign(model, view) == 2
+    view, wrapping = View(), Wrapping()
+    assert assign(model, view, wrapping) == 2
     assert model[0].view is view
     assert model[1][0].view is view
     assert model[2].view == "front"
     assert not hasattr(model[1][1], "view")
+    wrapping.remove()
+    assert model[0].view is model[1][0].view is WHOLE

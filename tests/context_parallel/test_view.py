@@ -14,6 +14,7 @@ from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.plan import Plan
+from echelon.wrapping import Wrapping
 
 CONFIGS = {
     "gpt": ModelConfig("gpt", layers=2, width=24, heads=2, vocab=17, sequence=24, tied=True),
@@ -28,7 +29,7 @@ def trained(config: ModelConfig, group: Group | None) -> list[Tensor]:
     model = build(config).double()
     batch = torch.randint(config.vocab, (2, 3, LENGTH), generator=torch.Generator().manual_seed(1))
     if group is not None:
-        assert sequence.assign(model, RingView(group)) >= config.layers
+        assert sequence.assign(model, RingView(group), Wrapping()) >= config.layers
         batch = take(batch, group.rank, group.size, dim=2)
     tokens, targets = batch
     total, count = cross_entropy(model(tokens), targets)
@@ -60,7 +61,7 @@ def test_a_view_says_where_its_positions_are() -> None:
 
 def test_a_gpt_counts_the_positions_of_all_ranks() -> None:
     model = build(CONFIGS["gpt"])
-    sequence.assign(model, RingView(RecordingGroup("context", rank=0, size=2)))
+    sequence.assign(model, RingView(RecordingGroup("context", rank=0, size=2)), Wrapping())
     with pytest.raises(UserError, match="a sequence of 28 tokens: this GPT has learned 24 positions"):
         model(torch.zeros(1, 14, dtype=torch.int64))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.layering import listed_layers
 from echelon.sequence import View, assign
+from echelon.wrapping import Wrapping
 from tests.huggingface.models import SEQUENCE, double, tokens
 
 
@@ -34,7 +35,7 @@ class Spread(View):
 
 def spread_over(model: nn.Module, view: View, value: Any) -> Any:
     for layer in listed_layers(model):
-        assign(layer, view)
+        assign(layer, view, Wrapping())
         value = layer(value)
     return value
 

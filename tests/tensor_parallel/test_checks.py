@@ -135,8 +135,7 @@ def test_what_is_split_already_is_not_split_again() -> None:
     split(model, {"0": "column"})
     (error,) = refused(model, {"0": "column"})
     assert error == (
-        "0 (Linear): cannot be 'column': another engine has split it already; close that engine, and build "
-        "the model again"
+        "0 (Linear): cannot be 'column': another engine has split it already; close that engine first"
     )
 
 

@@ -16,9 +16,9 @@ from echelon.models import ModelConfig, build, cross_entropy
 from echelon.ownership import VALUE
 from echelon.tensor_parallel import Table, split_over
 from echelon.verify import Case, assert_equal
-from echelon.wrapping import Wrapping
+from echelon.wrapping import Wrapping, is_wrapped
 from tests.cases import adamw, mean_loss, vectors
-from tests.tensor_parallel.models import gpt, llama, tokens
+from tests.tensor_parallel.models import dropping, gpt, llama, tokens
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -135,7 +135,7 @@ def test_ranks_hold_their_part_and_say_where_it_lies(warm_ranks: Warm) -> None:
     assert first[0]["blocks.0.mlp_norm.weight"] == (16,)
     boxes = {box[0]: box for box in second[1] if box[1] == VALUE}
     assert boxes["blocks.0.attention.query.weight"][2:5] == ((16, 16), (8, 0), (8, 16))
-    assert boxes["blocks.0.mlp_norm.weight"][2:] == ((16,), (0,), (16,), ("tensor",))
+    assert boxes["blocks.0.mlp_norm.weight"][2:] == ((16,), (0,), (16,))
     whole = build(gpt().config).state_dict()
     for _, _, state in (first, second):
         assert {name: value.shape for name, value in state.items()} == {n: t.shape for n, t in whole.items()}
@@ -176,7 +176,7 @@ def start_of_buffers(plan: str) -> tuple[dict[str, Tensor], dict[str, Tensor], f
     """The buffers that this rank trains with, the whole state, and the loss of a step."""
     torch.manual_seed(torch.distributed.get_rank())
     table = {"up": "column", "down": "row", "last": "replicated"}
-    engine = echelon.parallelize(Shifted(), plan, optimizer=adamw, loss=mean_loss, table=table)
+    engine = echelon.parallelize(Shifted(), plan, optimizer=adamw, loss=mean_loss, tensor_table=table)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     return buffers, engine.full_state_dict(), engine.step(vectors(0)).loss
 
@@ -193,6 +193,28 @@ def test_buffers_start_as_those_of_the_first_rank(warm_ranks: Warm) -> None:
         assert all(torch.equal(buffer, expected[name]) for name, buffer in buffers.items())
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
         assert loss_of_step == pytest.approx(loss, rel=1e-5)
+
+
+def second_engine(plan: str) -> list[bool]:
+    """Whether a closed engine leaves a model as it was, and a second one trains it as it trains a new one."""
+    torch.manual_seed(0)
+    model = dropping()
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=cross_entropy) as first:
+        first.step(first.local(tokens(0)))
+    fresh = dropping()
+    fresh.load_state_dict(model.state_dict())
+    states = []
+    for each in (model, fresh):
+        with echelon.parallelize(each, plan, optimizer=adamw, loss=cross_entropy) as engine:
+            engine.step(engine.local(tokens(1)))
+            states.append(engine.full_state_dict())
+    equal = [torch.equal(value, states[1][name]) for name, value in states[0].items()]
+    return [*equal, *(not is_wrapped(module) and not module._forward_pre_hooks for module in model.modules())]
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true"])
+def test_a_second_engine_over_a_model_works(warm_ranks: Warm, plan: str) -> None:
+    assert all(all(checks) for checks in warm_ranks(2).run(second_engine, plan))
 
 
 def used_before(plan: str) -> list[float]:

@@ -15,7 +15,7 @@ from echelon.sequence import View
 class RingView(View):
     """This rank's part of a sequence that the ranks of `group`, along `context`, share.
 
-    sequence.assign(model, RingView(mesh.group("context")))
+    sequence.assign(model, RingView(mesh.group("context")), wrapping)
     logits = model(take(tokens, group.rank, group.size))
     """
 

@@ -170,7 +170,7 @@ def _unsplittable(module: Any, style: Style) -> str:
     if not is_right_kind:
         return f"; make it {_REPLICATED}"
     if find_wrapper(module, SplitModule) is not None:
-        return ": another engine has split it already; close that engine, and build the model again"
+        return ": another engine has split it already; close that engine first"
     if replaced_forward(module) is not None or (style.word != "experts" and not _is_plain(module)):
         plain = "nn.Embedding" if isinstance(module, nn.Embedding) else "nn.Linear"
         return f": its own forward would be lost; make it 'replicated', or a plain {plain}"
