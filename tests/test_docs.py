@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from echelon.bench import benches
@@ -23,7 +24,9 @@ from echelon.engine import Engine, parallelize
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.huggingface import FAMILIES
-from echelon.models import presets
+from echelon.launching import Ranks
+from echelon.models import build as build_model
+from echelon.models import cross_entropy, preset, presets
 from echelon.plan import SCHEDULES, Plan
 from echelon.program import Op, build, load_schedule, show
 from echelon.train.job import Job
@@ -45,6 +48,7 @@ def load_generator() -> ModuleType:
 generate = load_generator()
 PAGES: list[Path] = generate.pages()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 ARGUMENTS = "argument of `parallelize`"
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -195,8 +199,37 @@ def test_the_targets_of_make_are_documented() -> None:
     assert documented == [target for target in phony.split() if target != "help"]
 
 
+def describe_engine(plan: str) -> str:
+    optimizer = torch.optim.AdamW
+    with parallelize(
+        build_model(preset("gpt-tiny")), plan, optimizer=optimizer, loss=cross_entropy
+    ) as engine:
+        return repr(engine)
+
+
+def test_the_engine_that_is_printed_on_the_page_of_architecture_is_printed_so(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    printed, *_ = blocks(ARCHITECTURE, "text")
+    (plan,) = re.findall(r"'(.*)'", printed)
+    assert warm_ranks(4).run(describe_engine, plan)[0] + "\n" == printed
+
+
+def test_the_page_of_architecture_names_every_package() -> None:
+    named = {name for names, _ in table(ARCHITECTURE, "package") for name in re.findall(r"`(\w+)`", names)}
+    assert named == {name for layer in (*generate.LAYERS, generate.BESIDE) for name in layer.packages}
+
+
+def test_the_names_of_the_stage_are_in_the_files_that_the_page_of_architecture_says() -> None:
+    rows = table(ARCHITECTURE, "name")
+    assert len(rows) > 5
+    for name, _, file in rows:
+        source = (ROOT / "src" / "echelon" / file.strip("`")).read_text(encoding="utf-8")
+        assert f"class {name.strip('`')}(" in source or f"class {name.strip('`')}:" in source
+
+
 def test_the_files_of_the_tree_exist() -> None:
-    (tree,) = blocks((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "")
+    (tree,) = blocks(ARCHITECTURE, "")
     package = ROOT / "src" / "echelon"
     named = re.findall(r"^ +([\w/]+(?:\.py|/))", tree, re.MULTILINE)
     assert len(named) > 15
