@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.async_training.log import pack_log
 from echelon.async_training.messages import (
     Kind,
     Message,
     channel,
+    pack_log,
     recv_message,
     recv_tensors,
     send_message,

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger, TorchGroup
+from echelon.runtime import Push
 
 _FOREVER = timedelta(days=365)  # a worker may compute as long as it likes; sockets show who is dead
 
@@ -99,3 +100,12 @@ def recv_tensors(group: Group, tensors: Iterable[Tensor], source: int, subject: 
         handle.wait()
         if host is not tensor:
             tensor.copy_(host)
+
+
+def pack_log(log: Iterable[Push]) -> Tensor:
+    """The log of a training as a tensor: a row of four integers for each entry."""
+    return torch.tensor(list(log), dtype=torch.int64).view(-1, len(Push._fields))
+
+
+def unpack_log(rows: Tensor) -> list[Push]:
+    return [Push(*row) for row in rows.tolist()]

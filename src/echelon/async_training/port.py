@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.async_training.log import unpack_log
 from echelon.async_training.messages import (
     Kind,
     Message,
@@ -22,6 +21,7 @@ from echelon.async_training.messages import (
     recv_tensors,
     send_message,
     send_tensors,
+    unpack_log,
 )
 from echelon.async_training.server import Gradient, Landed, Server, ServerFailed
 from echelon.collectives import Ledger
@@ -77,9 +77,9 @@ class LocalPort(Port):
         self._server.leave(SERVER)
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
+    def _asking(self, operation: str) -> Iterator[None]:
         """The server may make this rank wait for others, which is a sign of life and has a name."""
-        enter_operation(f"{what} data")
+        enter_operation(f"{operation} data")
         try:
             yield
         finally:

@@ -182,11 +182,11 @@ def check_optimizer(
 
 def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole: bool) -> list[str]:
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = sum(each not in given for each in held)
+    unknown = sum(each not in given for each in held)
     errors = []
-    if foreign:
+    if unknown:
         errors.append(
-            f"{foreign} of its {len(held)} parameters are not those that the function was given: it would "
+            f"{unknown} of its {len(held)} parameters are not those that the function was given: it would "
             "not train this model; write lambda params: AdamW(params), and use params"
         )
     elif not held and whole:

@@ -1,4 +1,4 @@
-from echelon.async_training.log import pack_log, unpack_log
+from echelon.async_training.messages import pack_log, unpack_log
 from echelon.runtime import Push
 
 
