@@ -20,17 +20,17 @@ def world() -> TorchGroup:
 
 
 def each_rank(size: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """What every rank starts with: small whole numbers, exact in any type."""
+    """The initial values of every rank: small integers, exact in every type."""
     return [(torch.arange(length) % 5 + rank + 1).to(dtype) for rank in range(size)]
 
 
 def reductions(length: int, dtype: torch.dtype) -> None:
     group = world()
     inputs = torch.stack(each_rank(group.size, length, dtype)).double()
-    wanted = {"sum": inputs.sum(0), "min": inputs.amin(0), "max": inputs.amax(0)}
+    expected = {"sum": inputs.sum(0), "min": inputs.amin(0), "max": inputs.amax(0)}
     if dtype.is_floating_point:
-        wanted["mean"] = inputs.mean(0).to(dtype).double()
-    for op, value in wanted.items():
+        expected["mean"] = inputs.mean(0).to(dtype).double()
+    for op, value in expected.items():
         for reduce in (
             lambda t, op=op: group.all_reduce(t, op),
             lambda t, op=op: group.all_reduce(t, op, wait=False).wait(),
@@ -59,35 +59,35 @@ def movements(part: int, dtype: torch.dtype) -> None:
     size, rank, last = group.size, group.rank, group.size - 1
     inputs = each_rank(size, part * size, dtype)
     whole = torch.stack(inputs)
-    mine = inputs[rank].clone()
+    own = inputs[rank].clone()
 
-    tensor = mine.clone()
+    tensor = own.clone()
     group.broadcast(tensor, source=last)
     assert torch.equal(tensor, inputs[last])
 
     output = torch.empty(part, dtype=dtype)
-    group.reduce_scatter(output, mine.clone())
+    group.reduce_scatter(output, own.clone())
     assert torch.equal(output.double(), whole.double().sum(0)[rank * part : (rank + 1) * part])
 
     gathered = torch.empty(size, part * size, dtype=dtype)
-    group.all_gather(gathered, mine)
+    group.all_gather(gathered, own)
     assert torch.equal(gathered, whole)
 
-    swapped = torch.empty_like(mine)
-    group.all_to_all(swapped, mine)
+    swapped = torch.empty_like(own)
+    group.all_to_all(swapped, own)
     assert torch.equal(swapped, whole[:, rank * part : (rank + 1) * part].flatten())
 
-    group.scatter(output, mine if rank == last else None, source=last)
+    group.scatter(output, own if rank == last else None, source=last)
     assert torch.equal(output, inputs[last][rank * part : (rank + 1) * part])
 
     gathered = torch.empty(size, part * size, dtype=dtype)
-    group.gather(mine, gathered if rank == 0 else None, target=0)
+    group.gather(own, gathered if rank == 0 else None, target=0)
     assert rank != 0 or torch.equal(gathered, whole)
 
     left, right = (rank - 1) % size, (rank + 1) % size
-    incoming = torch.empty_like(mine)
+    incoming = torch.empty_like(own)
     receiving = group.recv(incoming, left, wait=False)
-    group.send(mine, right)
+    group.send(own, right)
     receiving.wait()
     receiving.wait()  # waiting again is harmless
     assert torch.equal(incoming, inputs[left])

@@ -18,17 +18,17 @@ from echelon.plan import Plan
 
 
 def members(text: str) -> dict[str, list[int]]:
-    """Which ranks answer along each axis, found by talking to them."""
+    """The ranks along each axis, as they answer."""
     mesh = Mesh.join(Plan.parse(text))
-    found = {}
+    answers = {}
     for axis in mesh.axes:
         group = mesh.group(axis)
         ranks = torch.empty(group.size, dtype=torch.int64)
         group.all_gather(ranks, torch.tensor([mesh.rank]))
-        found[axis] = ranks.tolist()
+        answers[axis] = ranks.tolist()
         assert ranks[group.rank] == mesh.rank
     mesh.close()
-    return found
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def members(text: str) -> dict[str, list[int]]:
 )
 def test_groups_hold_the_ranks_of_the_layout(warm_ranks: Callable[[int], Ranks], text: str) -> None:
     layout = Layout(Plan.parse(text))
-    for rank, found in enumerate(warm_ranks(4).run(members, text)):
-        assert found == {axis: list(layout.group(axis, rank)) for axis in found}
+    for rank, answers in enumerate(warm_ranks(4).run(members, text)):
+        assert answers == {axis: list(layout.group(axis, rank)) for axis in answers}
 
 
 def test_one_process_alone_is_a_mesh_of_one() -> None:
@@ -156,14 +156,14 @@ def closes_while_another_waits() -> str:
     """Rank 1 closes its mesh. Rank 0, which waits for it, learns that and can close too."""
     mesh = Mesh.join(Plan(data=2))
     group = mesh.group("data")
-    said = ""
+    message = ""
     if mesh.rank == 0:
         with pytest.raises(PeerLost) as caught:
             group.recv(torch.ones(3), 1)
-        said = str(caught.value)
+        message = str(caught.value)
     mesh.close()
     dist.barrier()
-    return said
+    return message
 
 
 def test_a_rank_that_closes_first_is_lost_to_those_who_wait(warm_ranks: Callable[[int], Ranks]) -> None:

@@ -1,4 +1,4 @@
-"""Groups of ranks, what they can do together, and the ledger of what that moved."""
+"""Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
 from echelon.collectives.group import Group, Handle, Reduction, Work
 from echelon.collectives.ledger import Ledger, Move, Total, Traffic

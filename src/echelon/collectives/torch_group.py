@@ -40,7 +40,7 @@ class TorchGroup(Group):
     def _close(self) -> None:
         process_group = self.process_group
         del self.process_group, self._scratch  # torch frees a process group with its last reference
-        # The world belongs to whoever started the ranks. Another Group may have destroyed this one already.
+        # The world belongs to the launcher. Another Group may have destroyed this one already.
         if dist.is_initialized() and process_group is not dist.group.WORLD:
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(process_group)

@@ -27,10 +27,10 @@ def lengths(size: int) -> list[int]:
 def check_reductions(group: Group, length: int, dtype: torch.dtype) -> None:
     inputs = torch.stack(each_rank(group.size, length * group.size, dtype))
     exact = inputs.double()
-    wanted = {"sum": exact.sum(0), "min": exact.amin(0), "max": exact.amax(0)}
+    expected = {"sum": exact.sum(0), "min": exact.amin(0), "max": exact.amax(0)}
     if dtype.is_floating_point:
-        wanted["mean"] = (exact.sum(0).to(dtype) / group.size).double()
-    for op, value in wanted.items():
+        expected["mean"] = (exact.sum(0).to(dtype) / group.size).double()
+    for op, value in expected.items():
         reduced = inputs[group.rank].clone()
         group.all_reduce(reduced, op)
         assert torch.equal(reduced.double(), value), (op, length, dtype)
@@ -39,14 +39,14 @@ def check_reductions(group: Group, length: int, dtype: torch.dtype) -> None:
         assert torch.equal(uneven.double(), value[: length + 1]), (op, length, dtype)
 
         tensor = inputs[group.rank].clone()
-        mine = value.view(group.size, -1)[group.rank]
+        own_part = value.view(group.size, -1)[group.rank]
         part = torch.empty(length, dtype=dtype)
         group.reduce_scatter(part, tensor, op)
-        assert torch.equal(part.double(), mine), (op, length, dtype)
+        assert torch.equal(part.double(), own_part), (op, length, dtype)
         assert torch.equal(tensor, inputs[group.rank]), "the input stays"
         part = tensor.view(group.size, -1)[group.rank]
         group.reduce_scatter(part, tensor, op)
-        assert torch.equal(part.double(), mine), "in place"
+        assert torch.equal(part.double(), own_part), "in place"
 
 
 def reductions(direct: bool) -> None:
@@ -61,16 +61,16 @@ def reductions(direct: bool) -> None:
 def check_movements(group: Group, length: int, dtype: torch.dtype) -> None:
     size, rank = group.size, group.rank
     inputs = [tensor.to(dtype) for tensor in each_rank(size, length)]
-    wanted = torch.cat([tensor.view(torch.uint8) for tensor in inputs])
+    expected = torch.cat([tensor.view(torch.uint8) for tensor in inputs])
 
     gathered = torch.zeros(size * length, dtype=dtype)
     group.all_gather(gathered, inputs[rank])
-    assert torch.equal(gathered.view(torch.uint8), wanted), (length, dtype)
+    assert torch.equal(gathered.view(torch.uint8), expected), (length, dtype)
     gathered = torch.zeros(size * length, dtype=dtype)
-    mine = gathered.view(size, length)[rank]
-    mine.copy_(inputs[rank])
-    group.all_gather(gathered, mine)
-    assert torch.equal(gathered.view(torch.uint8), wanted), "in place"
+    own_part = gathered.view(size, length)[rank]
+    own_part.copy_(inputs[rank])
+    group.all_gather(gathered, own_part)
+    assert torch.equal(gathered.view(torch.uint8), expected), "in place"
 
     for source in range(size):
         tensor = inputs[rank].clone()
@@ -105,7 +105,7 @@ def test_movements(warm_ranks: Warm, size: int, direct: bool) -> None:
     warm_ranks(size).run(movements, direct)
 
 
-def eight(direct: bool) -> None:
+def eight_ranks(direct: bool) -> None:
     group = world(direct)
     for length in (3, DIRECT):
         check_reductions(group, length, torch.float32)
@@ -113,7 +113,7 @@ def eight(direct: bool) -> None:
 
 
 def test_eight_ranks(warm_ranks: Warm, direct: bool) -> None:
-    warm_ranks(8).run(eight, direct)
+    warm_ranks(8).run(eight_ranks, direct)
 
 
 def many_in_flight(direct: bool) -> None:
@@ -146,7 +146,7 @@ def test_many_operations_in_flight(warm_ranks: Warm, size: int, direct: bool) ->
 
 
 def posted_early(direct: bool) -> None:
-    """Receives of all pairs stand first, in an order in which they cannot come; collectives go on."""
+    """Receives of all pairs are posted first, in an order in which they cannot arrive; collectives go on."""
     group = world(direct)
     others = [peer for peer in range(group.size) if peer != group.rank]
     sizes = [1, 2 * LANE.slots * LANE.slot_bytes // 4, 5, 100_000]
@@ -170,12 +170,12 @@ def posted_early(direct: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_receives_posted_early_block_nobody(warm_ranks: Warm, size: int, direct: bool) -> None:
+def test_receives_posted_early_block_no_one(warm_ranks: Warm, size: int, direct: bool) -> None:
     warm_ranks(size).run(posted_early, direct)
 
 
 def sends_need_no_receiver() -> None:
-    """Both send, and wait for it, before either receives: what fits the lane is on its way."""
+    """Both send, and wait for it, before either receives: a message that fits the lane does not wait."""
     group = world()
     other = 1 - group.rank
     for slots in (1, LANE.free_bytes // LANE.slot_bytes):
@@ -238,7 +238,7 @@ def sums(direct: bool | None) -> list[torch.Tensor]:
     return [small, large, whole, gathered]
 
 
-def test_sums_are_taken_in_rank_order_on_every_rank_and_every_way(warm_ranks: Warm) -> None:
+def test_sums_are_taken_in_rank_order_on_every_rank_and_in_both_forms(warm_ranks: Warm) -> None:
     """In float32 another order gives other bits."""
     results = warm_ranks(4).run(sums, False) + warm_ranks(4).run(sums, None) + warm_ranks(4).run(sums, None)
     inputs = results[0][3]
@@ -254,7 +254,7 @@ def entries() -> list[tuple[str, int, int, int]]:
     return one_of_each(world())
 
 
-def test_the_ledger_shows_what_it_always_showed(warm_ranks: Warm) -> None:
+def test_the_ledger_shows_the_same_as_over_the_backend(warm_ranks: Warm) -> None:
     assert warm_ranks(4).run(entries) == [one_of_each(RecordingGroup("data", rank, 4)) for rank in range(4)]
 
 
@@ -289,7 +289,7 @@ def leaves_autograd_alone() -> None:
     assert tensor.tolist() == [float(group.size)] * 3
 
 
-def test_tensors_of_autograd_and_inference_are_plain_memory(warm_ranks: Warm) -> None:
+def test_tensors_of_autograd_and_inference_work(warm_ranks: Warm) -> None:
     warm_ranks(2).run(leaves_autograd_alone)
 
 
@@ -327,5 +327,5 @@ def conjugate() -> list[complex]:
     return incoming.tolist()
 
 
-def test_conjugates_are_sent_as_what_they_mean(warm_ranks: Warm) -> None:
+def test_conjugates_are_sent_with_their_values(warm_ranks: Warm) -> None:
     assert warm_ranks(2).run(conjugate) == [[1 - 2j, 3 + 4j]] * 2

@@ -82,7 +82,7 @@ def test_a_link_over_the_world_ends_with_its_group() -> None:
 
 
 def two_over_one() -> tuple[int, bool]:
-    """Groups over the same process group share its link: the second meets nobody."""
+    """Groups over the same process group share its link: the second connects to no one."""
     first = new_group()
     before = threads()
     second = group_over("tensor", first.process_group, Ledger())

@@ -14,37 +14,37 @@ HUGE = COLLECTIVE.slots * COLLECTIVE.slot_bytes // 4 + 3  # more than a whole ri
 
 
 def memory_of_the_call(direct: bool) -> list[float]:
-    """Both ends swap the memory of their tensors for another one while the message is under way.
+    """Both ends swap the memory of their tensors for another one while the message is unfinished.
 
-    Pipelines do that to outputs that were sent. The memory was looked up when the operation came to its
-    turn: other values were sent, and a receive wrote into whatever had been allocated there meanwhile.
+    Pipelines do that to outputs that were sent. Once the memory was looked up at the operation's turn: it
+    sent other values, and a receive wrote into memory that belonged to another tensor by then.
     """
     group = world(direct)
-    found = []
+    values = []
     for length in (1000, 10 * DIRECT):
         tensor = torch.full((length,), 7.0 - group.rank)
-        busy = group.all_reduce(torch.ones(HUGE), wait=False)  # the link's thread has something to do
+        busy = group.all_reduce(torch.ones(HUGE), wait=False)  # keeps the link busy
         begin = group.send if group.rank == 0 else group.recv
         handle = begin(tensor, 1 - group.rank, wait=False)
         before = tensor.data
         tensor.data = torch.full((length,), -1.0)
         busy.wait()
         handle.wait()
-        found += [before[0].item(), tensor[-1].item()]
+        values += [before[0].item(), tensor[-1].item()]
         reduced = torch.ones(length)
         before, handle = reduced.data, group.all_reduce(reduced, wait=False)
         reduced.data = torch.zeros(1)
         handle.wait()
-        found.append(before[-1].item())
-    return found
+        values.append(before[-1].item())
+    return values
 
 
 def test_an_operation_holds_the_memory_that_it_was_called_with(warm_ranks: Warm, direct: bool) -> None:
     assert warm_ranks(2).run(memory_of_the_call, direct) == [[7.0, -1.0, 2.0] * 2] * 2
 
 
-def freed_under_way(direct: bool) -> list[float]:
-    """A receive's tensor gives up its memory; others that are allocated then must not be written into."""
+def freed_while_receiving(direct: bool) -> list[float]:
+    """A receive's tensor gives up its memory; tensors that are allocated then must not be overwritten."""
     group = world(direct)
     length = 150_000
     if group.rank == 0:
@@ -61,11 +61,11 @@ def freed_under_way(direct: bool) -> list[float]:
 
 
 def test_memory_is_kept_while_an_operation_uses_it(warm_ranks: Warm, direct: bool) -> None:
-    assert warm_ranks(2).run(freed_under_way, direct)[0] == [0.0] * 4
+    assert warm_ranks(2).run(freed_while_receiving, direct)[0] == [0.0] * 4
 
 
 def pinned() -> None:
-    """No device here: tensors of rank 0 say that they are pinned. Peers must not be told to read them."""
+    """Without a device, tensors of rank 0 claim to be pinned. Peers must not get their addresses."""
     group = world(True)
     published: set[int] = set()
     publish = RingWriter.publish
@@ -90,7 +90,7 @@ def pinned() -> None:
     assert published.isdisjoint({tensor.data_ptr(), whole.data_ptr()})
 
 
-def test_pinned_memory_is_copied_aside(direct: bool) -> None:
+def test_peers_read_a_copy_of_pinned_memory(direct: bool) -> None:
     if direct:
         with Ranks(2, deadline=30.0) as ranks:
             ranks.run(pinned)

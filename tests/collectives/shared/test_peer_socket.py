@@ -21,20 +21,20 @@ def ends() -> Iterator[tuple[PeerSocket, PeerSocket, list[int]]]:
 
 
 def test_notices_are_counted_by_kind(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
-    here, there, _ = ends
-    there.notify(Notice.WROTE, 1)
-    there.notify(Notice.LANE_READ, 3)
-    there.notify(Notice.WROTE, 2)
+    here, other_end, _ = ends
+    other_end.notify(Notice.WROTE, 1)
+    other_end.notify(Notice.LANE_READ, 3)
+    other_end.notify(Notice.WROTE, 2)
     assert here.num_received(Notice.WROTE) == 0, "counted when they are received"
     assert here.receive()
     assert [here.num_received(notice) for notice in Notice] == [3, 0, 0, 3]
 
 
 def test_a_peer_is_lost_after_its_last_notice(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
-    here, there, lost = ends
+    here, other_end, lost = ends
     assert not here.has_disconnected()
-    there.notify(Notice.READ, 1)
-    there.disconnect()
+    other_end.notify(Notice.READ, 1)
+    other_end.disconnect()
     assert here.has_disconnected(), "known at once"
     assert here.receive()
     here.raise_if_lost()
@@ -45,17 +45,17 @@ def test_a_peer_is_lost_after_its_last_notice(ends: tuple[PeerSocket, PeerSocket
 
 
 def test_the_first_loss_is_reported_first(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
-    here, there, lost = ends
+    here, other_end, lost = ends
     lost.append(1)
     here.raise_if_lost()  # not this peer
-    there.disconnect()
+    other_end.disconnect()
     here.receive()
     with pytest.raises(PeerLost, match="rank 1 is gone, then rank 3"):
         here.raise_if_lost()
 
 
 def test_notices_to_a_lost_peer_are_dropped(ends: tuple[PeerSocket, PeerSocket, list[int]]) -> None:
-    here, there, _ = ends
-    there.close()
+    here, other_end, _ = ends
+    other_end.close()
     for _ in range(3):
         here.notify(Notice.WROTE, 1)

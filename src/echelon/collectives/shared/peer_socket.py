@@ -1,4 +1,4 @@
-"""The socket to one peer, and the notices that came through it."""
+"""The socket to one peer, and the notices received from it."""
 
 import contextlib
 import select

@@ -5,8 +5,8 @@ all ranks and not an error of one. Each exchange over the process group costs ma
 ranks, so there are only three:
 
     cards       each rank's invitation, and the address of a secret in its memory
-    vote        has everyone called the lower ranks? Then every caller waits in a listener's queue
-    vote        is everyone linked? And can everyone read the secrets of the others?
+    vote        has every rank called the lower ranks? Then each caller waits in a listener's queue
+    vote        is every rank linked? And can every rank read the others' secrets?
 """
 
 import contextlib
