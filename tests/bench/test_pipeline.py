@@ -9,11 +9,10 @@ from torch.optim import AdamW
 
 from echelon.bench import pipeline, run, stages
 from echelon.bench.pipeline import bubbles, check_equal, plan_of
-from echelon.bench.trainers import make_batch
 from echelon.launching import Ranks
 from echelon.models import ModelConfig
 from echelon.plan import Plan
-from echelon.program import Costs, Span, build, simulate
+from echelon.program import Costs, build, simulate
 
 TORCH = {
     "gpipe": "torch ScheduleGPipe",
@@ -49,26 +48,6 @@ def test_rows_compare_each_schedule_with_its_peer_and_have_two_bubbles() -> None
         points = 100 * (extras["bubble_measured"] - extras["bubble_simulated"])
         assert extras["bubble_difference_points"] == pytest.approx(points)
         assert extras["transfer_seconds"] > 0
-
-
-def train(schedule: str) -> tuple[list[float | None], list[float | None], int]:
-    """Runs in a rank: the losses of echelon and of torch, and how many instructions echelon's step had."""
-    plan, config = plan_of(schedule), pipeline._SMALL
-    batch = make_batch(config, plan.microbatches)
-    engine, peer = stages.make_engine(config, plan), stages.torch_step(config, plan)
-    echelon_losses = [engine.step(batch).loss for _ in range(6)]
-    return list(echelon_losses), [peer(batch) for _ in range(6)], len(stages.spans_of(engine))
-
-
-@pytest.mark.parametrize("schedule", TORCH)
-def test_torch_does_the_same_training(schedule: str, warm_ranks: Callable[[int], Ranks]) -> None:
-    (echelon_losses, nothing, _), (same, torch_losses, instructions) = warm_ranks(2).run(train, schedule)
-
-    assert nothing == [None] * 6
-    assert echelon_losses == same == pytest.approx(torch_losses, rel=1e-4)
-    assert echelon_losses == sorted(echelon_losses, reverse=True)
-    plan = plan_of(schedule)
-    assert instructions == len(build(schedule, (1, 1), plan.microbatches, plan.chunks).ranks[1])
 
 
 def measure_planted(plan: Plan, config: ModelConfig, rounds: int) -> pipeline.Measured:
@@ -113,11 +92,3 @@ def test_bubbles_of_literal_steps() -> None:
         "transfer_seconds": 0.0,
     }
     assert bubbles([late], program)["bubble_difference_points"] > 10
-
-
-def test_spans_of_ranks_become_steps() -> None:
-    forward, backward, *_ = build("naive", (1,), 1).ranks[0]
-    first, second, third, fourth = (
-        Span(rank, 0, 1, instruction) for rank in (0, 1) for instruction in (forward, backward)
-    )
-    assert stages.by_step([[[first], [second]], [[third], [fourth]]]) == [[first, third], [second, fourth]]

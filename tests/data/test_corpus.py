@@ -1,6 +1,5 @@
 """Opening a corpus: every kind of source, and every error."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,7 @@ import pytest
 
 from echelon.data import Corpus, open_corpus
 from echelon.errors import UserError
-
-
-def write_tokens(path: Path, ids: list[int], dtype: str) -> str:
-    np.array(ids, dtype=dtype).tofile(path)
-    return str(path)
-
-
-def errors_of(*args: Any, **kwargs: Any) -> tuple[str, ...]:
-    with pytest.raises(UserError) as caught:
-        open_corpus(*args, **kwargs)
-    return caught.value.errors
+from tests.data.opening import errors_of, write_tokens
 
 
 def test_stdlib_is_python_text_and_the_same_each_time() -> None:
@@ -44,23 +33,6 @@ def test_text_file_is_mapped_as_bytes(tmp_path: Path) -> None:
     assert corpus.decode is not None
     assert corpus.decode(corpus.tokens) == "grün is green"
     assert corpus.decode(corpus.tokens[:3]) == "gr\ufffd"
-
-
-def test_folder_joins_text_files_in_order_of_path(tmp_path: Path) -> None:
-    for name, data in {
-        "b.md": b"second",
-        "a/deep.unknown": b"first",
-        "README": b"zeroth",
-        "image.png": b"\x89PNG\0\0",
-        "empty.txt": b"",
-        ".hidden": b"hidden",
-        ".git/objects": b"hidden too",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    corpus = open_corpus(str(tmp_path), vocab=256)
-    assert corpus.tokens.tobytes() == b"zeroth\nfirst\nsecond"
-    assert corpus.name == tmp_path.name
 
 
 @pytest.mark.parametrize(
@@ -130,27 +102,6 @@ def test_errors_of_all_arguments_come_at_once(tmp_path: Path) -> None:
     assert "did you mean 'uint16'?" in errors[2]
 
 
-def test_empty_file_and_folder(tmp_path: Path) -> None:
-    (tmp_path / "empty.bin").touch()
-    (tmp_path / "empty.txt").touch()
-    assert "empty" in errors_of(str(tmp_path / "empty.bin"), vocab=256)[0]
-    assert "empty" in errors_of(str(tmp_path / "empty.txt"), vocab=256)[0]
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.png").write_bytes(b"\0")
-    assert "contains no text files" in errors_of(str(tmp_path / "folder"), vocab=256)[0]
-
-
-def test_size_that_is_no_multiple(tmp_path: Path) -> None:
-    (tmp_path / "t.bin").write_bytes(b"12345")
-    (error,) = errors_of(str(tmp_path / "t.bin"), vocab=100_000)
-    assert "5 bytes are not a multiple of 4, the size of one uint32 token" in error
-
-
-def test_binary_file_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_bytes(b"text\0")
-    assert "NUL" in errors_of(str(tmp_path / "t.txt"), vocab=256)[0]
-
-
 def test_dtype_of_text_and_vocab_of_tokens(tmp_path: Path) -> None:
     (error,) = errors_of("stdlib", vocab=256, dtype="uint16")
     assert "text is read as bytes" in error
@@ -164,36 +115,6 @@ def test_no_name_does_not_mean_the_current_folder() -> None:
 
 def test_device_is_no_corpus() -> None:
     assert "neither a file nor a folder" in errors_of("/dev/null", vocab=256)[0]
-
-
-def refuse(*args: Any, **kwargs: Any) -> Any:
-    raise PermissionError(13, "Permission denied", "secret")
-
-
-def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Root may read everything, so the refusal is played.
-    source = write_tokens(tmp_path / "t.bin", [0], "uint16")
-    monkeypatch.setattr(np, "memmap", refuse)
-    (error,) = errors_of(source, vocab=256)
-    assert "cannot be read (Permission denied)" in error
-
-
-def test_every_unreadable_file_of_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("x", encoding="utf-8")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    errors = errors_of(str(tmp_path), vocab=256)
-    assert ["a.txt" in errors[0], "b.txt" in errors[1], len(errors)] == [True, True, 2]
-
-
-def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert "'secret' cannot be read" in errors_of(str(tmp_path), vocab=256)[0]
-
-
-def test_path_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "stat", refuse)
-    assert "cannot be read (Permission denied)" in errors_of("locked/a.txt", vocab=256)[0]
 
 
 @pytest.mark.parametrize("tokens", [np.zeros(4, dtype=np.int64), np.zeros((2, 2), dtype=np.uint8)])

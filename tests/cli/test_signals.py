@@ -1,0 +1,92 @@
+"""A command that is asked to end: its ranks end, its run is marked, its exit code says why."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from echelon.cli.signals import EXIT_CODE, Terminated, sigterm_raises
+from tests.cli.commands import training, wait_for
+
+
+def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated, match=r"terminated \(SIGTERM\)"), sigterm_raises():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert EXIT_CODE == 143
+
+
+def test_a_second_sigterm_does_not_interrupt_the_clearing_up() -> None:
+    cleared = []
+    with pytest.raises(Terminated), sigterm_raises():  # noqa: PT012
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            cleared.append("all")
+    assert cleared == ["all"]
+
+
+def test_it_is_no_failure_that_code_on_the_way_may_catch() -> None:
+    assert not issubclass(Terminated, Exception)
+
+
+@pytest.mark.parametrize("where", ["another thread", "a later rank"])
+def test_where_python_hears_no_signals_nothing_is_changed(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def enter() -> None:
+        with sigterm_raises():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    if where == "another thread":
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    else:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        enter()
+    assert inside == [before]
+
+
+def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        process.send_signal(2)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
+    (state,) = [json.loads(path.read_text(encoding="utf-8"))["state"] for path in tmp_path.glob("*/run.json")]
+    assert state == "failed"
+
+
+def test_sigterm_marks_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path) -> None:
+    with training(tmp_path, "--json") as process:
+        ranks = children_of(process.pid)
+        assert ranks
+        process.terminate()
+        process.terminate()  # as `timeout` does
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, b"")
+    assert json.loads(out)["exit_code"] == 143
+    assert "SIGTERM" in json.loads(out)["error"]
+    (about,) = [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*/run.json")]
+    assert about["state"] == "failed"
+    assert "SIGTERM" in about["reason"]
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    pids: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text(encoding="utf-8").split():
+            pids += [int(child), *children_of(int(child))]
+    return pids
