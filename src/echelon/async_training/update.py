@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from echelon.data_parallel import Buffers
 from echelon.errors import UserError
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
-from echelon.ownership import OwnedSlice, whole_slice
+from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, MasterStepper
 from echelon.runtime import Outcome, Push, Update
 
@@ -121,7 +122,8 @@ class AsyncUpdate(Update):
             return []
         parameters = self._gradients.parameter_set.parameters
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
-        return self._host.owned() + [OwnedSlice(whole_slice(name, p), p) for name, p in frozen]
+        version = OwnedSlice(Slice(ENGINE, "version", (), (), ()), torch.tensor(self._host.server.version))
+        return [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen), version]
 
     def storages(self) -> dict[str, list[Tensor]]:
         worker = self._gradients.storages()

@@ -1,8 +1,19 @@
 """The program of a plan's step: of its schedule by name, or from a file that must fit the plan."""
 
+from collections.abc import Callable
+
 from echelon.errors import raise_errors
 from echelon.plan import Plan
-from echelon.program import Op, Program, add_gathers, build, check, load_schedule
+from echelon.program import (
+    Op,
+    Program,
+    add_gathers,
+    add_transfers,
+    asynchronous,
+    build,
+    check,
+    load_schedule,
+)
 
 
 def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> Program:
@@ -20,6 +31,26 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
         program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, ties=ties)
     check(program)
     return program
+
+
+def continuous_steps(plan: Plan) -> Callable[[int, int | None], Program]:
+    """For a pipeline that is never empty between steps: its program of a step that begins with so many
+    microbatches taken in; of a drain, where it takes in 0 more.
+
+    A step begins and ends with microbatches in flight, so the check is of all steps from an empty pipeline to
+    a full one and back: every later step is one of these with higher numbers.
+    """
+    until_full = -(-2 * plan.stages // plan.microbatches) + 1
+    check(add_transfers(_continuous(plan, taken=until_full * plan.microbatches)))
+
+    def program(begin: int, taken: int | None) -> Program:
+        return add_transfers(_continuous(plan, begin=begin, taken=taken, drain=taken == 0))
+
+    return program
+
+
+def _continuous(plan: Plan, *, begin: int = 0, taken: int | None, drain: bool = True) -> Program:
+    return asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, taken=taken, drain=drain)
 
 
 def _file_errors(program: Program, plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, to_device, total_and_count
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.samples import Scopes, no_scope
-from echelon.engine.step_program import step_program
+from echelon.engine.step_program import continuous_steps, step_program
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
@@ -31,7 +31,6 @@ from echelon.program import (
     Span,
     add_gathers,
     add_transfers,
-    asynchronous,
     check,
     forward_only,
 )
@@ -234,15 +233,14 @@ class ContinuousRunner(StepRunner):
     ) -> None:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
         self._norm = 0.0
+        self._program_of = continuous_steps(mesh.plan)
         super().__init__(mesh, local, update, layers, meter, scopes)
         self._update.start_step()
 
     def train(self, batch: Batch, step: int) -> Outcome:
         feed = self._training_feed(batch, step, begin=self._taken)
-        plan = self._mesh.plan
         begin, self._taken = self._taken, self._taken + len(feed)
-        program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, drain=False)
-        tally = self._run(Script(add_transfers(program), self._rank, empties=False), feed)
+        tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
         square = self._norm**2 if self._mesh.group("stage").rank == 0 else 0.0
         numbers = torch.cat([tally, tally.new_tensor([square])])
         group = self._mesh.group("all")
@@ -256,9 +254,7 @@ class ContinuousRunner(StepRunner):
     def drain(self) -> None:
         if self._taken == 0:
             return
-        plan = self._mesh.plan
-        program = asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=self._taken, taken=0)
-        self._run(Script(add_transfers(program), self._rank), {})
+        self._run(Script(self._program_of(self._taken, 0), self._rank), {})
         self._taken = 0
         self._versions.restart()
 
