@@ -93,6 +93,12 @@ def test_links_and_pictures_exist(page: Path) -> None:
 
 
 @by_page
+def test_a_page_opens_with_a_snippet(page: Path) -> None:
+    opening, *_ = page.read_text(encoding="utf-8").split("\n## ")
+    assert page.name == "CHANGELOG.md" or "```" in opening
+
+
+@by_page
 def test_tables_of_numbers_are_those_of_the_result_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert generate.with_results(text) == text, "run: python docs/generate.py"

@@ -3,10 +3,10 @@
 import echelon
 
 def main():
-    engine = echelon.parallelize(model, "data=2", optimizer=..., loss=...)
-    for batch in loader:
-        metrics = engine.step(batch)
-    return engine.full_state_dict()
+    with echelon.parallelize(model, "data=2", optimizer=..., loss=...) as engine:
+        for batch in loader:
+            metrics = engine.step(batch)
+        return engine.full_state_dict()
 
 results = echelon.launch(main, ranks=2)      # or: torchrun --nproc-per-node 2 script.py
 """
