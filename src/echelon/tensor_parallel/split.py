@@ -1,7 +1,6 @@
-"""A table applied to a model: every parameter is what this rank holds of it, and split modules know their
-way in and out."""
+"""Applies a table to a model: parameters become this rank's parts, and split modules communicate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,14 +23,14 @@ from echelon.tensor_parallel.shards import Shard, cuts
 from echelon.tensor_parallel.styles import Style, Styles, Table
 from echelon.wrapping import Wrapping
 
-_INSIDE = ("heads", "inner")  # whole modules of which every rank sees its own part of the work
+_INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work
 
 
 class Sharded(NamedTuple):
-    """What has become of a model's parameters, of which all but `shards` are whole on every rank.
+    """How a model was split. The parameters that are not in `shards` are whole on every rank.
 
-    `partial`: every rank has a part of their gradient. `by_heads` are dropouts of the heads that are here,
-    `inner` those of features, which see whatever part of the sequence columns do.
+    `partial`: every rank has a part of their gradient. `by_heads`: dropouts of this rank's heads. `inner`:
+    dropouts of this rank's features, which see the same part of the sequence as columns.
     `splits_logits`: whether a projection to logits is split by vocabulary.
     """
 
@@ -56,81 +55,105 @@ def split_over(
 ) -> Sharded:
     """Split `model` in place. All ranks start from the same weights.
 
-    `whole_sequence`: the modules that see all of it although hidden states are split along the `sequence`.
-    `join_logits`: the loss takes all logits.
+    `whole_sequence`: the modules that get the whole sequence although hidden states are split along the
+    `sequence`. `join_logits`: the loss takes all logits.
     """
     styles = Styles(model, table)
-    found = _found(model, styles)
+    style_of = _styles_by_module(model, styles)
     whole = set(whole_sequence) if sequence else set(model.modules())
-    partial = {m for m in model.modules() if m not in whole or (m in found and found[m].word in _INSIDE)}
+    inside = {module for module, style in style_of.items() if style.word in _INSIDE}
+    partial = {module for module in model.modules() if module not in whole or module in inside}
     errors = find_errors(
-        model, styles, found, group.size, partial=partial, whole_sequence=whole if sequence else None
+        model, styles, style_of, group.size, partial=partial, whole_sequence=whole if sequence else None
     )
     raise_errors(f"tensor={group.size}", errors)
     _divide_numbers(styles, group.size, wrapping)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
-    shards: dict[str, Shard] = {}
-    unsplit: dict[nn.Parameter, bool] = {}  # whether a rank has a part of the gradient
-    kept: dict[nn.Parameter, nn.Parameter] = {}  # what becomes of each that is split
     names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = _assign_parameters(model, style_of, partial, group)
     for module in model.modules():
-        style = found.get(module, Style("replicated"))
-        split = dict(_shards(module, style, group))
-        for parameter in module.parameters(recurse=False):
-            if parameter in split:
-                shards[names[parameter]] = split[parameter]
-                kept.setdefault(parameter, _part_of(parameter, split[parameter]))
-            else:
-                unsplit[parameter] = module in partial
+        style = style_of.get(module, Style("replicated"))
         if style.word == "inner":
             split_features(module, group.rank, group.size)
         _wrap(module, style, first if module in whole else region, join_logits, wrapping)
-    _leave_fused_paths(model, found, wrapping)
-    _replace(model, kept)
+    _leave_fused_paths(model, style_of, wrapping)
+    _replace(model, {parameter: _part_of(parameter, shard) for parameter, shard in parameters.split.items()})
     return Sharded(
         region,
-        shards,
-        partial=[parameter for parameter, in_parts in unsplit.items() if in_parts],
-        replicated=[parameter for parameter, in_parts in unsplit.items() if not in_parts],
-        by_heads=[m for m, style in found.items() if style.word == "heads" and isinstance(m, _DropoutNd)],
-        inner=[m for m, style in found.items() if style.word == "inner" and isinstance(m, _DropoutNd)],
-        splits_logits=_splits_logits(found),
+        {names[parameter]: shard for parameter, shard in parameters.split.items()},
+        partial=parameters.partial,
+        replicated=parameters.replicated,
+        by_heads=_dropouts(style_of, "heads"),
+        inner=_dropouts(style_of, "inner"),
+        splits_logits=_splits_logits(style_of),
     )
 
 
-def _found(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
+def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
     """The style of every module that has one, by any of its names."""
-    found: dict[nn.Module, Style] = {}
+    style_of: dict[nn.Module, Style] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         style = styles.of(name)
         if style is not None:
-            found.setdefault(module, style)
-    return found
+            style_of.setdefault(module, style)
+    return style_of
 
 
-def _splits_logits(found: dict[nn.Module, Style]) -> bool:
-    split = [module for module, style in found.items() if style.word == "vocabulary"]
+class _Parameters(NamedTuple):
+    """The parameters of a model: those that are split, and those that are whole on every rank."""
+
+    split: dict[nn.Parameter, Shard]
+    partial: list[nn.Parameter]
+    replicated: list[nn.Parameter]
+
+
+def _assign_parameters(
+    model: nn.Module, style_of: dict[nn.Module, Style], partial: Collection[nn.Module], group: Group
+) -> _Parameters:
+    split: dict[nn.Parameter, Shard] = {}
+    is_partial: dict[nn.Parameter, bool] = {}
+    for module in model.modules():
+        shards = dict(_shards(module, style_of[module], group)) if module in style_of else {}
+        split |= shards
+        for parameter in module.parameters(recurse=False):
+            if parameter not in shards:
+                is_partial[parameter] = module in partial
+    return _Parameters(
+        split,
+        partial=[parameter for parameter, in_parts in is_partial.items() if in_parts],
+        replicated=[parameter for parameter, in_parts in is_partial.items() if not in_parts],
+    )
+
+
+def _dropouts(style_of: dict[nn.Module, Style], word: str) -> list[nn.Module]:
+    return [
+        module for module, style in style_of.items() if style.word == word and isinstance(module, _DropoutNd)
+    ]
+
+
+def _splits_logits(style_of: dict[nn.Module, Style]) -> bool:
+    split = [module for module, style in style_of.items() if style.word == "vocabulary"]
     return any(not isinstance(module, nn.Embedding) for module in split)
 
 
 def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """This rank's share of a parameter: a new one, since autograd remembers the shape of one it has seen."""
+    """This rank's share as a new parameter, because autograd remembers the shape of one that was used."""
     part = nn.Parameter(shard.take(parameter.data), requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
     return part
 
 
-def _replace(model: nn.Module, kept: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Wherever it stands: tied modules stay tied."""
+def _replace(model: nn.Module, parts: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters by their parts in every module that has them: tied modules stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in kept:
-                module._parameters[name] = kept[parameter]
+            if parameter is not None and parameter in parts:
+                module._parameters[name] = parts[parameter]
 
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
-    """The parameters of a module that are split, and how."""
+    """The parameters of a module that are split, and their shards."""
     for name, dim, parts in cuts(module, style):
         parameter = getattr(module, name)
         if parameter is not None:
@@ -157,9 +180,9 @@ def _wrap(module: nn.Module, style: Style, region: Region, join_logits: bool, wr
         wrapping.wrap(wrapper)
 
 
-def _leave_fused_paths(model: nn.Module, found: dict[nn.Module, Style], wrapping: Wrapping) -> None:
+def _leave_fused_paths(model: nn.Module, style_of: dict[nn.Module, Style], wrapping: Wrapping) -> None:
     """In evaluation torch's encoder layer passes its weights to one fused kernel, unless it has a hook."""
-    split = {module for module, style in found.items() if cuts(module, style)}
+    split = {module for module, style in style_of.items() if cuts(module, style)}
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and not split.isdisjoint(layer.modules()):
             wrapping.before("tensor", layer, _nothing)
