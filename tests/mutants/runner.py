@@ -1,0 +1,105 @@
+"""Runs the tests of a mutant against a changed copy of the sources. The tree itself is never changed.
+
+A test that fails has found the mutant, and so has one that does not end in time or crashes.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Self, final
+
+from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.pytest_server import PRELOADED, PytestServer
+
+FOUND, HANGING, SURVIVED, INVALID = "found", "found (hangs)", "survived", "invalid"
+
+_PASSED, _FAILED = 0, 1  # exit codes of pytest; others mean that no test ran
+_SHOWN = 4000  # characters of the output of tests that should have run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant. `output` is that of its tests, where these could not run."""
+
+    mutant: Mutant
+    result: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def is_found(self) -> bool:
+        return self.result in (FOUND, HANGING)
+
+
+@final
+class Runner:
+    """Copies of the sources in a temporary folder, and `jobs` processes that run tests against them."""
+
+    def __init__(
+        self,
+        root: Path = ROOT,
+        *,
+        jobs: int = 1,
+        timeout: float = 120.0,
+        preloaded: Sequence[str] = PRELOADED,
+    ) -> None:
+        self._jobs, self._timeout = jobs, timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
+        # One copy for all, so that a change of the tree during a run does not matter.
+        self._clean = Path(self._folder.name) / "clean" / "src"
+        shutil.copytree(root / "src", self._clean)
+        self._servers = [PytestServer(root, preloaded) for _ in range(jobs)]
+        self._idle: SimpleQueue[PytestServer] = SimpleQueue()
+        for server in self._servers:
+            self._idle.put(server)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+        self._folder.cleanup()
+
+    def check_clean(self, tests: Iterable[str], timeout: float) -> str | None:
+        """Run the tests against unchanged sources; returns their output, if one fails or none runs."""
+        code, output = self._run_tests(self._clean, sorted(set(tests)), timeout)
+        return None if code == _PASSED else output
+
+    def run_all(self, mutants: Sequence[Mutant]) -> Iterator[Outcome]:
+        """The outcome of each mutant, in order."""
+        with ThreadPoolExecutor(self._jobs) as executor:
+            yield from executor.map(self.run, mutants)
+
+    def run(self, mutant: Mutant) -> Outcome:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            copy = Path(folder) / "src"
+            shutil.copytree(self._clean, copy)
+            mutant.apply(copy)
+            code, output = self._run_tests(copy, mutant.tests, self._timeout)
+        result = _result(code)
+        return Outcome(mutant, result, time.monotonic() - start, output if result == INVALID else "")
+
+    def _run_tests(self, source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
+        """The exit code, or None if the tests did not end in time; and what they printed."""
+        output = source.parent / "output"
+        server = self._idle.get()
+        try:
+            code = server.run(source, tests, output, timeout)
+        finally:
+            self._idle.put(server)
+        return code, output.read_text(encoding="utf-8", errors="replace")[-_SHOWN:]
+
+
+def _result(code: int | None) -> str:
+    if code is None:
+        return HANGING
+    if code == _PASSED:
+        return SURVIVED
+    return FOUND if code == _FAILED or code < 0 else INVALID

@@ -1,0 +1,71 @@
+"""The runner tells apart mutants that tests find, miss, hang on, or cannot run with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.runner import FOUND, HANGING, INVALID, SURVIVED, Runner
+
+_SOURCE = """
+def after(n):
+    while n < 0:
+        n += 1
+    return n + 1
+"""
+
+_TESTS = """
+from echelon.toy import after
+
+def test_after():
+    assert after(-1) == 1
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "src/echelon").mkdir(parents=True)
+    (tmp_path / "src/echelon/__init__.py").write_text("")
+    (tmp_path / "src/echelon/toy.py").write_text(_SOURCE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_toy.py").write_text(_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def toy_runner(checkout: Path, **options: Any) -> Runner:
+    return Runner(checkout, preloaded=["pytest"], **options)
+
+
+def toy_mutant(old: str, new: str) -> Mutant:
+    return Mutant(f"{old} to {new}", "toy.py", old, new, ("tests/test_toy.py",))
+
+
+def test_outcomes(checkout: Path) -> None:
+    expected = {
+        toy_mutant("return n + 1", "return n + 2"): FOUND,
+        toy_mutant("return n + 1", "return 1 + n"): SURVIVED,
+        toy_mutant("return n + 1", "return (n + 1"): INVALID,
+    }
+    with toy_runner(checkout, jobs=2) as runner:
+        assert runner.check_clean(["tests/test_toy.py"], timeout=60.0) is None
+        outcomes = list(runner.run_all(list(expected)))
+    assert {outcome.mutant: outcome.result for outcome in outcomes} == expected
+    assert [outcome.is_found for outcome in outcomes] == [True, False, False]
+    assert "SyntaxError" in outcomes[2].output
+    assert (checkout / "src/echelon/toy.py").read_text() == _SOURCE, "the tree is not changed"
+
+
+def test_a_mutant_that_hangs_is_found(checkout: Path) -> None:
+    with toy_runner(checkout, timeout=3.0) as runner:
+        outcome = runner.run(toy_mutant("n += 1", "n += 0"))
+    assert (outcome.result, outcome.is_found) == (HANGING, True)
+
+
+def test_tests_that_fail_without_a_mutant_are_reported(checkout: Path) -> None:
+    (checkout / "src/echelon/toy.py").write_text(_SOURCE.replace("n + 1", "n + 3"))
+    with toy_runner(checkout) as runner:
+        output = runner.check_clean(["tests/test_toy.py"], timeout=60.0)
+    assert output is not None
+    assert "assert 3 == 1" in output
