@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help install train test fuzz lint bench clean
+.PHONY: help install train test fuzz mutants lint bench clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -28,6 +28,9 @@ test: .venv/.installed-dev  ## the whole suite, under 10 minutes on 2 cores
 fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
 	@$(BIN)/python -m pytest -m slow -rA
 	@$(BIN)/python -m tests.fuzz --plans 1000
+
+mutants: .venv/.installed-dev  ## planted mistakes, which the tests must find, about 15 minutes
+	@$(BIN)/python -m tests.mutants
 
 lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -93,3 +93,12 @@ def test_an_entry_stands_once() -> None:
     wrapping.wrap(Doubled(module))
     with pytest.raises(AssertionError, match="tensor already"):
         wrapping.wrap(Doubled(module))
+
+
+def test_attributes_come_back_in_the_reverse_order() -> None:
+    module, wrapping = nn.Identity(), Wrapping()
+    module.view = "own"  # type: ignore[assignment]
+    wrapping.assign(module, "view", "first")
+    wrapping.assign(module, "view", "second")
+    wrapping.remove()
+    assert module.view == "own"

@@ -258,3 +258,17 @@ class Stopped(nn.Module):
 @pytest.mark.parametrize("sync", ["zero=0", "zero=1", "zero=2", "zero=3", "sync=async staleness=0"])
 def test_functions_without_a_gradient_leave_their_weights_alone(sync: str) -> None:
     assert_equal(Case(Stopped, vectors, mean_loss, adamw, steps=3), f"data=2 microbatches=2 {sync}")
+
+
+def test_a_step_waits_for_every_bucket() -> None:
+    model, group = Perceptron(), RecordingGroup("data", 0, 2)
+    sharing = AllReduce(set_of(model, group), bucket_bytes=100)
+    sharing.start_step()
+    sharing.start_backward(last=True)
+    model(vectors(0)[0]).sum().backward()
+    sharing.finish_backward()
+    sums = [move for move in group.ledger.moves if move.subject == "gradients"]
+    assert sums
+    assert not any(move.wait_start for move in sums), "the backward pass waits for none"
+    sharing.reduce()
+    assert all(move.wait_start for move in sums)

@@ -65,3 +65,17 @@ def test_who_does_not_contribute_brings_nothing_in(warm_ranks: Warm) -> None:
     """A replica of the contributor: its gradient is the same sum already."""
     first, second = warm_ranks(2).run(summed, [0, 1], [0])
     assert first[0] == second[0] == [1.0, 1.0]
+
+
+def test_ties_are_summed_in_their_order_whatever_the_stages() -> None:
+    """Ranks hold different stages. In the order of their own stages they would wait for each other."""
+    ledger = Ledger()
+    sharings = []
+    for tie in (2, 0, 1):
+        module = nn.Linear(2, 2, bias=False)
+        group = RecordingGroup(f"tie {tie}", 0, 2, ledger)
+        gradient = SharedGradient(module.weight, group, tie=tie)
+        sharings.append(SingleReplica(set_of(module, RecordingGroup("data"), shared_gradients=[gradient])))
+        module.weight.grad = torch.ones(2, 2)
+    sum_tied(sharings)
+    assert list(dict.fromkeys(move.axis for move in ledger.moves)) == ["tie 0", "tie 1", "tie 2"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import echelon
-from echelon.collectives import Ledger, TorchGroup
+from echelon.collectives import Handle, Ledger, RecordingGroup, TorchGroup
 from echelon.data_parallel import Zero
 from echelon.engine import Engine
 from echelon.models import ModelConfig, build, cross_entropy
@@ -234,3 +234,44 @@ def test_bf16_with_masters_trains_like_fp32_at_every_level() -> None:
         losses = echelon.launch(low_precision_losses, 2, f"data=2 zero={level} precision=bf16")[0]
         assert losses[-1] < reference[0] / 2
         assert losses[-1] == pytest.approx(reference[-1], abs=0.1)
+
+
+class InFlight:
+    """Counts the reductions of a group that nobody has waited for yet."""
+
+    def __init__(self, group: RecordingGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = self.total = 0
+        reduce_scatter = group.reduce_scatter
+        monkeypatch.setattr(
+            group, "reduce_scatter", lambda *args, **kw: self._watch(reduce_scatter(*args, **kw))
+        )
+
+    def _watch(self, handle: Handle) -> Handle:
+        self.now, self.total = self.now + 1, self.total + 1
+        self.most = max(self.most, self.now)
+        wait = handle.wait
+
+        def wait_and_count() -> None:
+            self.now -= 1
+            wait()
+
+        handle.wait = wait_and_count  # type: ignore[method-assign]
+        return handle
+
+
+@pytest.mark.parametrize(("level", "most"), [(1, LAYERS + 2), (2, 2), (3, 2)])
+def test_at_most_two_whole_gradients_are_there_at_once(
+    monkeypatch: pytest.MonkeyPatch, level: int, most: int
+) -> None:
+    """At levels 2 and 3: one on its way, while the next is produced. At level 1 all stay in any case."""
+    model, group = deep(), RecordingGroup("data", 0, 2)
+    sharing = Zero(set_of(model, group), level, Wrapping())
+    in_flight = InFlight(group, monkeypatch)
+    sharing.start_step()
+    total, _ = token_loss(model(tokens(0)[0]), tokens(0)[1])
+    sharing.start_backward(last=True)
+    total.backward()
+    sharing.finish_backward()
+    assert in_flight.most == most
+    sharing.reduce()
+    assert (in_flight.now, in_flight.total) == (0, LAYERS + 2), "of every layer"

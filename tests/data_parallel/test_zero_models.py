@@ -1,6 +1,7 @@
 """Models that once broke ZeRO, each with its story: equal to one device, or refused with the reason."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.collectives import RecordingGroup
+from echelon.data_parallel import Zero
 from echelon.verify import Case, assert_equal, verify
+from echelon.wrapping import Wrapping
 from tests.cases import adamw, stop
 from tests.contract_models import class_loss, vectors
+from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -312,3 +317,44 @@ def counted_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_replica_may_have_no_gradient_of_what_the_other_has(level: int) -> None:
     case = case_of(NoneForZeros, make_batch=first_half_counts, loss=counted_loss)
     assert_equal(case, f"data=2 zero={level} microbatches=2")
+
+
+class HidesItsOutput(nn.Module):
+    """Returns a function: no hook can see the tensor in it, so nobody learns of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        hidden = torch.tanh(self.layer(x))
+        return lambda: hidden
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = HidesItsOutput(), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)())  # type: ignore[no-any-return]
+
+
+@LEVELS
+def test_a_gradient_that_is_computed_while_its_weight_is_not_gathered_is_refused(level: int) -> None:
+    """On one rank, where gathers are exact. A backward pass that reads such a weight would be wrong."""
+    model = Hidden()
+    sharing = Zero(set_of(model, RecordingGroup("data")), level, Wrapping(), prefetch=0)
+    sharing.start_step()
+    inputs, targets = vectors(0)
+    loss = class_loss(model(inputs), targets)
+    sharing.start_backward(last=True)
+    total = loss[0] if isinstance(loss, tuple) else loss
+    if level < 3:
+        total.backward()
+        sharing.finish_backward()
+        sharing.reduce()
+        assert all(local.tensor.grad is not None for local in sharing.local_parameters())
+        return
+    with pytest.raises(echelon.UserError, match=r"first\.layer\.\w+ was used while it was not gathered"):
+        total.backward()

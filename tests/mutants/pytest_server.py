@@ -11,12 +11,16 @@ import select
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import final
 
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis")
+import pytest
+
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "numpy")
+_INTERNAL_ERROR = int(pytest.ExitCode.INTERNAL_ERROR)
 _OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--tb=short")
 
 
@@ -61,8 +65,6 @@ def _serve() -> int:
 
 
 def _run_pytest(source: str, tests: list[str], output: str) -> int:
-    import pytest
-
     os.setsid()
     with open(output, "wb") as file:
         for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
@@ -76,7 +78,11 @@ def _run_pytest(source: str, tests: list[str], output: str) -> int:
     sys.path[:] = [source, root, *(path for path in sys.path if path not in ("", root))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
-    return int(pytest.main([*_OPTIONS, *tests]))
+    try:
+        return int(pytest.main([*_OPTIONS, *tests]))
+    except Exception:  # it would end the process with 1, as a test that fails does
+        traceback.print_exc()
+        return _INTERNAL_ERROR
 
 
 def _wait(child: int, timeout: float) -> int | None:

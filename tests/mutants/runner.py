@@ -50,10 +50,13 @@ class Runner:
     ) -> None:
         self._jobs, self._timeout = jobs, timeout
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
-        # One copy for all, so that a change of the tree during a run does not matter.
-        self._clean = Path(self._folder.name) / "clean" / "src"
-        shutil.copytree(root / "src", self._clean)
-        self._servers = [PytestServer(root, preloaded) for _ in range(jobs)]
+        # One copy for all, of the tests too, so that changes of the tree during a run do not matter.
+        checkout = Path(self._folder.name) / "clean"
+        self._clean = checkout / "src"
+        for folder in ("src", "tests"):
+            shutil.copytree(root / folder, checkout / folder)
+        shutil.copy(root / "pyproject.toml", checkout)
+        self._servers = [PytestServer(checkout, preloaded) for _ in range(jobs)]
         self._idle: SimpleQueue[PytestServer] = SimpleQueue()
         for server in self._servers:
             self._idle.put(server)

@@ -30,12 +30,12 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "src/echelon/toy.py").write_text(_SOURCE)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_toy.py").write_text(_TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     return tmp_path
 
 
 def toy_runner(checkout: Path, **options: Any) -> Runner:
-    return Runner(checkout, preloaded=["pytest"], **options)
+    return Runner(checkout, preloaded=[], **options)
 
 
 def toy_mutant(old: str, new: str) -> Mutant:

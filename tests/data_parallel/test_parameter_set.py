@@ -1,0 +1,44 @@
+"""What a parameter set knows of its parameters beyond their replicas."""
+
+import torch
+from torch import nn
+
+from echelon.collectives import RecordingGroup
+from echelon.data_parallel import ParameterSet, SharedGradient, named_subset
+
+GROUP = RecordingGroup("tied")
+
+
+def make_set() -> tuple[ParameterSet, nn.ParameterDict]:
+    module = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in "abcd"})
+    module["frozen"] = nn.Parameter(torch.ones(3), requires_grad=False)
+    shared = [
+        SharedGradient(module["a"], GROUP, tie=0, counts_norm=False),
+        SharedGradient(module["b"], GROUP, tie=1),
+        SharedGradient(module["c"], GROUP, counts_norm=False),
+    ]
+    norm_elsewhere = frozenset({module["d"]})
+    return ParameterSet("dense", named_subset(module), GROUP, (), shared, norm_elsewhere), module
+
+
+def test_trained_parameters_are_those_that_get_gradients() -> None:
+    parameter_set, _ = make_set()
+    assert [name for name, _ in parameter_set.trained] == ["a", "b", "c", "d"]
+    assert parameter_set.numel == 11
+
+
+def test_the_norm_leaves_out_what_other_stages_or_ranks_count() -> None:
+    parameter_set, module = make_set()
+    assert parameter_set.uncounted == {module["a"], module["c"], module["d"]}
+
+
+def test_what_other_stages_hold_too_is_sharded_by_itself() -> None:
+    parameter_set, module = make_set()
+    assert parameter_set.separate_shards == {module["a"], module["b"]}
+
+
+def test_a_subset_has_the_first_names() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    assert list(named_subset(module)) == ["0.weight", "0.bias", "1.bias"]
+    assert list(named_subset(module, {module[1].weight})) == ["0.weight"]
