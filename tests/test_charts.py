@@ -133,7 +133,7 @@ def test_lengths_that_differ() -> None:
 
 
 def test_chart_without_room() -> None:
-    with pytest.raises(UserError, match="100 × 100 pixels leave no room"):
+    with pytest.raises(UserError, match="100 × 100 pixels are too small"):
         line_chart([], "t", "x", "y", width=100, height=100)
 
 

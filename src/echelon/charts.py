@@ -1,7 +1,7 @@
 """Line charts as SVG text, and sparklines for terminals; nothing but the standard library.
 
-A chart brings its own background, so it reads the same on a white and on a dark page. What to draw
-(loss, step time, memory) and where to put it is the report's business.
+A chart has its own background, so it looks the same on a white and on a dark page. The caller chooses what to
+draw.
 """
 
 import math
@@ -41,7 +41,7 @@ class Series:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            error = f"{len(self.x)} x values and {len(self.y)} y values: give one y for each x"
+            error = f"{len(self.x)} x values and {len(self.y)} y values: give one y per x"
             raise_errors(f"series '{self.name}'", [error])
 
 
@@ -85,10 +85,10 @@ def line_chart(
 
     line_chart([Series("train", steps, losses)], "Loss", "step", "nats per token")
 
-    Width and height are pixels; a legend of more than one row adds to the height.
+    Width and height are in pixels; a legend of more than one row adds to the height.
     """
     if width < 240 or height < 160:
-        raise_errors("chart", [f"{width} × {height} pixels leave no room to draw: give at least 240 × 160"])
+        raise_errors("chart", [f"{width} × {height} pixels are too small: give at least 240 × 160"])
     runs = [_runs(_thin(_points(line_series))) for line_series in series]
     shown = [point for lines in runs for line in lines for point in line]
     legend, rows = _legend([line_series.name for line_series in series], width)
@@ -111,7 +111,7 @@ def line_chart(
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
-    """The course of the values in at most `width` block characters; a space where there is none.
+    """The values in at most `width` block characters; a space where a value is missing.
 
     sparkline([1, 2, 3, 5, 8])  ->  '▁▂▃▅█'
     """
@@ -142,13 +142,13 @@ def _is_usable(value: float) -> bool:
 
 
 def _points(series: Series) -> list[Point | None]:
-    """The points in their order; None stands for one that cannot be drawn."""
+    """The points in order; None for one that cannot be drawn."""
     pairs = zip(series.x, series.y, strict=True)
     return [Point(x, y) if _is_usable(x) and _is_usable(y) else None for x, y in pairs]
 
 
 def _thin(points: list[Point | None]) -> list[Point | None]:
-    """At most _MAX_POINTS of them: the lowest and the highest of each bucket, so that no spike is lost."""
+    """At most _MAX_POINTS points: the lowest and the highest of each bucket, so that no spike is lost."""
     if len(points) <= _MAX_POINTS:
         return points
     return [kept for bucket in _buckets(points, _MAX_POINTS // 2) for kept in _extremes(bucket)]
@@ -169,7 +169,7 @@ def _buckets(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _runs(points: list[Point | None]) -> list[list[Point]]:
-    """The stretches of points between the gaps."""
+    """The runs of points between gaps."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if point is not None:

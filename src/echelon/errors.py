@@ -1,8 +1,7 @@
-"""Errors that speak to the user: the rule, the values, the fix; all errors of an input at once.
+"""Errors for the user: the rule, the values, the fix; all errors of an input at once.
 
-`UserError` is the only error that commands print without a traceback (exit code 2). What cannot
-happen is an `assert`; what a peer or the machine does to us has its own class beside the code that
-sees it.
+`UserError` is the only error that commands print without a traceback (exit code 2). What cannot happen is an
+`assert`. Failures of a peer or of the machine have their own classes, beside the code that detects them.
 """
 
 import difflib
@@ -10,7 +9,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave. `errors` holds one full sentence for each."""
+    """Mistakes in the user's input. `errors` has one full sentence for each."""
 
     def __init__(self, title: str, errors: Iterable[str] = ()) -> None:
         self.title = title
@@ -22,7 +21,7 @@ class UserError(ValueError):
 
 
 def raise_errors(subject: str, errors: list[str]) -> None:
-    """Raise one UserError that lists every error of `what`, if there is any.
+    """Raise one UserError that lists every error of `subject`, if there is any.
 
     raise_errors("plan 'data=0'", ["data=0: must be an integer, at least 1"])
     """
@@ -31,8 +30,8 @@ def raise_errors(subject: str, errors: list[str]) -> None:
         raise UserError(f"{count} in {subject}:", errors)
 
 
-def did_you_mean(word: str, listed: Iterable[str]) -> str:
-    """' (did you mean 'data'?)' when a known word is near, else the known words."""
-    listed = list(listed)
-    near = difflib.get_close_matches(word, listed, n=1, cutoff=0.6)
-    return f" (did you mean '{near[0]}'?)" if near else f"; known: {', '.join(listed)}"
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """' (did you mean 'data'?)' if an option is close to `word`, else a list of the options."""
+    names = list(options)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f" (did you mean '{matches[0]}'?)" if matches else f"; known: {', '.join(names)}"

@@ -110,7 +110,7 @@ def test_dtype_of_text_and_vocab_of_tokens(tmp_path: Path) -> None:
 
 
 def test_no_name_does_not_mean_the_current_folder() -> None:
-    assert "no source is named" in errors_of("", vocab=256)[0]
+    assert "no source is given" in errors_of("", vocab=256)[0]
 
 
 def test_device_is_no_corpus() -> None:

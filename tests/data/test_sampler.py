@@ -190,7 +190,7 @@ def test_too_short_for_validation_names_a_fraction_that_is_enough() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_corpus_without_one_window(length: int) -> None:
-    with pytest.raises(UserError, match="shorten the sequence, or take a corpus of more tokens"):
+    with pytest.raises(UserError, match="shorten the sequence, or use a larger corpus"):
         Batches(counting(length), 1, 10, 0)
     with pytest.raises(UserError, match="needs 11: shorten the sequence"):
         Batches(counting(length), 1, 10, 0, "validation")

@@ -12,7 +12,7 @@ from echelon.quantities import GIB
 @pytest.mark.parametrize(
     ("enough", "too_little", "fix"),
     [
-        (machine.judge_cores(2), machine.judge_cores(1), "ranks will take turns"),
+        (machine.judge_cores(2), machine.judge_cores(1), "ranks take turns"),
         (machine.judge_memory(8 * GIB, GIB), machine.judge_memory(8 * GIB, GIB - 1), "close other programs"),
         (machine.judge_shared_memory(GIB), machine.judge_shared_memory(64 * 2**20), "--shm-size=8g"),
         (machine.judge_disk(GIB), machine.judge_disk(GIB - 1), "make room"),

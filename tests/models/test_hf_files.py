@@ -105,8 +105,8 @@ def test_all_errors_of_shards_at_once(tmp_path):
     errors = errors_of(tmp_path)
     assert len(errors) == 4
     assert first in errors[0]
-    assert errors[1] == f"{second}: does not hold t3, which model.safetensors.index.json says"
-    assert errors[2] == f"{second}: holds stranger, which model.safetensors.index.json does not say"
+    assert errors[1] == f"{second}: does not hold t3, which model.safetensors.index.json lists"
+    assert errors[2] == f"{second}: holds stranger, which model.safetensors.index.json does not list"
     assert third in errors[3]
 
 

@@ -101,7 +101,7 @@ def test_every_error_of_the_numbers_at_once() -> None:
         "total=0: must be an integer, at least 1",
         "warmup=-1: must be an integer, at least 0",
         "decay=2.5: must be an integer, at least 0",
-        "floor=1.5: must lie between 0 and 1, a part of the full rate",
+        "floor=1.5: must be between 0 and 1, a part of the full rate",
     )
 
 
@@ -124,8 +124,8 @@ def test_unknown_name_comes_with_the_errors_of_the_numbers() -> None:
 
 def test_options_that_the_schedule_does_not_have() -> None:
     errors = errors_of(by_name, "constant", 10, decay=2, floor=0.1)
-    assert ["only wsd takes it" in errors[0], "constant does not fall" in errors[1]] == [True, True]
-    assert "only wsd takes it" in errors_of(by_name, "cosine", 10, decay=2)[0]
+    assert ["only wsd has it" in errors[0], "constant does not decay" in errors[1]] == [True, True]
+    assert "only wsd has it" in errors_of(by_name, "cosine", 10, decay=2)[0]
 
 
 def test_what_is_not_known_is_not_judged() -> None:

@@ -1,4 +1,4 @@
-"""One level of the dynamic programme on costs given as plain numbers."""
+"""One level of the dynamic program on costs given as plain numbers."""
 
 import numpy as np
 

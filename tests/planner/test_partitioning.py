@@ -1,4 +1,4 @@
-"""The dynamic programme: never above any split there is, nor above PipeDream's own answers."""
+"""The dynamic program: never above any split there is, nor above PipeDream's own answers."""
 
 import csv
 import json

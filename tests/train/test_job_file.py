@@ -72,7 +72,7 @@ def keys(error: UserError) -> list[str]:
 
 
 def test_what_cannot_be_read_does_not_hide_what_is_wrong() -> None:
-    # First only steps came, after mending it the plan, after mending that the data.
+    # First only steps came, after a fix the plan, after another the data.
     error = error_of(None, "steps=x", "plan=data=0", "data.source=nowhere")
     assert keys(error) == ["steps='x'", "plan", "data.source=nowhere"]
     error = error_of(None, "model.layers=x", "model.preset=gpt-tny", "optimizer.betas=['a', 'b']", "seed=-1")

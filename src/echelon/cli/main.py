@@ -1,4 +1,4 @@
-"""The entry point: finds the command, and turns every way to fail into a message and an exit code.
+"""The entry point: runs the command, and turns every failure into a message and an exit code.
 
 0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted · 143 SIGTERM
 """
@@ -17,7 +17,7 @@ from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 
-# Newer typers carry click inside: this is the UsageError of whichever it is.
+# Newer versions of typer contain click; this is the UsageError of whichever is used.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
@@ -71,13 +71,13 @@ def run(arguments: list[str]) -> int:
         return _fail(arguments, 1, str(error))
     except signals.Terminated as error:
         return _fail(arguments, signals.EXIT_CODE, str(error))
-    if code == 130:  # how typer passes on Ctrl-C
+    if code == 130:  # how typer reports Ctrl-C
         return _fail(arguments, code, "interrupted")
     return code
 
 
 def _fail(arguments: list[str], code: int, message: str, errors: Sequence[str] = ()) -> int:
-    if not is_first_rank():  # standard output is rank 0's, but a failure may be this rank's alone
+    if not is_first_rank():  # rank 0 has standard output, but only this rank may have failed
         print(f"error on rank {os.environ['RANK']}: {message}", file=sys.stderr)
     elif "--json" in arguments:
         print_json({"error": message, "errors": list(errors), "exit_code": code})

@@ -23,12 +23,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks on standard output: under torchrun, rank 0 alone."""
+    """Whether this process prints on standard output: under torchrun, only rank 0 does."""
     return not is_under_torchrun() or os.environ["RANK"] == "0"
 
 
 def console(as_json: bool) -> Console:
-    """Where a command shows things to a person: nowhere, when a program asked for JSON."""
+    """The console for a person; quiet if a program asked for JSON."""
     return Console(quiet=as_json or not is_first_rank(), highlight=False)
 
 

@@ -32,7 +32,7 @@ Bandwidth = Annotated[
 Memory = Annotated[str | None, typer.Option("--memory", help="Bytes of memory per worker, like 16GB.")]
 Model = Annotated[str, typer.Option("--cost-model", help="echelon, or pipedream: that of its optimizer.")]
 Straight = Annotated[bool, typer.Option("--straight", help="One worker per stage, no replicas.")]
-Free = Annotated[bool, typer.Option("--free-activations", help="Passing activations takes no time.")]
+Free = Annotated[bool, typer.Option("--free-activations", help="Transfers of activations take no time.")]
 Microbatches = Annotated[
     int | None,
     typer.Option(
@@ -52,7 +52,7 @@ def partition(
     microbatches: Microbatches = None,
     as_json: Json = False,
 ) -> None:
-    """Split a profile's layers into stages with replicas, the fastest that a cost model knows."""
+    """Split a profile's layers into the fastest stages with replicas, by a cost model."""
     from echelon.planner import partition as solve
     from echelon.planner import read_profile
     from echelon.planner.cluster import read_bandwidths, read_workers
@@ -80,7 +80,7 @@ def partition(
 def _read(option: str, reader: Callable[[Any], T], text: Any, errors: list[str]) -> T | None:
     try:
         return reader(text)
-    except UserError as refusal:  # of a profile: it lists its own
+    except UserError as refusal:  # a profile lists all of its errors
         errors += [f"{text}: {error}" for error in refusal.errors] or [refusal.title]
     except ValueError as error:
         errors.append(f"{option} {error}")
@@ -95,12 +95,14 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
     if microbatches is not None and microbatches < 1:
         errors.append(f"--microbatches {microbatches} must be an integer, at least 1")
     elif microbatches is not None and name == PipeDream.name:
-        errors.append("--microbatches: pipedream's model updates after each; drop it, or use echelon's model")
+        errors.append(
+            "--microbatches: pipedream's model updates after each one; drop it, or use echelon's model"
+        )
     return PipeDream(free) if name == PipeDream.name else Echelon(free, microbatches)
 
 
 def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
-    """One row a stage, and a sentence with the fields of a plan."""
+    """One row per stage, and a sentence with the fields of a plan."""
     table = Table()
     for heading in ("stage", "layers", "replicas", "time", "limited by", "memory", "workers"):
         table.add_column(
@@ -109,7 +111,7 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
     for index, stage in enumerate(split.stages):
         table.add_row(
             str(index),
-            Text(_span(stage.layers)),  # names may look like markup
+            Text(_span(stage.layers)),  # a name may look like markup
             str(stage.replicas),
             show_seconds(stage.seconds),
             stage.limit,
@@ -118,11 +120,9 @@ def _show(split: "Partition", counts: tuple[int, ...], screen: Console) -> None:
         )
     screen.print(table)
     if len(counts) > 1:
-        screen.print(
-            f"Workers are numbered unit by unit: 0 to {counts[0] - 1} are the first {counts[0]} together."
-        )
+        screen.print(f"Workers are numbered machine by machine: 0 to {counts[0] - 1} are on the first.")
     if not split.exact:
-        screen.print("The graph branches too widely to try every split: there may be a faster one.")
+        screen.print("The graph is too wide to try every split: there may be a faster one.")
     screen.print(
         f"A microbatch takes {show_seconds(split.pipeline_seconds)} ({split.cost_model}'s cost model), "
         f"{split.speedup_over_data_parallel:.2f} times as fast as data parallelism: [bold]{split.plan}[/]"

@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a command ends its ranks and marks its run before it goes."""
+"""SIGTERM as an exception, so that a command ends its ranks and marks its run before it exits."""
 
 import signal
 import threading
@@ -11,14 +11,14 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Terminated(BaseException):
-    """Somebody asked this process to end. Not an Exception: nothing on the way may take it for a failure."""
+    """This process was asked to end. Not an Exception, so that no handler takes it for a failure."""
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated (in the main thread, where alone Python hears signals).
+    """Inside, SIGTERM raises Terminated in the main thread, the only one where Python handles signals.
 
-    A later rank of torchrun has nothing to clear up, so it goes at once, even out of a collective.
+    Ranks of torchrun other than 0 have nothing to clean up, so they end at once, even inside a collective.
     """
     if threading.current_thread() is not threading.main_thread() or not is_first_rank():
         yield
@@ -31,6 +31,6 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def _raise(*_: object) -> None:
-    # `timeout` and others send it twice; the second must not break into the clearing up after the first.
+    # `timeout` and others send it twice; the second must not interrupt the cleanup after the first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated("terminated (SIGTERM)")

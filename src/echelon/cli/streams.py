@@ -1,6 +1,6 @@
 """Output on streams that cannot show every character: an ASCII terminal, a file name that is not UTF-8.
 
-What a stream cannot encode is written in plain letters; a message is worth more than its typography.
+Characters that a stream cannot encode are written in plain letters.
 """
 
 import codecs
@@ -12,7 +12,7 @@ _PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "._-=+*%#", strict=True))
 
 
 def make_robust(*streams: Any) -> None:
-    """No character stops these streams any more."""
+    """Let these streams write every character, in plain letters where they must."""
     codecs.register_error("echelon.plain", _in_plain_letters)
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):

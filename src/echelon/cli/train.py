@@ -17,11 +17,11 @@ def train(
     from echelon.train.job_file import read_job
     from echelon.train.trainer import train as run
 
-    settled_job = read_job(job, settings or (), plan)
+    job_to_run = read_job(job, settings or (), plan)
     screen = console(as_json)
-    with Display(settled_job, screen) as display:
-        summary = run(settled_job, display.show)
-    if not summary:  # under torchrun, rank 0 alone speaks
+    with Display(job_to_run, screen) as display:
+        summary = run(job_to_run, display.show)
+    if not summary:  # under torchrun, only rank 0 prints
         return
     if as_json:
         print_json(summary)

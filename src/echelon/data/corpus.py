@@ -1,7 +1,7 @@
 """A corpus: one long row of token ids, and how to open one by name.
 
-Every rank opens the corpus on its own, so opening is quick and gives the same tokens everywhere.
-Reading the sources is `sources.py`; which tokens make which batch is `sampler.py`.
+Every rank opens the corpus itself, so opening is quick and gives the same tokens everywhere. sources.py reads
+the sources; sampler.py says which tokens are in which batch.
 """
 
 import difflib
@@ -23,7 +23,7 @@ BYTE_VOCAB = 256
 DTYPES = ("uint8", "uint16", "uint32")
 _SOURCES = f"a text file, a folder of text files, a {TOKEN_FILE_SUFFIX} token file, or '{STDLIB}'"
 
-# Opening looks at this many blocks, spread over the corpus, for ids that are too large.
+# Opening checks this many blocks, spread over the corpus, for ids that are too large.
 _PROBE_BLOCKS = 64
 _PROBE_TOKENS = 1024
 
@@ -60,7 +60,7 @@ class Corpus:
         return ids
 
     def probe(self) -> list[str]:
-        """Errors of the ids in a few blocks from the first to the last token: cheap at any size."""
+        """Errors of the ids in a few blocks between the first and the last token: cheap at any size."""
         last = max(0, len(self) - _PROBE_TOKENS)
         starts = np.linspace(0, last, _PROBE_BLOCKS).astype(np.int64)
         blocks = [self.tokens[start : start + _PROBE_TOKENS] for start in np.unique(starts)]
@@ -96,7 +96,7 @@ def open_corpus(source: str, *, vocab: int, dtype: str | None = None) -> Corpus:
 
 
 def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[str]:
-    """Every error of what `open_corpus` is told that shows without reading; `vocab` None is not judged."""
+    """Every error in the arguments of `open_corpus` that shows without reading; vocab=None is not checked."""
     path = _path(source)
     is_tokens = _is_token_file(path)
     return [
@@ -107,12 +107,12 @@ def corpus_errors(source: str, *, vocab: int | None, dtype: str | None) -> list[
 
 
 def decode_bytes(tokens: npt.NDArray[Any]) -> str:
-    """Bytes back to text; a window may cut a character in two, which shows as U+FFFD."""
+    """Bytes back to text; a character that a window splits is shown as U+FFFD."""
     return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def _path(source: str) -> Path:
-    # os.path, not Path: it does not raise where there is no such user, or no right to look.
+    # os.path, not Path: it does not raise for an unknown user or a missing permission.
     return Path(os.path.expanduser(source))
 
 
@@ -138,12 +138,12 @@ def _source_errors(source: str, path: Path) -> list[str]:
     if source == STDLIB:
         return []
     if not source:
-        return [f"no source is named: name {_SOURCES}"]
+        return [f"no source is given: name {_SOURCES}"]
     try:
         path.stat()
     except PermissionError as error:
         return [unreadable(path, error)]
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+    except (OSError, ValueError):  # ValueError: not a valid file name
         return [_missing(path)]
     if not path.is_dir() and not path.is_file():
         return [f"'{path}' is neither a file nor a folder: name {_SOURCES}"]
@@ -159,7 +159,7 @@ def _missing(path: Path) -> str:
 def _names_in(folder: Path) -> list[str]:
     try:
         return sorted(child.name for child in folder.iterdir())
-    except (OSError, ValueError):  # no such folder, or no right to list it: nothing to suggest
+    except (OSError, ValueError):  # no such folder, or no permission: nothing to suggest
         return []
 
 

@@ -1,8 +1,7 @@
 """Which windows of a corpus make the global batch of a step.
 
-The answer depends on (seed, step) and the shape of the batch alone. So every layout sees the same
-batches, and a resumed run goes on exactly where it stopped: there is no state to save.
-Reading tokens is `corpus.py`; moving a batch to a device is the training loop.
+This depends only on (seed, step) and the shape of the batch. So every layout sees the same batches, and a
+resumed run continues exactly where it stopped: there is no state to save.
 
     corpus   ├──────────────── train ────────────────┤├─ validation ─┤
     windows  [0 ..... s]    [2s ..... 3s]      s+1 tokens at stride s: each token but
@@ -28,15 +27,15 @@ Places = npt.NDArray[np.int64]
 
 
 # [Note: a permutation without an array]
-# A place below n is written as two digits (left, right) in base `side`, the least with side² ≥ n. One
-# round of a Feistel network, (left, right) -> (right, left + hash(right) mod side), can be undone whatever
-# the hash is, so a few rounds permute the places below side². A place that lands in n … side² is sent on
-# until it lands below n: that walks along a cycle of the permutation, so it permutes the places below n.
+# A place below n is written as two digits (left, right) in base `side`, the smallest with side² ≥ n. One
+# round of a Feistel network, (left, right) -> (right, left + hash(right) mod side), is invertible for any
+# hash, so a few rounds permute the places below side². A place that maps to n … side² is mapped again until
+# it is below n: that follows a cycle of the permutation, so it permutes the places below n.
 #
 #     shuffle(np.arange(10), 10, seed=0, epoch=0)  ->  [5 3 6 9 1 0 4 2 8 7]
 #     shuffle(np.arange(10), 10, seed=0, epoch=1)  ->  [1 2 5 8 9 0 6 7 4 3]
 def shuffle(places: Places, n: int, seed: int, epoch: int) -> Places:
-    """Where each of `places` (below n) goes in the pseudo-random order of (seed, epoch)."""
+    """The image of each of `places` (below n) in the pseudo-random order of (seed, epoch)."""
     side = isqrt(n - 1) + 1
     # Measured: with eight rounds the distances between neighbours are as even as chance from n = 40 on, and
     # slightly uneven below (χ² per degree of freedom 1.5 at n = 16, where six rounds have 4.2).
@@ -69,11 +68,11 @@ class Batches:
 
     batches = Batches(corpus, batch=8, sequence=128, seed=0)
     inputs, targets = batches.at(step)                    # the whole global batch: int64 [8, 128] each
-    inputs, targets = batches.at(step, part=(0, 2))       # the rows of replica 0 of 2 alone
+    inputs, targets = batches.at(step, part=(0, 2))       # only the rows of replica 0 of 2
 
-    `validation_fraction` of the corpus, its end, is kept for `split="validation"`; no window reaches
-    across. A split with fewer windows than one batch is refused: give a smaller batch to the validation
-    split where it is short.
+    The end of the corpus, `validation_fraction` of it, is kept for `split="validation"`; no window is in both
+    splits. A split with fewer windows than one batch is refused: use a smaller batch for a short validation
+    split.
     """
 
     corpus: Corpus
@@ -101,8 +100,8 @@ class Batches:
     def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets) of `step`, int64 [rows, sequence]; `part=(i, n)`: the rows of replica i of n.
 
-        Rows are dealt as numpy.array_split does: where n does not divide the batch, the first replicas
-        have one row more.
+        Rows are split as numpy.array_split does: if the batch is not divisible by n, the first replicas have
+        one row more.
         """
         raise_errors(f"step {step}, part {part}", _place_errors(step, part))
         samples = step * self.batch + _rows(self.batch, *part)
@@ -177,7 +176,7 @@ def _length_fix(batches: Batches, needed: int) -> str:
         fixes.append(f"raise validation_fraction to {enough}")
     if batches.split == "train" and total >= needed:
         fixes.append("lower validation_fraction")
-    fixes.append("shorten the sequence, or take a corpus of more tokens")
+    fixes.append("shorten the sequence, or use a larger corpus")
     return "; or ".join(fixes)
 
 

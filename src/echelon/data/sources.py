@@ -1,7 +1,7 @@
 """Where tokens come from: the standard library, text files, token files.
 
-Each reader here returns the plain token array of one kind of source, the same on every rank, or
-raises one UserError with every error. What the tokens mean (`vocab`, `name`) is `corpus.py`.
+Each reader returns the token array of one kind of source, the same on every rank, or raises one UserError
+with every error.
 """
 
 import os
@@ -16,18 +16,18 @@ from echelon.errors import UserError, raise_errors
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
-# Files are joined by one newline, so that the last word of one does not run into the next.
+# Files are joined by a newline, so that the last word of one does not run into the next.
 SEPARATOR = b"\n"
 
-# Not program text as people write it (tests, tables), or not the standard library at all.
+# Tests, tables and installed packages: not program text as people write it.
 _STDLIB_SKIPS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     | {"idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
 )
-# Written when Python is built: they hold paths of that machine, so machines would differ.
+# Generated when Python is built: they contain paths of that machine, so machines would differ.
 _STDLIB_GENERATED = ("_sysconfigdata", "python-config")
 
-# How much of one large text file is looked at to tell text from binary.
+# How much of a large file is checked for being text.
 _HEAD_BYTES = 1 << 16
 
 
@@ -43,7 +43,7 @@ def read_stdlib() -> Tokens:
 def read_folder(folder: Path) -> Tokens:
     """The bytes of every text file below `folder`, in order of their paths.
 
-    Any extension counts. Left out are hidden names (`.git`) and binary files (they hold a NUL byte).
+    Any extension counts. Hidden names (`.git`) and binary files (with a NUL byte) are left out.
     """
     paths, errors = _files_below(folder)
     texts, more_errors = _read_texts(paths)
@@ -58,7 +58,7 @@ def map_text(path: Path) -> Tokens:
     """The bytes of one text file, memory-mapped: a file of any size opens at once."""
     tokens = _map(path, np.dtype(np.uint8))
     if _is_binary(tokens[:_HEAD_BYTES].tobytes()):
-        error = "it holds a NUL byte, so it is no text: name a text file, or a token file that ends in .bin"
+        error = "it has a NUL byte, so it is not text: name a text file, or a token file that ends in .bin"
         raise_errors(f"corpus '{path}'", [error])
     return tokens
 
@@ -89,7 +89,7 @@ def _size_errors(size: int, dtype: np.dtype[Any]) -> list[str]:
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list[Path], list[str]]:
-    """Every plain file below `folder`, in one order on all machines, and the errors met on the way."""
+    """Every file below `folder`, in the same order on all machines, and the errors of reading folders."""
     paths: list[Path] = []
     refused: list[OSError] = []
     for parent, folders, names in os.walk(folder, onerror=refused.append):
@@ -100,7 +100,7 @@ def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> tuple[list
 
 
 def _read_texts(paths: list[Path]) -> tuple[list[bytes], list[str]]:
-    """The contents of the text files among `paths`, and a error for each file that cannot be read."""
+    """The contents of the text files among `paths`, and an error for each file that cannot be read."""
     texts: list[bytes] = []
     errors: list[str] = []
     for path in paths:
@@ -120,5 +120,5 @@ def _is_binary(data: bytes) -> bool:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """The error of a path that the system does not let us read."""
+    """The error of a path that cannot be read."""
     return f"'{path}' cannot be read ({error.strerror or error}): give this user the right to read it"

@@ -1,6 +1,6 @@
-"""What this machine can do for training, and what stands in the way: `examine`, then `render`.
+"""What this machine can do for training, and which problems it has: `examine`, then `render`.
 
-Importing this needs neither torch nor rich; a probe imports what it asks about.
+Importing this package needs neither torch nor rich; each probe imports what it needs.
 """
 
 from echelon.doctor.examine import examine

@@ -34,7 +34,7 @@ def examine_devices() -> Section:
 def judge_cores(cores: int) -> Finding:
     if cores >= 2:
         return Finding("cores", str(cores), number=cores)
-    remark = "several ranks will take turns on it: right results, but no speed to gain from parallelism"
+    remark = "ranks take turns on one core: results are right, but parallelism brings no speed"
     return Finding("cores", str(cores), "warn", remark, cores)
 
 
@@ -51,7 +51,7 @@ def judge_memory(total: int, available: int | None) -> Finding:
 def judge_shared_memory(size: int | None) -> Finding:
     name = f"shared memory ({_SHARED_MEMORY})"
     if size is None:
-        return Finding(name, "none", "note", "data workers and NCCL use it where it is there")
+        return Finding(name, "none", "note", "data workers and NCCL use it if it exists")
     if size >= GIB:
         return Finding(name, show_bytes(size), number=size)
     remark = (
@@ -85,7 +85,7 @@ def _shared_memory_bytes() -> int | None:
 def _cuda() -> list[Finding]:
     import torch
 
-    with warnings.catch_warnings(record=True) as warned:  # torch warns when a driver is there and unfit
+    with warnings.catch_warnings(record=True) as warned:  # torch warns about a driver that does not fit
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if available:
@@ -108,7 +108,7 @@ def _backends() -> list[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available():
-        remark = "this torch is built without torch.distributed: only plans of one rank run"
+        remark = "this torch is built without torch.distributed: only plans with one rank run"
         return [Finding("backends", "none", "warn", remark)]
     availability = {
         "gloo": dist.is_gloo_available(),

@@ -1,4 +1,4 @@
-"""Findings about software: versions of what echelon stands on, and what each missing package costs."""
+"""Findings about software: the versions of required packages, and what a missing package costs."""
 
 import platform
 import re
@@ -14,7 +14,7 @@ _OLDEST_PYTHON = (3, 11)
 
 
 class Extra(NamedTuple):
-    """A package that the core does without: what is lost without it, and how to get it."""
+    """An optional package: what is lost without it, and how to install it."""
 
     name: str
     cost: str
@@ -67,7 +67,7 @@ def installed(name: str) -> str | None:
 def judge_python(installed_version: str) -> Finding:
     if _numbers(installed_version) >= _OLDEST_PYTHON:
         return Finding("Python", installed_version)
-    return Finding("Python", installed_version, "warn", "echelon is made for Python 3.11 and later")
+    return Finding("Python", installed_version, "warn", "echelon needs Python 3.11 or later")
 
 
 def judge_torch(installed_version: str | None) -> Finding:
@@ -80,7 +80,7 @@ def judge_torch(installed_version: str | None) -> Finding:
 def judge_needed(name: str, installed_version: str | None) -> Finding:
     if installed_version is not None:
         return Finding(name, installed_version)
-    return Finding(name, "missing", "warn", f"nothing can be trained without it: pip install {name}")
+    return Finding(name, "missing", "warn", f"required: pip install {name}")
 
 
 def judge_extra(extra: Extra, installed_version: str | None) -> Finding:

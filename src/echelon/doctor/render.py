@@ -1,4 +1,4 @@
-"""The doctor's report for a terminal. rich is imported here alone, and only when something is rendered."""
+"""The doctor's report for a terminal. Only this module imports rich, and only when something is rendered."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ _MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", 
 
 
 def render(report: Report) -> "RenderableType":
-    """One row a finding under the titles of the sections, and a last line that counts the warnings."""
+    """One row per finding under the titles of the sections, and a last line with the number of warnings."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -20,7 +20,7 @@ def render(report: Report) -> "RenderableType":
     for section in report.sections:
         table.add_row("", Text(section.title, "bold"))
         for finding in section.findings:
-            # Text, not str: what a machine says about itself may look like markup.
+            # Text, not str: a value may look like markup.
             mark, remark = Text(*_MARKS[finding.status]), Text(finding.remark, "dim")
             table.add_row(mark, Text(finding.name), Text(finding.value), remark)
         table.add_row()

@@ -1,4 +1,4 @@
-"""What the doctor found, as plain data. How it is found is in the other files, how it looks in `render`."""
+"""The doctor's findings, as plain data. The other modules make them, `render` shows them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -10,9 +10,9 @@ Status = Literal["ok", "note", "warn"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. `value` is for people; `number` is the same in bytes, seconds, or bytes or FLOP a second.
+    """One row. `value` is for people; `number` is the same in bytes, seconds, bytes per second or FLOP/s.
 
-    `remark` says what a note or a warning means for training, and how to mend it.
+    `remark` says what a note or a warning means for training, and how to fix it.
     """
 
     name: str
@@ -53,7 +53,7 @@ Probe = Callable[[], Iterable[Finding]]
 
 
 def section(title: str, probes: dict[str, Probe]) -> Section:
-    """Ask every probe. One that fails is itself a finding: the doctor works on any machine."""
+    """Run every probe. A probe that fails is itself a finding, so the doctor works on any machine."""
     findings: list[Finding] = []
     for name, probe in probes.items():
         try:

@@ -1,7 +1,7 @@
-"""Findings by measurement: one thread's memory and arithmetic, the start of ranks, the path between two.
+"""Findings by measurement: memory and arithmetic of one thread, the start of ranks, messages between two.
 
-Each figure is a median of a few tries on a machine that may be busy: an order of magnitude. Comparisons
-that hold are made by `echelon.bench`.
+Each figure is a median of a few tries on a machine that may be busy: an order of magnitude. `echelon.bench`
+makes reliable comparisons.
 """
 
 import time
@@ -18,7 +18,7 @@ from echelon.quantities import MIB, show_bytes, show_rate, show_seconds
 _COPY_BYTES = 64 * MIB  # beyond the caches of most processors
 _MATRIX = 1024
 _LARGE, _SMALL = 16 * MIB, 8
-_DEADLINE = 20.0  # for ranks that a broken machine lets hang
+_DEADLINE = 20.0  # for ranks that hang on a broken machine
 
 
 class Trip(NamedTuple):
@@ -66,17 +66,17 @@ def _two_ranks() -> list[Finding]:
         reason = str(error).splitlines()[0]
         remark = f"only plans of one rank run: {reason}"
         return [Finding("launch of 2 ranks", "fails", "warn", remark)]
-    rate = _LARGE / trip.large  # two ranks pass on 2(N−1)/N = 1 buffer each
+    rate = _LARGE / trip.large  # two ranks send 2(N−1)/N = 1 buffer each
     large = f"{show_rate(rate)} ({show_bytes(_LARGE)} in {show_seconds(trip.large)})"
     return [
         Finding("launch of 2 ranks", f"{show_seconds(again)} (first: {show_seconds(first)})", number=again),
         Finding("all-reduce, 2 ranks, gloo", large, number=rate),
-        Finding("latency of it", f"{show_seconds(trip.small)} ({_SMALL} bytes)", number=trip.small),
+        Finding("all-reduce latency", f"{show_seconds(trip.small)} ({_SMALL} bytes)", number=trip.small),
     ]
 
 
 def _start_and_run() -> tuple[float, Trip]:
-    """Seconds until two ranks were there, and what they measured."""
+    """Seconds until two ranks had started, and what they measured."""
     start = time.perf_counter()
     with Ranks(2, backend="gloo", deadline=_DEADLINE) as ranks:
         seconds = time.perf_counter() - start
@@ -112,7 +112,7 @@ def _seconds(fn: Callable[[], object]) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As a launched rank has it."""
+    """One thread, as in a launched rank."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Transformers to train: GPT and Llama, as plain torch modules that list their layers.
 
-They know nothing of parallelism. Used by `train`, the examples and the benchmarks; the strategies take any
-model that lists its layers.
+They know nothing of parallelism. `train` and the benchmarks use them; the strategies take any model that
+lists its layers.
 """
 
 from echelon.models.config import ModelConfig, RopeScaling

@@ -2,8 +2,8 @@
 
 Every part knows its own initial values (`reset_parameters`), drawn from torch's seed when it is built.
 `x` is always hidden states, [batch, sequence, width].
-What differs between families (embedding, norm, feed-forward) lives in `gpt` and `llama`; how parts are
-strung together, in `transformer`.
+`gpt` and `llama` have what differs between families (embedding, norm, feed-forward); `transformer` connects
+the parts.
 """
 
 import math
@@ -19,7 +19,7 @@ INIT_STD = 0.02
 
 
 def residual_std(config: ModelConfig) -> float:
-    """For projections that add to the residual stream: 2 · layers of them sum up, so each is smaller."""
+    """For projections that add to the residual stream: 2 · layers of them are summed, so each is smaller."""
     return INIT_STD / math.sqrt(2 * config.layers)
 
 
@@ -41,11 +41,11 @@ class TiedLinear(nn.Linear):
 
     def __init__(self, weight: Tensor) -> None:
         outputs, inputs = weight.shape
-        super().__init__(inputs, outputs, bias=False, device="meta")  # meta: no memory for a weight we drop
+        super().__init__(inputs, outputs, bias=False, device="meta")  # meta: no memory
         self.weight = weight
 
     def reset_parameters(self) -> None:
-        """Nothing to do: the owner of the weight draws it."""
+        """Nothing to do: the owner of the weight initialises it."""
 
 
 class Embedding(nn.Embedding):

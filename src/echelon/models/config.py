@@ -1,7 +1,7 @@
 """The shape of a transformer as plain data: `ModelConfig`.
 
-Needs no torch, so that a planner can size a model that no machine here could hold. Named sizes live in
-`presets`, the modules themselves in `gpt` and `llama`.
+It needs no torch, so that a planner can size a model that fits on no machine here. Named sizes are in
+`presets`, the modules in `gpt` and `llama`.
 """
 
 import math
@@ -72,7 +72,7 @@ class ModelConfig:
             errors.append(f"tied={self.tied!r}: must be true or false")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
             errors.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
-        # How values fit together is asked only of values that make sense alone.
+        # How values fit together is checked only if each value is valid.
         raise_errors("model config", errors or _fit_errors(self))
 
     @property
@@ -169,8 +169,8 @@ def _fit_errors(config: ModelConfig) -> list[str]:
     if config.family == "gpt" and config.num_kv_heads != config.heads:
         errors.append(
             f"heads={config.heads} kv_heads={config.kv_heads}: GPT does not group key/value heads; "
-            "leave kv_heads out, or take family='llama'"
+            "leave kv_heads out, or use family='llama'"
         )
     if config.family == "gpt" and config.rope_scaling is not None:
-        errors.append("rope_scaling: GPT has learned positions; leave it out, or take family='llama'")
+        errors.append("rope_scaling: GPT has learned positions; leave it out, or use family='llama'")
     return errors

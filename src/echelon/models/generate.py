@@ -1,7 +1,7 @@
 """Text from a trained model, one token after another.
 
-Kept simple: no key/value cache, so a token costs a whole forward pass. It is for looking at what a
-training run has learned, not for serving.
+It has no key/value cache, so each token costs a whole forward pass. It is for looking at what a training run
+has learned, not for serving.
 """
 
 import torch

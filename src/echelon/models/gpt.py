@@ -1,6 +1,6 @@
 """The GPT family (GPT-2, GPT-3): learned positions, LayerNorm, GELU, biases everywhere.
 
-Dropout stands where GPT-2 has it, but not on attention's weights: those exist inside a kernel only.
+Dropout is where GPT-2 has it, except on attention weights: fused kernels do not expose them.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face folder <-> `ModelConfig`, for model types gpt2 and llama.
 
-What our models cannot do (biases in Llama, another activation, quantised weights, …) is refused by name:
-loading it anyway would give a model that runs and is wrong.
+Options that our models do not have (biases in Llama, another activation, quantised weights, …) are refused by
+name: loading them anyway would give a model that runs and is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How one model type spells our fields."""
+    """The keys of one model type for our fields."""
 
     family: Family
     architecture: str
     required: dict[str, str]  # our field -> their key
-    optional: dict[str, tuple[str, Any]]  # our field -> their key, and its value where it is left out
-    demanded: dict[str, tuple[Any, ...]]  # their key -> the values we can do; left out means the first
+    optional: dict[str, tuple[str, Any]]  # our field -> their key, and its default
+    demanded: dict[str, tuple[Any, ...]]  # their key -> the supported values; the first is the default
 
 
 _DIALECTS = {
@@ -81,7 +81,7 @@ _ROPE_SCALING = {
     "original_sequence": "original_max_position_embeddings",
 }
 
-# Of GPT-2, where left out: 0.1. `attn_pdrop` is passed over, because our attention has no dropout inside.
+# Of GPT-2, by default 0.1. `attn_pdrop` is ignored, because our attention has no dropout inside.
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 
 
@@ -107,7 +107,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a model with weights of `dtype` ("float32"), as transformers 4.50 and 5 read it."""
+    """The config.json of a model with weights of `dtype` ("float32"), as transformers 4 and 5 read it."""
     model_type, dialect = next((name, d) for name, d in _DIALECTS.items() if d.family == config.family)
     keys = dialect.required | {field: key for field, (key, _) in dialect.optional.items()}
     raw: dict[str, Any] = {
@@ -121,7 +121,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     raw |= {key: getattr(config, field) for field, key in keys.items()}
     if config.family == "llama":
-        raw["intermediate_size"] = config.ffn_width  # where ffn is None: their rule is not ours
+        raw["intermediate_size"] = config.ffn_width  # their default is not ours
     raw |= {key: values[0] for key, values in dialect.demanded.items() if values[0] is not None}
     return raw | (_write_rope(config) if config.family == "llama" else _write_dropout(config))
 
@@ -155,7 +155,7 @@ def _write_dropout(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_rope(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    """`rope_parameters` is transformers 5; `rope_theta` beside `rope_scaling` is what came before."""
+    """`rope_parameters` is of transformers 5; `rope_theta` beside `rope_scaling` is of earlier versions."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         errors.append(f"rope_parameters={rope!r}: must be an object")
@@ -174,7 +174,7 @@ def _read_rope(raw: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
 
 
 def _write_rope(config: ModelConfig) -> dict[str, Any]:
-    """In the older spelling: transformers 4.50 knows no other, and transformers 5 still reads it."""
+    """In the format of transformers 4, which transformers 5 still reads."""
     raw: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
     if config.rope_scaling is not None:
         fields = {hf_key: getattr(config.rope_scaling, field) for field, hf_key in _ROPE_SCALING.items()}

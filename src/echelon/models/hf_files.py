@@ -1,6 +1,6 @@
 """The files of a Hugging Face folder: config.json, and safetensors in one file or in shards with an index.
 
-Knows nothing of what the tensors mean (`hf_state`) or what config.json says (`hf_config`). Reads no pickle.
+`hf_state` knows what the tensors mean, `hf_config` what config.json says. Pickle is never read.
 """
 
 import json
@@ -79,7 +79,7 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path}: must hold a 'weight_map' from tensor names to file names")
-    # A file name from a stranger's folder must not lead out of that folder.
+    # A file name in the index must not lead out of the folder.
     bad = [f for f in weight_map.values() if not isinstance(f, str) or Path(f).name != f]
     raise_errors(str(path), [f"weight_map: {name!r} is not the name of a file beside it" for name in bad])
     return weight_map
@@ -96,10 +96,10 @@ def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tenso
             continue
         listed = {name for name, place in weight_map.items() if place == file}
         errors += [
-            f"{file}: does not hold {name}, which {INDEX} says" for name in sorted(listed - set(shard))
+            f"{file}: does not hold {name}, which {INDEX} lists" for name in sorted(listed - set(shard))
         ]
         errors += [
-            f"{file}: holds {name}, which {INDEX} does not say" for name in sorted(set(shard) - listed)
+            f"{file}: holds {name}, which {INDEX} does not list" for name in sorted(set(shard) - listed)
         ]
         tensors.update(shard)
     raise_errors(f"the shards of {folder}", errors)
@@ -127,7 +127,7 @@ def _index(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Under a temporary name first: a file that has its name is a whole file."""
+    """Write under a temporary name first: a file with its final name is complete."""
     part = path.with_name(f".{path.name}.part")
     try:
         write(part)

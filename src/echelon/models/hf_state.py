@@ -1,7 +1,7 @@
 """State dicts <-> Hugging Face tensor names and layouts: two pure functions, no files.
 
-One table says which tensors of ours make up each of theirs. Theirs is ours joined along dim 0, and then,
-for GPT-2, transposed: its Conv1D keeps weights as [inputs, outputs] and query, key, value in one matrix.
+One table says which of our tensors make up each Hugging Face tensor: ours are joined along dim 0 and then,
+for GPT-2, transposed: its Conv1D keeps weights as [inputs, outputs], and query, key and value in one matrix.
 """
 
 import re
@@ -19,7 +19,7 @@ State = Mapping[str, Tensor]
 
 
 class _Rule(NamedTuple):
-    """What they call a module or a tensor, and which of ours are joined in it."""
+    """The Hugging Face name of a module or tensor, and the names of ours that are joined in it."""
 
     hf_name: str
     names: tuple[str, ...]
@@ -27,9 +27,9 @@ class _Rule(NamedTuple):
 
 
 class _Names(NamedTuple):
-    base: str  # stands before every name but the head's; left out in files of the bare model
+    base: str  # prefix of every name but the head's; files of the bare model do not have it
     embedding: str
-    outside_blocks: dict[str, str]  # their tensor -> ours, outside the blocks
+    outside_blocks: dict[str, str]  # Hugging Face name -> our name, of tensors outside the blocks
     block: str
     parts: tuple[_Rule, ...]
 
@@ -74,12 +74,12 @@ _NAMES = {
 
 _EMBEDDING, _HEAD, _HF_HEAD = "embedding.tokens.weight", "head.projection.weight", "lm_head.weight"
 
-# Constants that older files carry along: causal masks and rotary frequencies.
+# Constants in older files: causal masks and rotary frequencies.
 _CONSTANT = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
 
 def to_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
-    """Our state dict under Hugging Face names and layouts. A tied head is left out, as they do."""
+    """Our state dict under Hugging Face names and layouts. A tied head is left out, as transformers does."""
     errors: list[str] = []
     if config.tied:
         state = _without_tied(state, _HEAD, _EMBEDDING, errors)
@@ -101,7 +101,7 @@ def from_hf_state(config: ModelConfig, state: State) -> dict[str, Tensor]:
 
 
 def _rules(config: ModelConfig) -> Iterator[_Rule]:
-    """One rule for each tensor of theirs."""
+    """One rule per Hugging Face tensor."""
     names = _NAMES[config.family]
     yield _Rule(names.embedding, (_EMBEDDING,))
     for hf_name, name in names.outside_blocks.items():
@@ -132,7 +132,7 @@ def _split(config: ModelConfig, state: State) -> dict[str, Tensor]:
     for rule in _rules(config):
         tensor = state[rule.hf_name].T if rule.transposed else state[rule.hf_name]
         parts = tensor.chunk(len(rule.names))
-        if len(parts) > 1 or rule.transposed:  # a parameter is contiguous, and no view into another's memory
+        if len(parts) > 1 or rule.transposed:  # a parameter is contiguous, and not a view of another's memory
             parts = tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
         split.update(zip(rule.names, parts, strict=True))
     if config.tied:
@@ -156,7 +156,7 @@ def _canonical(base: str, state: State) -> dict[str, Tensor]:
 
 
 def _without_tied(state: State, head: str, embedding: str, errors: list[str]) -> dict[str, Tensor]:
-    """Drop the head of a tied model, which must equal the embedding where both are there."""
+    """Drop the head of a tied model, which must equal the embedding if both are present."""
     if head in state and embedding in state and not _same(state[head], state[embedding]):
         errors.append(f"{head}: differs from {embedding}, but the config says that they are tied")
     return {name: tensor for name, tensor in state.items() if name != head}

@@ -3,8 +3,8 @@
     model = load_hf("Llama-3.1-8B")
     save_hf(model, "runs/a/hf")
 
-A folder holds config.json and the weights. config.json is removed first and written last: a folder that
-has one is whole. Tokenizer files are left alone.
+A folder has config.json and the weights. config.json is removed first and written last: a folder that has one
+is complete. Tokenizer files are not touched.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,7 +77,7 @@ def save_hf_state(
 
 
 def _assemble(config: ModelConfig, state: Mapping[str, Tensor]) -> Transformer:
-    with torch.device("meta"):  # no memory and no random draw for weights that are at hand
+    with torch.device("meta"):  # no memory and no random values for weights that are loaded
         model = build(config)
     model.load_state_dict(state, assign=True)
     model.tie()

@@ -1,7 +1,7 @@
 """The loss of a language model, as a total and a count.
 
-Who divides is the engine: only it knows how many tokens all microbatches and replicas counted together,
-and a mean of means would be wrong whenever their counts differ.
+The engine divides: only it knows how many tokens all microbatches and replicas counted together. A mean of
+means would be wrong if their counts differ.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from echelon.targets import IGNORED_TARGET
 def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of logits [..., vocab] against targets [...], and how many targets counted.
 
-    `output` is the logits, or has them as `.logits`, as what a transformers model returns.
-    Targets are the tokens to be predicted at each place (the data has shifted them already); a target of
-    -100 is left out of both numbers. Computed in float32 at least.
+    `output` is the logits, or has them as `.logits`, like the output of a transformers model.
+    Targets are the tokens to predict at each position (already shifted by the data); a target of -100 is left
+    out of both numbers. Computed in float32 at least.
 
     total, count = cross_entropy(model(tokens), targets)
     """

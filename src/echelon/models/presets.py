@@ -44,8 +44,8 @@ _PRESETS = {
     "gpt-medium": _gpt2(24, 1024, 16),
     "gpt-large": _gpt2(36, 1280, 20),
     "gpt-xl": _gpt2(48, 1600, 25),
-    # The GPT-3 paper prints 24 heads for 1.3B and width 5140 for 13B, which do not divide; these are the
-    # sizes that everyone builds instead.
+    # The GPT-3 paper prints 24 heads for 1.3B and width 5140 for 13B, which are not divisible; these
+    # are the sizes that everyone builds instead.
     "gpt-1.3b": _gpt3(24, 2048, 16),
     "gpt-2.7b": _gpt3(32, 2560, 32),
     "gpt-6.7b": _gpt3(32, 4096, 32),

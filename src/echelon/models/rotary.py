@@ -1,8 +1,8 @@
 """Rotary positions: each pair of a head's numbers is turned by an angle that grows with the position.
 
-Nothing is stored: the angles are made where they are used, from positions that the caller gives. So a
-part of a sequence can be turned by its true positions, a model built on the meta device has no buffer to
-restore, and casting a model to bfloat16 does not round the angles.
+Nothing is stored: the angles are computed where they are used, from the caller's positions. So a part of a
+sequence is turned by its true positions, a model built on the meta device has no buffer to restore, and
+casting a model to bfloat16 does not round the angles.
 """
 
 import math
@@ -29,11 +29,11 @@ class Rotary:
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [sequence, head_width / 2], for positions [sequence].
 
-        In `dtype`, but never below float32: at position 100000 a bfloat16 angle means nothing.
+        In `dtype`, but at least float32: at position 100000 a bfloat16 angle is meaningless.
         """
-        computed = torch.promote_types(dtype, torch.float32)
-        frequencies = self._frequencies(positions.device, computed)
-        turns = positions.to(computed)[:, None] * frequencies
+        precise = torch.promote_types(dtype, torch.float32)
+        frequencies = self._frequencies(positions.device, precise)
+        turns = positions.to(precise)[:, None] * frequencies
         return turns.cos(), turns.sin()
 
     def _frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """What every family shares: a list of layers, each taking what the one before returned.
 
-A family (`gpt`, `llama`) only says which parts to string together.
+A family (`gpt`, `llama`) only says which parts to connect.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from echelon.models.config import ModelConfig
 
 
 class Transformer(nn.Module):
-    """Base of the families: token embedding, blocks, head. `config` is what it was built from."""
+    """Base of the families: token embedding, blocks, head. `config` has its sizes."""
 
     def __init__(
         self, config: ModelConfig, embedding: TokenEmbedding, blocks: Iterable[Block], norm: nn.Module
@@ -24,7 +24,7 @@ class Transformer(nn.Module):
         self.head = Head(config, norm, tied=embedding.tokens.weight if config.tied else None)
 
     def layers(self) -> list[nn.Module]:
-        """Embedding, block 0 … L-1, head: where a pipeline may cut. One tensor passes between layers."""
+        """Embedding, block 0 … L-1, head: where a pipeline may split. One tensor passes between layers."""
         return [self.embedding, *self.blocks, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The user's optimizer over what this rank holds.
+"""The user's optimizer over the parts of parameters that this rank holds.
 
-The user's function is given the model's own parameters, so that rules like "decay matrices, not vectors" see
-them as they are. Then each parameter in the optimizer's groups is replaced by what this rank holds of it.
-Runs of elements are flat, which is right for optimizers that treat every element alike, and only for them.
+The user's function gets the model's own parameters, so that rules like "decay matrices, not vectors" work.
+Then each parameter in the optimizer's groups is replaced by the parts that this rank holds. Parts are flat,
+which is right only for optimizers that treat every element alike.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import nn
 
 from echelon.errors import UserError
 
-# Of torch's optimizers, those whose update of an element depends on that element's history alone.
+# The optimizers of torch whose update of an element depends only on the history of that element.
 _ELEMENTWISE = (
     "Adadelta",
     "Adagrad",
@@ -37,11 +37,12 @@ def make_local(
     *,
     in_parts: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer that `make` makes of `parameters`, with each replaced by what is `held` of it.
+    """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it.
 
-    `in_parts`: what is held may be a part, so the optimizer must be one that works element by element.
+    `in_parts`: the optimizer must work element by element, because a part may not be the whole parameter.
     """
-    # Torch makes no optimizer of nothing, which is what a stage of frozen layers has: it gets a stand-in.
+    # torch refuses an optimizer without parameters, which a stage of frozen layers has: it gets a
+    # placeholder.
     optimizer = make(parameters or [nn.Parameter(torch.zeros(1))])
     if in_parts:
         _check_elementwise(optimizer)
@@ -52,7 +53,7 @@ def make_local(
 
 
 def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own that treat every element alike."""
+    """Whether `optimizer` is one of torch's own that treat every element alike."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
 

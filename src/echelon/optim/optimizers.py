@@ -1,4 +1,4 @@
-"""Optimizers by name, for job files. In code, any torch optimizer will do."""
+"""Optimizers by name, for job files. In code, any torch optimizer works."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Settings(Protocol):
-    """What a job says of its optimizer."""
+    """The optimizer settings of a job."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +23,7 @@ class Settings(Protocol):
 
 
 def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name. Vectors (biases, norms) are not decayed, as is usual."""
+    """The optimizer that `settings` name. Vectors (biases, norms) are not decayed."""
     trained = list(parameters)
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -1,9 +1,9 @@
-"""Learning-rate schedules: the factor of a step, a pure function of its number.
+"""Learning-rate schedules: the factor of a step, as a pure function of its number.
 
-The training loop multiplies the factor with the base rate of each parameter group; nothing here
-holds an optimizer or counts steps, so a resumed run needs nothing restored.
+`LearningRate` multiplies the factor with the base rate of each parameter group. Nothing here holds an
+optimizer or counts steps, so a resumed run has nothing to restore.
 
-    constant   ╱▔▔▔▔▔▔▔▔     warm-up, then 1 without end
+    constant   ╱▔▔▔▔▔▔▔▔     warm-up, then 1 forever
     cosine     ╱▔╲__         warm-up, then half a cosine down to `floor`
     wsd        ╱▔▔▔▔▔╲_      warm-up, stable at 1, then down to `floor` over the last `decay` steps
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from echelon.errors import did_you_mean, raise_errors
 
-# How far the factor has fallen (0 … 1) after each part (0 … 1) of the decay. For wsd the square root: it
+# How far the factor has fallen (0 … 1) after each part (0 … 1) of the decay. wsd uses the square root: it
 # falls fast at first, and trained to a lower loss than a straight line in "Scaling Laws and Compute-Optimal
 # Training Beyond Fixed Training Durations" (Hägele and others, 2024).
 _FALLEN: dict[str, Callable[[float], float]] = {
@@ -30,20 +30,20 @@ class Schedule:
     """Warm-up, stable, decay: every schedule is these three parts, some of them empty.
 
     schedule = cosine(total=1000, warmup=100)
-    group["lr"] = base_rate * schedule(step)        # step counts from 0
+    LearningRate(optimizer, schedule).set(step)     # step counts from 0
 
     Made, and checked, by `constant`, `cosine`, `wsd` and `by_name`.
     """
 
     name: str
-    total: int | None  # None: without end
+    total: int | None  # None: no end
     warmup: int
     decay: int
     floor: float
 
     def __call__(self, step: int) -> float:
-        # Counted so that no step of the run is lost to a factor of 0: the first step of the warm-up has
-        # 1 / warmup, and the floor is reached at step `total`, the first after the run.
+        # No step of the run has a factor of 0: the first step of the warm-up has 1 / warmup, and the floor is
+        # reached at step `total`, the first after the run.
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.total is None:
@@ -57,7 +57,7 @@ class Schedule:
 
 
 def constant(warmup: int = 0) -> Schedule:
-    """Linear warm-up, then 1 for as long as the run goes on."""
+    """Linear warm-up, then 1 until the run ends."""
     raise_errors("schedule 'constant'", _errors(None, warmup, None, None))
     return Schedule("constant", None, warmup, 0, 1.0)
 
@@ -71,7 +71,7 @@ def cosine(total: int, warmup: int = 0, floor: float = 0.1) -> Schedule:
 def wsd(total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.0) -> Schedule:
     """Linear warm-up, stable at 1, then 1 - √ to `floor` over the last `decay` steps.
 
-    If `decay` is left out, it is a fifth of `total`, or what the warm-up leaves of it.
+    By default, `decay` is a fifth of `total`, or what the warm-up leaves of it.
     """
     raise_errors("schedule 'wsd'", _errors(total, warmup, decay, floor))
     if decay is None:
@@ -82,7 +82,7 @@ def wsd(total: int, warmup: int = 0, decay: int | None = None, floor: float = 0.
 def by_name(
     name: str, total: int, warmup: int = 0, decay: int | None = None, floor: float | None = None
 ) -> Schedule:
-    """The schedule that a job file names; `decay` and `floor` are the schedule's own where left out."""
+    """The schedule of a job file. `decay` and `floor` default to the values of the schedule."""
     raise_errors(f"schedule '{name}'", schedule_errors(name, total, warmup, decay, floor))
     if name == "constant":
         return constant(warmup)
@@ -94,7 +94,7 @@ def by_name(
 def schedule_errors(
     name: str | None, total: int | None, warmup: int, decay: int | None, floor: float | None
 ) -> list[str]:
-    """Every error of what `by_name` is told; a name or total of None is not judged."""
+    """Every error of the arguments of `by_name`; a name or total of None is not checked."""
     errors = [] if name is None else _name_errors(name, decay, floor)
     return errors + _errors(total, warmup, decay, floor)
 
@@ -104,24 +104,24 @@ def _name_errors(name: str, decay: int | None, floor: float | None) -> list[str]
     if name not in NAMES:
         errors.append(f"'{name}' is not known{did_you_mean(name, NAMES)}")
     if decay is not None and name in ("constant", "cosine"):
-        errors.append(f"decay={decay}: only wsd takes it; leave it out, or name wsd")
+        errors.append(f"decay={decay}: only wsd has it; leave it out, or use wsd")
     if floor is not None and name == "constant":
-        errors.append(f"floor={floor}: constant does not fall; leave it out, or name cosine or wsd")
+        errors.append(f"floor={floor}: constant does not decay; leave it out, or use cosine or wsd")
     return errors
 
 
 def _errors(total: int | None, warmup: int, decay: int | None, floor: float | None) -> list[str]:
-    """Every error of these numbers; None stands for one that the schedule does not have."""
+    """Every error of these numbers; None is for one that the schedule does not have."""
     leasts = (("total", total, 1), ("warmup", warmup, 0), ("decay", decay, 0))
     errors = [
         f"{name}={value}: must be an integer, at least {least}"
         for name, value, least in leasts
         if value is not None and not (isinstance(value, int) and value >= least)
     ]
-    # How they add up is asked only of numbers that make sense alone.
+    # Their sum is checked only if each number is valid.
     if not errors and total is not None and warmup + (decay or 0) > total:
         parts = f"warmup={warmup}" if decay is None else f"warmup={warmup} and decay={decay}"
         errors.append(f"{parts}: more steps than total={total}; lower them, or raise total")
     if floor is not None and not 0 <= floor <= 1:
-        errors.append(f"floor={floor}: must lie between 0 and 1, a part of the full rate")
+        errors.append(f"floor={floor}: must be between 0 and 1, a part of the full rate")
     return errors

@@ -1,7 +1,7 @@
 """What each field of a plan accepts: how its text is read, printed and explained.
 
-One entry a field. A reader returns the value or raises ValueError; the entry's `allowed` sentence then
-tells the user what would have been right. Rules between fields live in rules.py.
+There is one entry per field. A reader returns the value or raises ValueError; the user then sees the entry's
+`allowed` sentence. Rules between fields are in rules.py.
 """
 
 import math
@@ -16,7 +16,7 @@ from echelon.quantities import read_bytes
 FLUSHED_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 SCHEDULES = (*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
-AUTO = "auto"  # stages that are found by measuring the model
+AUTO = "auto"  # the stages are chosen by measuring the model
 SYNCS = ("all-reduce", "parameter-server", "async")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 RECOMPUTES = ("none", "full", "selective", "sqrt")
@@ -53,7 +53,7 @@ def _stages(value: Any) -> int | tuple[int, ...] | str:
     if not isinstance(value, (list, tuple)):
         return _integer(value, 1)
     replicas = tuple(_integer(part, 1) for part in value)
-    if len(replicas) < 2:  # replicas of one stage alone are what `data` says
+    if len(replicas) < 2:  # replicas of a single stage are what `data` is for
         raise ValueError
     return len(replicas) if set(replicas) == {1} else replicas
 

@@ -1,4 +1,4 @@
-"""The plan: how many ways along which axis, and which choices. Plain data: no torch, no device, no model.
+"""The plan: the degree along each axis, and the choices. Plain data: no torch, no device, no model.
 
 >>> plan = Plan.parse("data=2 pipeline=2 zero=1 microbatches=4")
 >>> plan.ranks
@@ -21,7 +21,7 @@ from echelon.plan.rules import broken_rules
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One training plan. Every field may be given as its value or as its text; all errors raise at once."""
+    """One training plan. Every field takes a value or its text; all errors are raised at once."""
 
     data: int = 1
     tensor: int = 1
@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Read `field=value` words. The error lists every error of the text at once."""
+        """Read `field=value` words. A UserError lists every error of the text."""
         texts, misspelt = _split(text)
         values, errors = _read_fields(texts)
         broken = broken_rules(_draft(values), [*errors, *(word.partition("=")[0] for word in misspelt)])
@@ -58,7 +58,7 @@ class Plan:
         return cls(**values)
 
     def __str__(self) -> str:
-        """The fields that are not at their default, in the order of the table; parses to an equal plan."""
+        """The fields that are not at their default, in the order of the table. Parses to an equal plan."""
         words = [
             f"{field.name}={shlex.quote(FIELDS[field.name].show(getattr(self, field.name)))}"
             for field in dataclasses.fields(self)
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the plan takes (experts live on the data ranks)."""
+        """How many ranks the plan needs (experts are on the data ranks)."""
         return sum(self.replicas) * self.data * self.context * self.tensor
 
     @property
@@ -92,14 +92,14 @@ class Plan:
 
 
 def _draft(values: Mapping[str, Any]) -> Plan:
-    """A plan that nobody has checked, for the rules to read: defaults where `values` says nothing."""
+    """An unchecked plan for the rules to read: defaults where `values` has no entry."""
     draft = object.__new__(Plan)
     draft.__dict__.update({field.name: field.default for field in dataclasses.fields(Plan)} | dict(values))
     return draft
 
 
 def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The `field=value` words of `text`, and by word the errors of those that are no such thing."""
+    """The `field=value` words of `text`, and by word the errors of the other words."""
     texts: dict[str, str] = {}
     errors: dict[str, str] = {}
     try:
@@ -120,7 +120,7 @@ def _split(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _read_fields(texts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Each field's value, and by field the error of each that its reader refuses."""
+    """The value of each field, and by field the error of each that its reader refuses."""
     values: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for name, value in texts.items():

@@ -1,4 +1,4 @@
-"""The batches of a job: those to train on, and those to validate on where the corpus has any."""
+"""The batches of a job: for training, and for validation if the corpus has enough text."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def make_batches(job: "Job", corpus: Corpus) -> tuple[Batches, Batches | None]:
     """The batches to train on, and those to validate on.
 
-    A validation split that is short of one training batch makes a smaller one of all it has; with less than
-    a sample for each replica (or validation_fraction=0) there is no validation.
+    A validation split that is shorter than one training batch makes one smaller batch. With less than a
+    sample per replica (or validation_fraction=0) there is no validation.
     """
     sequence, fraction = job.sequence_length, job.data.validation_fraction
     make = partial(Batches, corpus, sequence=sequence, seed=job.seed, validation_fraction=fraction)

@@ -1,4 +1,4 @@
-"""What a person sees of a training: a live panel on a terminal, plain lines elsewhere, a closing summary."""
+"""What a person sees of a training: a live panel on a terminal, plain lines elsewhere, and a summary."""
 
 import time
 from types import TracebackType
@@ -73,7 +73,7 @@ class Display:
             self._console.print(f"step {event.step:>6}  validation loss {event.loss:.4f}")
 
     def _head(self, event: Starting) -> None:
-        # Not before: a job that is refused has nothing to show, and under torchrun rank 0 alone has events.
+        # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.
         self._console.print(f"[bold]echelon train[/]  plan {escape(self._job.plan)}  {self._job.steps} steps")
         self._console.print(f"starting ranks … the run is kept in {event.run}", markup=False)
         if self._console.is_terminal:
@@ -115,7 +115,7 @@ class Display:
 
 
 def print_summary(summary: dict[str, Any], sample: str, console: Console) -> None:
-    """The end of a run: what it came to, a sample of what the model writes, and where everything is."""
+    """The end of a run: its results, a sample of what the model writes, and where everything is."""
     if sample:
         console.rule("a sample of what the model writes")
         console.print(sample, markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""A training that diverged: its numbers are no numbers any more, so it ends, and says what to change."""
+"""A training that diverged ends, and says what to change."""
 
 import math
 

@@ -1,11 +1,11 @@
-"""What a training tells while it runs. Rank 0 makes these; whoever shows or keeps them reads them."""
+"""The events of a training. Rank 0 makes them; the display shows them and the logbook keeps them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Starting:
-    """The job is sound and has its folder; ranks come next."""
+    """The job is valid and has its folder; ranks start next."""
 
     run: str
 
@@ -20,7 +20,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    step: int  # counted from 1: how many are done
+    step: int  # how many are done
     loss: float
     grad_norm: float
     learning_rate: float

@@ -1,7 +1,7 @@
-"""A job: everything a training run is told, as plain data with a default for each.
+"""A job: all settings of a training run, as plain data with defaults.
 
-`Job()` is the embedded default: a small GPT on two ranks that learns the Python standard library's sources.
-How a TOML file becomes a Job is job_file.py's, what makes one invalid job_rules.py's, what it does loop.py's.
+`Job()` is the embedded default: a small GPT on two ranks that learns the sources of the Python standard
+library. job_file.py reads a TOML file into a Job, job_rules.py checks it, loop.py runs it.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from echelon.models import ModelConfig, preset, read_hf_config
 from echelon.optim.schedules import Schedule, by_name
 from echelon.train.job_rules import job_errors
 
-# Read by pydantic alone: an unknown key is a error, not silence.
+# Only pydantic reads this: an unknown key is an error.
 _FORBID_EXTRA = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
 class ModelJob:
-    """A preset, changed where a value is given; or the weights and sizes of a Hugging Face folder."""
+    """A preset, with changes; or the weights and sizes of a Hugging Face folder."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
@@ -39,7 +39,7 @@ class ModelJob:
         return ModelJob(self.preset, self.weights)
 
     def config(self) -> ModelConfig:
-        """The sizes: those of the Hugging Face folder, or the preset's with what the job changes."""
+        """The sizes: those of the Hugging Face folder, or of the preset with the job's changes."""
         changes = {
             name: value
             for name, value in dataclasses.asdict(self).items()
@@ -49,7 +49,7 @@ class ModelJob:
             return dataclasses.replace(preset(self.preset), **changes)
         if changes:
             raise UserError(
-                f"weights={self.weights} {', '.join(changes)}: the folder's config.json says the sizes; "
+                f"weights={self.weights} {', '.join(changes)}: config.json in the folder has the sizes; "
                 f"leave {'it' if len(changes) == 1 else 'them'} out"
             )
         return read_hf_config(self.weights)
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def warmup(self) -> int:
-        """How many steps the learning rate rises."""
+        """For how many steps the learning rate rises."""
         return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
 
     def schedule(self) -> Schedule:
@@ -120,12 +120,12 @@ class Job:
 
 
 def check(job: Job) -> None:
-    """Raise one UserError with every error that can be seen without starting a rank."""
+    """Raise one UserError with every error that shows before a rank starts."""
     raise_errors("the job", job_errors(job))
 
 
 def as_plain(job: Job) -> dict[str, Any]:
-    """The job as dicts of plain values, without what is left at None."""
+    """The job as dicts of plain values, without those that are None."""
 
     def keep(items: list[tuple[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in items if value is not None}

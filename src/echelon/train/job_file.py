@@ -1,6 +1,6 @@
-"""Job files: TOML, and `--set key=value`, into a Job; every error of the whole at once.
+"""Reads job files (TOML) and `--set key=value` into a Job. Reports every error at once.
 
-pydantic does the reading. It is imported here alone, so that the embedded default runs without it.
+pydantic does the reading. Only this module imports it, so that the embedded default runs without it.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from echelon.train.job_rules import job_errors
 def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str | None = None) -> Job:
     """The job of a TOML file (or the embedded default), changed by `key=value` settings and the plan.
 
-    Where something cannot be read, the error lists the errors of all the rest too. A job that can be read
-    may still be invalid: `check` tells.
+    If something cannot be read, the error also lists the errors of everything else. A job that can be read
+    may still be invalid; `check` raises that.
     """
     values = {} if path is None else _load(path)
     errors = _apply(values, settings)
@@ -38,17 +38,17 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(other.name for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else "; without a file, the embedded default trains"
+        hint = did_you_mean(path.name, near) if near else "; without a file, the embedded job runs"
         raise UserError(f"job file {path} does not exist{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"job file {path} cannot be read: {reason}") from None
-    except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOMLDecodeError
+    except (ValueError, RecursionError) as error:  # too many digits or brackets
         raise UserError(f"job file {path} is not TOML: {error}") from None
 
 
 def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
-    """Put each `a.b=value` into `values`; returns the errors of those that cannot be."""
+    """Put each `a.b=value` into `values`; returns the errors of the settings that are not of this form."""
     errors = []
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -67,7 +67,7 @@ def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
 
 
 def _value(text: str) -> Any:
-    """A TOML value where it is one, else the text itself: data=2 is a plan, not an error."""
+    """A TOML value if `text` is one, else the text itself: data=2 is a plan, not an error."""
     try:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -76,7 +76,7 @@ def _value(text: str) -> Any:
 
 
 def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
-    """The Job of what can be read of `values`, and by key the error of each that cannot."""
+    """The Job from the values that can be read, and by key the error of each that cannot."""
     try:
         from pydantic import TypeAdapter, ValidationError
     except ImportError:
@@ -95,7 +95,7 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
 
 
 def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
-    """Take out what stands at `place`, or the list that it stands in."""
+    """Remove the value at `place`, or the list that contains it."""
     table: Any = values
     for name in place[:-1]:
         if not isinstance(table.get(name), dict):
@@ -149,7 +149,7 @@ def _table_fix(key: str) -> str:
 
 
 def _plan_fix(key: str, value: Any) -> str:
-    """Where `key` is a field of plans, it was perhaps meant for one."""
+    """A hint if `key` is a field of plans: it was perhaps meant for the plan."""
     return f"; did you mean --plan {key}={value}?" if key in FIELDS else ""
 
 

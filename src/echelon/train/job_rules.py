@@ -1,7 +1,7 @@
-"""What can be wrong with a job: every error at once, and each value judged once.
+"""The rules of a job. All errors are reported at once.
 
-A rule between values is asked only where each of them makes sense alone: with `steps=0` nobody wants to
-hear that the warm-up is longer than that. The keys at error are kept for this beside the errors.
+A rule between values is checked only if each value is valid on its own: with `steps=0` the warm-up is not
+reported as too long. For this, the invalid keys are kept beside the errors.
 """
 
 import math
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 OPTIMIZERS = ("adamw", "sgd")
 
-# More processes than this on each core do not train, they only fill the machine.
+# More processes than this per core only fill the machine.
 RANKS_PER_CORE = 64
 
 _LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
-_TOO_MANY = 2**63  # what torch and numpy cannot count to
+_TOO_MANY = 2**63  # more than torch and numpy can count
 
 
 def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
-    """Every error that can be seen without starting a rank.
+    """Every error that shows before a rank starts.
 
-    `unread` names keys ("steps", "model.layers") that stand at their default only because what the user
-    wrote could not be read: what depends on them is not judged.
+    `unread` names keys ("steps", "model.layers") whose value could not be read, so that they have their
+    default: rules that depend on them are skipped.
     """
     findings = _Findings(set(unread))
     _check_counts(job, findings)
@@ -52,7 +52,7 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
 
 @dataclass
 class _Findings:
-    """The errors so far, and the keys that are at error."""
+    """The errors so far, and the invalid keys."""
 
     invalid: set[str]
     errors: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class _Findings:
         self.invalid.update(keys)
 
     def all_valid(self, *keys: str) -> bool:
-        """Whether nothing is wrong with `keys`: not with the key, its table, or what it holds."""
+        """Whether each of `keys` is valid, with its table and what it contains."""
         return not any(
             f"{key}.".startswith(f"{bad}.") or bad.startswith(f"{key}.")
             for key in keys
@@ -70,7 +70,7 @@ class _Findings:
         )
 
     def attempt(self, make: Callable[[], T], where: str, *keys: str) -> T | None:
-        """What `make` makes; where it refuses, its errors are added under `where`."""
+        """The result of `make`, or None with its errors added under `where`."""
         try:
             return make()
         except UserError as refusal:
@@ -94,11 +94,11 @@ def _check_names(job: "Job", findings: _Findings) -> None:
     if not job.name:
         findings.add("name='': must not be empty", "name")
     for key, text in (("name", job.name), ("out", job.out)):
-        # A lone surrogate is how Python keeps a byte that the locale cannot read.
+        # Python represents a byte that the locale cannot decode as a lone surrogate.
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
             findings.add(
-                f"{key}={text!r}: no NUL character can stand in a folder's name, nor bytes that are not text "
-                "in this locale; leave them out, or set LC_ALL=C.UTF-8",
+                f"{key}={text!r}: no NUL character may be in a folder's name, nor bytes that are not text "
+                "in this locale; remove them, or set LC_ALL=C.UTF-8",
                 key,
             )
 
@@ -135,8 +135,8 @@ def _check_plan(job: "Job", findings: _Findings) -> None:
 
 
 def _check_model(job: "Job", findings: _Findings) -> ModelConfig | None:
-    """The sizes, where nothing is wrong with them."""
-    # Sizes fit together only when all are known; else ask at least what they would change.
+    """The sizes of the model, if they are valid."""
+    # Sizes are checked together only if all are known; otherwise check at least the preset.
     model = job.model if findings.all_valid("model") else job.model.without_sizes()
     config = findings.attempt(model.config, "model", "model")
     if config is None or not findings.all_valid("model"):
@@ -177,7 +177,7 @@ def _check_data(job: "Job", config: ModelConfig | None, findings: _Findings) -> 
 
 
 def _check_corpus(job: "Job", config: ModelConfig | None, findings: _Findings) -> Corpus | None:
-    """The corpus, opened here first: its errors should not have to come out of a rank."""
+    """The corpus. It is opened here first, so that its errors show before a rank starts."""
     data, where = job.data, f"data.source={job.data.source}"
     if not findings.all_valid("data.source", "data.dtype"):
         return None

@@ -1,4 +1,4 @@
-"""The logbook: keeps what a training tells, in its run folder and (where installed) for TensorBoard."""
+"""The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard."""
 
 import dataclasses
 import statistics
@@ -10,7 +10,7 @@ from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:
-    """Takes every event once, in order; `close` draws the loss and returns the summary."""
+    """Takes every event, in order; `close` draws the loss and returns the summary."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -35,7 +35,7 @@ class Logbook:
                 self._folder.write("sample.txt", event.text + "\n")
 
     def close(self) -> dict[str, Any]:
-        """Draw the loss; what the run came to, as plain values."""
+        """Draw the loss; returns the summary of the run, as plain values."""
         self._folder.write("loss.svg", self._picture())
         if self._board is not None:
             with explain_os_errors(self._folder.path):
@@ -73,7 +73,7 @@ class Logbook:
 
 
 def _tensorboard(folder: RunFolder) -> Any:
-    """A writer for TensorBoard, or None where it is not installed."""
+    """A writer for TensorBoard, or None if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -21,7 +21,7 @@ SAMPLE_TOKENS = 300
 
 
 def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
-    """Train as one rank of the job's plan; rank 0 tells what happens and writes the model into `folder`."""
+    """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
     torch.manual_seed(job.seed)
     model = load_hf(Path(job.model.weights)) if job.model.weights else build(job.model.config())
     corpus = open_corpus(job.data.source, vocab=model.config.vocab, dtype=job.data.dtype)
@@ -59,7 +59,7 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
 
 
 def _rates(job: Job) -> Callable[[int], float]:
-    """The learning rate over the steps. Where every push makes a version, a step is one of each replica."""
+    """The schedule of the learning rate. If every push makes a version, `data` versions count as one step."""
     schedule, plan = job.schedule(), Plan.parse(job.plan)
     if plan.sync == "async" and plan.staleness > 0:
         return lambda version: schedule(version // plan.data)
@@ -67,7 +67,7 @@ def _rates(job: Job) -> Callable[[int], float]:
 
 
 def evaluate(engine: Engine, batches: Batches, count: int) -> float:
-    """The mean loss over the first `count` batches of the split (or all it has), always the same ones."""
+    """The mean loss over the first `count` batches of the split (or all it has): the same ones each time."""
     part = (engine.replica, engine.replicas)
     available = min(count, batches.windows // batches.batch)
     results = [engine.evaluate(batches.at(index, part)) for index in range(available)]
@@ -81,7 +81,7 @@ def finish(
     folder: Path,
     report: Callable[[Event], None],
 ) -> None:
-    """Put the whole model together once more, whatever the plan was: save it, and let it write."""
+    """Build the whole model once more, whatever the plan was: save it, and sample from it."""
     model = build(config)
     model.load_state_dict(weights)
     save_hf(model, folder / "model")

@@ -1,4 +1,4 @@
-"""The run folder: what a training run leaves behind, and how to tell a whole one from a broken one.
+"""The run folder: what a training run leaves, and how to tell a finished run from a broken one.
 
     runs/train-20261115-020304/
         run.json         state (running, failed, finished), job, plan, versions, pid, summary
@@ -7,7 +7,7 @@
         sample.txt       what the model writes
         model/           the weights, as a Hugging Face folder
 
-`run.json` says `finished` only after everything else is written; it is replaced in one move, never edited.
+`run.json` says `finished` only after everything else is written. It is replaced in one step, never edited.
 """
 
 import errno
@@ -24,28 +24,28 @@ from echelon.train import strict_json
 
 MAX_RUNS_PER_SECOND = 999
 
-# What helps when the machine refuses, by its reason; {elsewhere} is what helps against every other.
+# By the reason of the machine: how to fix it. {elsewhere} works for every reason.
 _FIXES = {
     errno.ENOSPC: "free space there, or {elsewhere}",
     errno.EDQUOT: "free space there, or {elsewhere}",
     errno.ENAMETOOLONG: "choose a shorter name with --set name=NAME, or a shorter out",
     errno.EACCES: "give this user the right to write there, or {elsewhere}",
     errno.EPERM: "give this user the right to write there, or {elsewhere}",
-    errno.EROFS: "it is on a disk that is only read; {elsewhere}",
+    errno.EROFS: "it is on a read-only disk; {elsewhere}",
     errno.EEXIST: "it is a file, not a folder; {elsewhere}",
     errno.ENOTDIR: "a part of the path is a file, not a folder; {elsewhere}",
 }
 
 
 class RunFolder:
-    """One run's folder. Every write that the machine refuses becomes a UserError that names the file."""
+    """The folder of one run. A write that fails becomes a UserError that names the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def create(cls, out: Path, name: str, about: dict[str, Any]) -> "RunFolder":
-        """A new folder under `out`, named by the moment, marked as running."""
+        """A new folder under `out`, named by the time, marked as running."""
         moment = datetime.now(UTC)
         stem = f"{name}-{moment:%Y%m%d-%H%M%S}"
         with explain_os_errors(out):
@@ -55,12 +55,12 @@ class RunFolder:
         return folder
 
     def mark(self, state: str, about: dict[str, Any]) -> None:
-        """Replace run.json: what it says already, what is new, and the state."""
+        """Replace run.json: its old entries, the new ones, and the state."""
         earlier = self._read() if self._state_file.exists() else {}
         self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
-        """Write a small file whole, or not at all."""
+        """Write a small file completely, or not at all."""
         path = self.path / name
         with explain_os_errors(path):
             temporary = path.with_name(f".{name}.part")
@@ -75,8 +75,8 @@ class RunFolder:
             file.writelines(strict_json.dump(line) + "\n" for line in lines)
 
     def fail(self, reason: str) -> None:
-        """Mark as failed, where the machine still lets us write at all."""
-        # A full disk may be why it failed. Then the state stays `running`, which is not `finished` either.
+        """Mark the run as failed, if writing is still possible."""
+        # The disk may be full. Then the state stays `running`, which is not `finished` either.
         with suppress(UserError):
             self.mark("failed", {"reason": reason})
 
@@ -94,7 +94,7 @@ class RunFolder:
 
 
 def _make_new(out: Path, stem: str) -> Path:
-    """A folder that was not there before: two runs of one second have two."""
+    """A new folder: two runs that start in the same second get two."""
     for number in range(1, MAX_RUNS_PER_SECOND + 1):
         path = out / (stem if number == 1 else f"{stem}-{number}")
         with explain_os_errors(path), suppress(FileExistsError):
@@ -108,7 +108,7 @@ def _make_new(out: Path, stem: str) -> Path:
 
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn the machine's refusal to write `path` into a UserError that says how to fix it."""
+    """Turn an OSError while writing `path` into a UserError that says how to fix it."""
     try:
         yield
     except OSError as error:

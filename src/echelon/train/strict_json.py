@@ -1,4 +1,4 @@
-"""JSON that every reader takes: NaN and infinity, which JSON does not have, are written as null."""
+"""JSON that every reader accepts: NaN and infinity, which JSON does not have, are written as null."""
 
 import json
 import math

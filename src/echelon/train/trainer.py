@@ -1,4 +1,4 @@
-"""A whole training run: the folder, the ranks, what is shown and kept meanwhile, and how it ends."""
+"""A whole training run: the folder, the ranks, the events that are shown and kept, and the end."""
 
 import os
 import platform
@@ -60,7 +60,7 @@ def _rank(job: Job, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run folder, what is kept in it, and who watches."""
+    """A run folder, its logbook, and a function that shows events."""
 
     folder: RunFolder
     logbook: Logbook
@@ -78,7 +78,7 @@ class _Run:
 
 @contextmanager
 def _run(job: Job, show: Show) -> Iterator[_Run]:
-    """A new run, whose folder says failed if anything is raised inside."""
+    """A new run, marked as failed if anything is raised inside."""
     folder = RunFolder.create(Path(job.out), job.name, _about(job))
     try:
         run = _Run(folder, Logbook(folder), show)
@@ -90,6 +90,6 @@ def _run(job: Job, show: Show) -> Iterator[_Run]:
 
 
 def _about(job: Job) -> dict[str, Any]:
-    """What run.json says of a run from its first moment on."""
+    """What run.json says from the start of a run."""
     versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
