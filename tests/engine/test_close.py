@@ -62,8 +62,8 @@ def close_and_go_on(plan: str) -> tuple[bool, bool, bool, list[str]]:
 
 
 @pytest.mark.parametrize(("plan", "ranks"), PLANS)
-def test_a_closed_engine_leaves_the_model_whole_for_another(plan: str, ranks: int) -> None:
-    for is_whole, is_tied, is_clean, not_finite in echelon.launch(close_and_go_on, ranks, plan):
+def test_a_closed_engine_leaves_the_model_whole_for_another(warm_ranks: Warm, plan: str, ranks: int) -> None:
+    for is_whole, is_tied, is_clean, not_finite in warm_ranks(ranks).run(close_and_go_on, plan):
         assert (is_whole, is_tied, is_clean, not_finite) == (True, True, True, [])
 
 

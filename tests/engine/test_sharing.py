@@ -1,6 +1,6 @@
 """Parameter sets of a stage: several of them, each over ranks of its own, train as one device does."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import echelon
 from echelon.collectives import Group, group_over
 from echelon.data_parallel import ParameterSet, SharedGradient, divide_units, named_subset
 from echelon.engine import sharing
+from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.verify.reference import train_on_one_device
 from tests.cases import adamw
@@ -68,22 +69,33 @@ def two_sets(
 def train(
     plan: str, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]], list[float], str]:
+    case, one_set = CASES[name], sharing.parameter_sets
     sharing.parameter_sets = two_sets
-    case = CASES[name]
-    engine = echelon.parallelize(
-        case.build(dist.get_rank()), plan, optimizer=adamw, loss=case.loss, clip=case.clip, smallest_unit=0
-    )
-    norms = [engine.step(engine.local(batch)).grad_norm for batch in case.batches()]
-    return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
+    try:
+        engine = echelon.parallelize(
+            case.build(dist.get_rank()),
+            plan,
+            optimizer=adamw,
+            loss=case.loss,
+            clip=case.clip,
+            smallest_unit=0,
+        )
+    finally:
+        sharing.parameter_sets = one_set
+    with engine:
+        norms = [engine.step(engine.local(batch)).grad_norm for batch in case.batches()]
+        return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
 
 
 @pytest.mark.parametrize("name", ["gpt", "twice"])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_two_sets_over_different_groups_are_equal_to_one_device(level: int, name: str) -> None:
+def test_two_sets_over_different_groups_are_equal_to_one_device(
+    warm_ranks: Callable[[int], Ranks], level: int, name: str
+) -> None:
     case = CASES[name]
     plan = f"data={RANKS} zero={level} microbatches=2 precision=fp64"
     reference = train_on_one_device(case)
-    for weights, state, norms, text in echelon.launch(train, RANKS, plan, name):
+    for weights, state, norms, text in warm_ranks(RANKS).run(train, plan, name):
         assert norms == pytest.approx(reference.grad_norms, abs=1e-9)
         for key, value in reference.weights.items():
             assert float((weights[key] - value).abs().max()) <= 1e-9, key

@@ -55,6 +55,7 @@ def resolve(
     bandwidth = _measure_bandwidth(group, device)
     chosen = _choose(model, plan, sample_batch, workers, bandwidth, device) if group.rank == 0 else {}
     replicas, layers = _broadcast(chosen, group, device)
+    group.close()
     return _resolved(plan, replicas, layers)
 
 

@@ -59,7 +59,7 @@ class Stage:
         self._buffers.share()
 
     def describe(self) -> str:
-        """'stage 1: Block ×4; dense 1,234,567 parameters over data (2), Zero'."""
+        """'stage 1: dense 1,234,567 parameters over data (2), Zero'."""
         sets = "; ".join(
             f"{sharing.parameter_set.name} {sharing.parameter_set.numel:,} parameters over "
             f"{sharing.parameter_set.group.axis} ({sharing.parameter_set.group.size}), "
