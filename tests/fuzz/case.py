@@ -97,6 +97,8 @@ def make_optimizer(training: RandomTraining, parameters: Any) -> torch.optim.Opt
     # Adam divides by the size of gradients. That of an attention's key bias is nothing but rounding, which
     # decay inside the gradient would blow up within 3 steps: a larger eps keeps it small.
     kinds = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": partial(torch.optim.Adam, eps=1e-3)}
+    if training.plan.precision == "bf16":  # where rounding alone is as large as many gradients
+        kinds["adamw"] = partial(torch.optim.AdamW, eps=1e-3)
     make: Any = kinds.get(training.optimizer, torch.optim.AdamW)
     parameters = list(parameters)
     rate, decay = _RATES[training.optimizer], 0.0 if training.decay == "none" else 0.1

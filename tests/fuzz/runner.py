@@ -14,7 +14,7 @@ import torch
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
-from echelon.verify import verify
+from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
 
@@ -58,8 +58,10 @@ class Runner:
         """Train and compare. An error ends the set of ranks; the next training gets a new one."""
         start = time.monotonic()
         try:
-            verdict = verify(case_of(training), self._plan(training), ranks=self._ranks(training.ranks))
-            result, text = EQUAL if verdict.equal else FAILED, str(verdict)
+            case, plan, ranks = case_of(training), self._plan(training), self._ranks(training.ranks)
+            precision: Precision = "bf16" if plan.precision == "bf16" else "fp64"
+            verdict = verify(case, plan, precision=precision, ranks=ranks)
+            result, text = EQUAL if verdict.holds else FAILED, str(verdict)
         except UserError as error:
             result, text = REFUSED, str(error)
         except Exception as error:  # a rank that failed, died or hung, or the reference itself

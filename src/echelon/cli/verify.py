@@ -1,6 +1,6 @@
 """echelon verify"""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.markup import escape
@@ -9,7 +9,17 @@ from echelon.cli.options import JobFile, Json, PlanText, Settings, console, prin
 from echelon.errors import UserError, did_you_mean
 from echelon.launching.torchrun import is_under_torchrun
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="How many optimizer steps to compare after.")]
+if TYPE_CHECKING:
+    from echelon.verify import Precision
+
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, help="Optimizer steps before comparing; 20, or 5 in bf16."),
+]
+PrecisionName = Annotated[
+    str,
+    typer.Option("--precision", help="fp64: equal to one device. bf16: as close to it as rounding allows."),
+]
 InjectedBug = Annotated[
     str | None,
     typer.Option("--inject-bug", help="Break the parallel training in a known way: verify must find it."),
@@ -20,7 +30,8 @@ def verify(
     job: JobFile = None,
     plan: PlanText = None,
     settings: Settings = None,
-    steps: Steps = 20,
+    steps: Steps = None,
+    precision: PrecisionName = "fp64",
     inject_bug: InjectedBug = None,
     as_json: Json = False,
 ) -> int:
@@ -29,23 +40,36 @@ def verify(
     from echelon.train.job import check
     from echelon.train.job_file import read_job
     from echelon.verify import verify as run
-    from echelon.verify.inject_bug import BUGS
     from echelon.verify.job_case import case_of
 
-    if is_under_torchrun():
-        raise UserError("verify starts its own ranks: run it without torchrun")
-    if inject_bug is not None and inject_bug not in BUGS:
-        raise UserError(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")
+    _check_options(precision, inject_bug)
+    steps = steps or (20 if precision == "fp64" else 5)
     parsed_job = read_job(job, settings or (), plan)
     check(parsed_job)
-    parsed = Plan.parse(parsed_job.plan)
+    parsed_plan = Plan.parse(parsed_job.plan)
     screen = console(as_json)
-    with screen.status(
-        f"training with '{escape(str(parsed))}' and on one device, {steps} steps in float64 …"
-    ):
-        verdict = run(case_of(parsed_job, parsed, steps), parsed, inject_bug=inject_bug)
+    activity = f"training with '{escape(str(parsed_plan))}' and on one device, {steps} steps in {precision} …"
+    with screen.status(activity):
+        verdict = run(
+            case_of(parsed_job, parsed_plan, steps),
+            parsed_plan,
+            precision=cast("Precision", precision),
+            inject_bug=inject_bug,
+        )
     if as_json:
         print_json(verdict.to_dict())
     else:
-        screen.print(("[green]✓[/] " if verdict.equal else "[red]✗[/] ") + escape(str(verdict)))
-    return 0 if verdict.equal else 1
+        screen.print(("[green]✓[/] " if verdict.holds else "[red]✗[/] ") + escape(str(verdict)))
+    return 0 if verdict.holds else 1
+
+
+def _check_options(precision: str, inject_bug: str | None) -> None:
+    from echelon.verify import PRECISIONS
+    from echelon.verify.inject_bug import BUGS
+
+    if is_under_torchrun():
+        raise UserError("verify starts its own ranks: run it without torchrun")
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
+    if inject_bug is not None and inject_bug not in BUGS:
+        raise UserError(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")

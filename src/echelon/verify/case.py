@@ -1,7 +1,8 @@
 """One training, as data that ranks can rebuild: the model, the batches, the loss, the optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class Case:
             patch_float64(model)
         return model.train()
 
+    def round_start(self, dtype: torch.dtype) -> "Case":
+        """The same case, starting from weights that `dtype` can hold."""
+        return replace(self, make_model=partial(_make_rounded, self.make_model, dtype))
+
     def batches(self, dtype: torch.dtype = torch.float64) -> list[tuple[Any, Any]]:
         """The global batches of all steps, in float64, or in float32 for types below."""
         dtype = torch.promote_types(dtype, torch.float32)
@@ -64,3 +69,9 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Below float32, frequencies of rotary positions stay as they are: rounded, they would be useless."""
     kept = {id(buffer) for buffer in frequencies(model)} if dtype.itemsize < 4 else set()
     model._apply(lambda t: t.to(dtype) if t.is_floating_point() and id(t) not in kept else t)
+
+
+def _make_rounded(make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    model = make_model()
+    _convert(model, dtype)
+    return model.float()

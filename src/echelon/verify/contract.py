@@ -2,12 +2,14 @@
 
 `verify` trains twice, with the plan on real processes and on one device in plain torch, and compares every
 weight, every optimizer state, every loss and gradient norm. Float64, because there rounding cannot hide a
-mistake: two-rank data parallelism differs by 3e-12 in float64 and by 1e-3 in float32.
+mistake: two-rank data parallelism differs by 3e-12 in float64 and by 1e-3 in float32. What float64 does not
+run, the float32 masters of bf16, has a contract of its own (low_precision.py).
 """
 
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Literal, get_args, overload
 
 import torch
 
@@ -17,8 +19,10 @@ from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.precision import DTYPES
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import BUGS, Bug
+from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision
 from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
 from echelon.verify.replay import replay
@@ -34,43 +38,95 @@ from echelon.verify.verdict import (
     tensor_gaps,
 )
 
+Precision = Literal["fp64", "bf16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
 _DEADLINE = 300.0  # seconds without a sign of life
+
+
+@overload
+def verify(
+    case: Case,
+    plan: Plan | str,
+    *,
+    precision: Literal["fp64"] = ...,
+    tolerance: float = ...,
+    inject_bug: str | Bug | None = ...,
+    ranks: Ranks | None = ...,
+) -> Verdict: ...
+
+
+@overload
+def verify(
+    case: Case,
+    plan: Plan | str,
+    *,
+    precision: Literal["bf16"],
+    inject_bug: str | Bug | None = ...,
+    ranks: Ranks | None = ...,
+) -> LowPrecisionVerdict: ...
+
+
+@overload
+def verify(
+    case: Case,
+    plan: Plan | str,
+    *,
+    precision: Precision,
+    tolerance: float = ...,
+    inject_bug: str | Bug | None = ...,
+    ranks: Ranks | None = ...,
+) -> Verdict | LowPrecisionVerdict: ...
 
 
 def verify(
     case: Case,
     plan: Plan | str,
     *,
+    precision: Precision = "fp64",
     tolerance: float = TOLERANCE,
     inject_bug: str | Bug | None = None,
     ranks: Ranks | None = None,
-) -> Verdict:
+) -> Verdict | LowPrecisionVerdict:
     """Train `case` with `plan` on real processes and on one device; compare everything.
 
-    Asynchronous training has a meaning of its own, which its log records: the log is replayed on one process.
-    `inject_bug` breaks the parallel training in a known way (by name, see inject_bug.py; or a function of
-    the engine): the verdict must find it. `ranks` are running processes to use, as many as the plan takes;
-    with pipeline=auto, any number. Without them, `verify` starts its own, which takes longer.
+    In float64 both must be equal, up to `tolerance`. With precision="bf16", the plan may be no further from
+    one device in bf16 than that is from float32. Asynchronous training has a meaning of its own, which its
+    log records: the log is replayed on one process. `inject_bug` breaks the parallel training in a known way
+    (by name, see inject_bug.py; or a function of the engine): the verdict must find it. `ranks` are running
+    processes to use, as many as the plan takes; with pipeline=auto, any number. Without them, `verify`
+    starts its own, which takes longer.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    refuse_unsupported(plan)
-    if inject_bug is not None and plan.data == 1:
-        raise UserError(
-            f"--inject-bug {inject_bug} with '{plan}': the bug is between replicas; set data=2 or more"
-        )
-    results = _train(ranks, case, dataclasses.replace(plan, precision="fp64"), inject_bug)
+    _check(plan, precision, inject_bug)
+    if precision != "fp64":
+        case = case.round_start(DTYPES[precision])
+    results = _train(ranks, case, dataclasses.replace(plan, precision=precision), inject_bug)
+    if precision != "fp64":
+        return judge_low_precision(case, results)
     verdict = judge(case, results, tolerance=tolerance)
     return dataclasses.replace(verdict, plan=dataclasses.replace(verdict.plan, precision=plan.precision))
 
 
 def judge(case: Case, results: Sequence[TrainingResult], *, tolerance: float = TOLERANCE) -> Verdict:
-    """Compare what every rank's training in float64 left with each other and with the reference."""
+    """Compare the trainings of all ranks in float64 with each other and with the reference."""
     plan = Plan.parse(results[0].plan)
-    reference, against = _reference(case, plan, results[0])
-    _refuse_standstill(case, reference)
+    reference, against = _reference(case, plan, results[0], torch.float64)
+    _refuse_standstill(case, reference, torch.float64)
     tensors = tensor_gaps(results[0], reference) | rank_gaps(results, against)
     numbers = number_gaps(results[0], reference, against)
     return Verdict(plan, case.steps, tensors, numbers, tolerance, against)
+
+
+def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPrecisionVerdict:
+    """Compare the trainings of all ranks with each other and with one device in the same precision."""
+    plan = Plan.parse(results[0].plan)
+    dtype = DTYPES[plan.precision]
+    rounded, against = _reference(case, plan, results[0], dtype)
+    exact, _ = _reference(case, plan, results[0], torch.float32)
+    _refuse_standstill(case, rounded, dtype)
+    start = case.build(dtype=dtype).state_dict()
+    return compare_low_precision(results, rounded, exact, start, case.steps, against)
 
 
 def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) -> Verdict:
@@ -83,9 +139,10 @@ def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) 
 def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
     """One rank's training under the plan. Rank 0 returns the full state, the others its fingerprints."""
     rank = int(os.environ["RANK"])
-    batches = case.batches()
+    dtype = DTYPES[plan.precision]
+    batches = case.batches(dtype)
     engine = parallelize(
-        case.build(rank),
+        case.build(rank, dtype),
         plan,
         optimizer=case.make_optimizer,
         loss=case.loss,
@@ -123,18 +180,28 @@ def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -
     return launch(train_rank, ranks_here(plan), case, plan, bug, deadline=_DEADLINE)
 
 
-def _reference(case: Case, plan: Plan, result: TrainingResult) -> tuple[TrainingResult, str]:
-    """What the training of a plan must be equal to, and its name."""
+def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
+    refuse_unsupported(plan)
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
+    if bug is not None and plan.data == 1:
+        raise UserError(f"--inject-bug {bug} with '{plan}': the bug is between replicas; set data=2 or more")
+
+
+def _reference(
+    case: Case, plan: Plan, result: TrainingResult, dtype: torch.dtype
+) -> tuple[TrainingResult, str]:
+    """What the training of a plan is compared with, in `dtype`, and its name."""
     if plan.sync == "async" and plan.staleness > 0:
-        return replay(result.log, case, plan.data), LOG
+        return replay(result.log, case, plan.data, dtype=dtype), LOG
     if plan.schedule in ASYNCHRONOUS_SCHEDULES:
-        return train_by_formula(case, plan, result.boundaries), FORMULA
-    return train_on_one_device(case), ONE_DEVICE
+        return train_by_formula(case, plan, result.boundaries, dtype), FORMULA
+    return train_on_one_device(case, dtype), ONE_DEVICE
 
 
-def _refuse_standstill(case: Case, reference: TrainingResult) -> None:
+def _refuse_standstill(case: Case, reference: TrainingResult, dtype: torch.dtype) -> None:
     """Refuse a training that changes no weights: equality would be meaningless."""
-    start = case.build().state_dict()
+    start = case.build(dtype=dtype).state_dict()
     if all(torch.equal(value, start[name]) for name, value in reference.weights.items()):
         raise UserError(
             f"after {case.steps} steps of the reference no weight has moved, so equality proves nothing; "

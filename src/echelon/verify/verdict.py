@@ -49,6 +49,10 @@ class Verdict:
         return self.worst[1] <= self.tolerance  # false for NaN too
 
     @property
+    def holds(self) -> bool:
+        return self.equal
+
+    @property
     def num_compared(self) -> int:
         return len(self.tensors) + len(self.numbers)
 
@@ -62,6 +66,7 @@ class Verdict:
             "plan": str(self.plan),
             "against": self.against,
             "equal": self.equal,
+            "holds": self.holds,
             "worst": _named(self.worst),
             "worst_tensor": _named(self.worst_tensor),
             "tolerance": self.tolerance,
@@ -98,19 +103,15 @@ def _named(item: tuple[str, float]) -> dict[str, str | float]:
 
 def tensor_gaps(result: TrainingResult, reference: TrainingResult) -> dict[str, float]:
     """The largest absolute difference of every weight and every optimizer state, by name."""
-    actual, expected = _tensors(result), _tensors(reference)
+    actual, expected = named_tensors(result), named_tensors(reference)
     names = sorted(actual.keys() | expected.keys())
     return {name: _gap(actual.get(name), expected.get(name)) for name in names}
 
 
 def number_gaps(result: TrainingResult, reference: TrainingResult, against: str) -> dict[str, float]:
-    """The largest absolute difference of each kind of number; asynchronous steps have their own numbers."""
-    gaps = {"evaluation": _number_gap([result.evaluation], [reference.evaluation])}
-    if against != LOG:
-        gaps["loss"] = _number_gap(result.losses, reference.losses)
-    if against == ONE_DEVICE:
-        gaps["grad_norm"] = _number_gap(result.grad_norms, reference.grad_norms)
-    return gaps
+    """The largest absolute difference of each kind of number."""
+    actual, expected = number_lists(result, against), number_lists(reference, against)
+    return {name: _number_gap(actual[name], expected[name]) for name in actual}
 
 
 def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, float]:
@@ -119,15 +120,26 @@ def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, floa
     Only the numbers of an asynchronous worker's steps are its own.
     """
     gaps: dict[str, float] = {}
-    expected = fingerprints(_tensors(results[0]))
+    expected = fingerprints(named_tensors(results[0]))
     for rank, result in enumerate(results[1:], start=1):
-        actual = _tensors(result)
+        actual = named_tensors(result)
         for name in sorted(actual.keys() | expected.keys()):
             if not _same(actual.get(name), expected.get(name)):
                 gaps[f"{name} on rank {rank}"] = math.inf
         if against != LOG and result.numbers != results[0].numbers:
             gaps[f"loss or grad_norm on rank {rank}"] = math.inf
     return gaps
+
+
+def number_lists(result: TrainingResult, against: str) -> dict[str, list[float]]:
+    """The numbers to compare. The losses of an asynchronous worker are its own, and so are norms of stages
+    that update at different times."""
+    numbers = {"evaluation": [result.evaluation]}
+    if against != LOG:
+        numbers["loss"] = result.losses
+    if against == ONE_DEVICE:
+        numbers["grad_norm"] = result.grad_norms
+    return numbers
 
 
 def fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +150,7 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _tensors(result: TrainingResult) -> dict[str, Tensor]:
+def named_tensors(result: TrainingResult) -> dict[str, Tensor]:
     """Weights by "name", optimizer state by "name key"."""
     state = {
         f"{name} {key}": value for name, entries in result.optimizer.items() for key, value in entries.items()
@@ -146,10 +158,13 @@ def _tensors(result: TrainingResult) -> dict[str, Tensor]:
     return result.weights | state
 
 
+def is_alike(first: Tensor, second: Tensor) -> bool:
+    """Whether both have the same shape and type."""
+    return first.shape == second.shape and first.dtype == second.dtype
+
+
 def _gap(actual: Tensor | None, expected: Tensor | None) -> float:
-    if actual is None or expected is None:
-        return math.inf
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+    if actual is None or expected is None or not is_alike(actual, expected):
         return math.inf
     if actual.is_complex():
         actual, expected = torch.view_as_real(actual), torch.view_as_real(expected)

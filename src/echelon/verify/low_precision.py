@@ -1,0 +1,245 @@
+"""The contract in bf16: a plan may be no further from one device in bf16 than that is from float32.
+
+In bf16 no two ways to train are equal: every sum is rounded to three digits. How far apart they may end is
+measured, by three trainings of one case from the same weights:
+
+    A  one device in float32
+    B  one device in bf16, with float32 masters     B to A: what rounding alone does
+    C  the plan in bf16, with float32 masters       C to B: must not be more
+
+The distance of x and y is ‖x − y‖ / (‖x‖ + ‖y‖): 0 where they are equal, 1/3 where one is twice the other,
+never above 1. For weights, x and y are what training has added to the start.
+
+Both distances are samples of a random quantity, and a plan rounds where one device does not: where it adds
+microbatches and ranks. So C to B may be a few times B to A: `WEIGHTS_FACTOR` for all weights together,
+`STATE_FACTOR` for all of one kind of optimizer state, `SINGLE_FACTOR` for one tensor or number. Rounding itself keeps well below; bugs do not. Trainings
+drift apart from step to step, until nothing can be told from rounding: such a comparison is refused.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.errors import UserError
+from echelon.plan import Plan
+from echelon.verify.reference import TrainingResult
+from echelon.verify.verdict import is_alike, named_tensors, number_lists, rank_gaps
+
+WEIGHTS = "weights"  # the kind of all that is in the state dict
+WEIGHTS_FACTOR, STATE_FACTOR, SINGLE_FACTOR = 2.0, 4.0, 8.0
+_LARGEST_ROUNDING = 0.08  # four times that is the distance from an update of twice the size
+_FLOAT32_ROUNDING = 1e-6  # the distance that another order of sums makes in float32, at most
+_BF16_ROUNDING = 2.0**-8  # the distance of a number from itself in bf16, at most
+
+
+class Distance(NamedTuple):
+    """How far the plan is from one device in bf16, how far that is from float32, and what is allowed."""
+
+    plan: float
+    rounding: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        return self.plan <= self.allowed  # false for NaN too
+
+    @property
+    def excess(self) -> float:
+        """The plan's distance in units of what is allowed."""
+        return math.inf if math.isnan(self.plan / self.allowed) else self.plan / self.allowed
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Plain values, for JSON."""
+        return {name: value if math.isfinite(value) else str(value) for name, value in self._asdict().items()}
+
+    def __str__(self) -> str:
+        return f"{self.plan:.1e} (rounding {self.rounding:.1e}, allowed {self.allowed:.1e})"
+
+
+@dataclass(frozen=True)
+class LowPrecisionVerdict:
+    """How far a plan in bf16 ended from one device in bf16."""
+
+    plan: Plan
+    steps: int
+    groups: dict[str, Distance]  # by kind: "weights", or a key of the optimizer state; all of it together
+    tensors: dict[str, Distance]  # by "name" for weights, "name exp_avg" for optimizer state
+    numbers: dict[str, Distance]  # "loss 0", "grad_norm 0", … of each step, "evaluation 0" after the last
+    rank_differences: tuple[str, ...]  # what some rank reports differently from rank 0
+    against: str
+
+    def __post_init__(self) -> None:
+        assert WEIGHTS in self.groups, "no weight was compared"
+        assert self.tensors, "no tensor was compared"
+        assert self.numbers, "no number was compared"
+
+    @property
+    def distances(self) -> dict[str, Distance]:
+        """All that was measured, by name."""
+        groups = {f"all {kind}": distance for kind, distance in self.groups.items()}
+        return groups | self.tensors | self.numbers
+
+    @property
+    def worst(self) -> tuple[str, Distance]:
+        """What is the furthest, in units of what is allowed."""
+        return max(self.distances.items(), key=lambda item: item[1].excess)
+
+    @property
+    def holds(self) -> bool:
+        return self.num_wrong == 0
+
+    @property
+    def num_wrong(self) -> int:
+        return sum(not distance.holds for distance in self.distances.values()) + len(self.rank_differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        name, worst = self.worst
+        return {
+            "plan": str(self.plan),
+            "against": self.against,
+            "holds": self.holds,
+            "weights": self.groups[WEIGHTS].to_dict(),
+            "worst": {"name": name, **worst.to_dict()},
+            "rank_differences": list(self.rank_differences),
+            "steps": self.steps,
+            "num_compared": len(self.distances),
+            "num_wrong": self.num_wrong,
+        }
+
+    def __str__(self) -> str:
+        name, worst = self.worst
+        after = f"{self.against} in bf16 after {self.steps} steps"
+        measured = f"weights differ by {self.groups[WEIGHTS]}; worst is {name}, by {worst}"
+        if self.holds:
+            return f"'{self.plan}' is within rounding of {after}: {measured}"
+        ranks = f"ranks differ in {', '.join(self.rank_differences[:3])}; " if self.rank_differences else ""
+        return (
+            f"'{self.plan}' is NOT within rounding of {after}: {measured}; {ranks}{self.num_wrong} of "
+            f"{len(self.distances)} values are out of bounds"
+        )
+
+
+def compare_low_precision(
+    results: Sequence[TrainingResult],
+    rounded: TrainingResult,
+    exact: TrainingResult,
+    start: Mapping[str, Tensor],
+    steps: int,
+    against: str,
+) -> LowPrecisionVerdict:
+    """Measure C to B and B to A: the `results` of all ranks, one device `rounded` and `exact`.
+
+    `start` is the state dict before training.
+    """
+    plan_norms, rounding_norms = _measure(results[0], rounded, start), _measure(rounded, exact, start)
+    plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
+    kinds: dict[str, list[str]] = {}
+    for name in plan_norms:
+        kinds.setdefault(_kind(name, start), []).append(name)
+    groups, tensors = {}, {}
+    for kind, names in kinds.items():
+        from_rounding = {name: rounding_norms.get(name, _NEAR) for name in names}
+        rounding = _combine(from_rounding.values()).distance
+        plan = _combine(plan_norms[name] for name in names).distance
+        factor = WEIGHTS_FACTOR if kind == WEIGHTS else STATE_FACTOR
+        groups[kind] = Distance(plan, rounding, max(factor * rounding, _FLOAT32_ROUNDING))
+        for name, norms in from_rounding.items():
+            tensors[name] = _tensor_distance(plan_norms[name].distance, norms.distance, rounding)
+    _refuse_drift(groups, steps)
+    numbers = _number_distances(results[0], rounded, exact, against)
+    ran, differences = Plan.parse(results[0].plan), tuple(rank_gaps(results, against))
+    return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
+
+
+def _refuse_drift(groups: Mapping[str, Distance], steps: int) -> None:
+    """Refuse a comparison in which rounding alone is as large as a bug."""
+    kind, furthest = max(groups.items(), key=lambda item: item[1].rounding)
+    if furthest.rounding > _LARGEST_ROUNDING:
+        raise UserError(
+            f"after {steps} steps one device in bf16 is {furthest.rounding:.2f} from float32 (all {kind}): "
+            f"above {_LARGEST_ROUNDING}, rounding would hide a bug; use fewer steps, or a lower learning rate"
+        )
+
+
+def _kind(name: str, start: Mapping[str, Tensor]) -> str:
+    return WEIGHTS if name in start else name.rpartition(" ")[2]
+
+
+def _tensor_distance(plan: float, rounding: float, group: float) -> Distance:
+    """What rounding does not change, like counters and frozen weights, the plan may not change either."""
+    allowed = SINGLE_FACTOR * max(rounding, group) if rounding else 0.0
+    return Distance(plan, rounding, max(allowed, _FLOAT32_ROUNDING))
+
+
+def _number_distances(
+    result: TrainingResult, rounded: TrainingResult, exact: TrainingResult, against: str
+) -> dict[str, Distance]:
+    """Of each number of each step. Differences grow from step to step, and so does what is allowed."""
+    distances = {}
+    plan_lists, rounded_lists, exact_lists = (number_lists(r, against) for r in (result, rounded, exact))
+    for name, expected in rounded_lists.items():
+        if len(plan_lists[name]) != len(expected):
+            distances[f"{name} of all steps"] = Distance(math.inf, 0.0, _FLOAT32_ROUNDING)
+        largest = _BF16_ROUNDING
+        for step, numbers in enumerate(zip(plan_lists[name], expected, exact_lists[name], strict=False)):
+            c, b, a = numbers
+            rounding = _scalar_distance(b, a)
+            largest = max(rounding, largest)
+            distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, SINGLE_FACTOR * largest)
+    return distances
+
+
+def _scalar_distance(first: float, second: float) -> float:
+    return _Norms(abs(first - second), abs(first), abs(second)).distance
+
+
+class _Norms(NamedTuple):
+    """The norm of the difference of two tensors, and the norm of each."""
+
+    gap: float
+    first: float
+    second: float
+
+    @property
+    def distance(self) -> float:
+        return self.gap / (self.first + self.second) if self.gap else 0.0
+
+
+_NEAR, _FAR = _Norms(0.0, 0.0, 0.0), _Norms(math.inf, 1.0, 1.0)
+
+
+def _combine(norms: Iterable[_Norms]) -> _Norms:
+    """The norms of all these tensors as one."""
+    return _Norms(*(math.hypot(*column) for column in zip(*norms, strict=True)))
+
+
+def _measure(first: TrainingResult, second: TrainingResult, start: Mapping[str, Tensor]) -> dict[str, _Norms]:
+    """The norms of each tensor that both have in the same shape."""
+    firsts, seconds = named_tensors(first), named_tensors(second)
+    norms = {}
+    for name in sorted(firsts.keys() & seconds.keys()):
+        if firsts[name].shape == seconds[name].shape:
+            x, y = (_change(tensor, start.get(name)) for tensor in (firsts[name], seconds[name]))
+            norms[name] = _Norms(float((x - y).norm()), float(x.norm()), float(y.norm()))
+    return norms
+
+
+def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
+    return _real(tensor) if start is None else _real(tensor) - _real(start)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _mismatches(first: TrainingResult, second: TrainingResult) -> list[str]:
+    """Names of tensors that only one has, or that have another shape or type."""
+    firsts, seconds = named_tensors(first), named_tensors(second)
+    common = firsts.keys() & seconds.keys()
+    unlike = {name for name in common if not is_alike(firsts[name], seconds[name])}
+    return sorted((firsts.keys() ^ seconds.keys()) | unlike)

@@ -1,0 +1,257 @@
+"""The contract in bf16: it holds for plans, it measures what it says, and it finds bugs of masters."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.engine import Engine
+from echelon.errors import UserError
+from echelon.models import ModelConfig, build
+from echelon.precision import stepper
+from echelon.verify import Case, LowPrecisionVerdict, verify
+from echelon.verify.low_precision import SINGLE_FACTOR, WEIGHTS_FACTOR, Distance, compare_low_precision
+from echelon.verify.reference import TrainingResult
+from echelon.verify.verdict import LOG, ONE_DEVICE, fingerprints
+from tests.cases import adamw, perceptron_case, sgd
+from tests.contract_models import SEQUENCE, VOCAB, token_loss, tokens
+
+BF16, ULP = torch.bfloat16, 2.0**-7  # the distance of 1.0 and the next number in bf16
+
+# Three trainings, measured.
+
+START = {"a": torch.zeros(4, dtype=BF16), "frozen": torch.ones(2, dtype=BF16)}
+
+
+def result(error: float, dtype: torch.dtype = BF16) -> TrainingResult:
+    """A training that ends `error` too far, in every weight, state and number that it changes."""
+    weights = {"a": torch.full((4,), 1.0 + error, dtype=dtype), "frozen": torch.ones(2, dtype=dtype)}
+    state = {"a": {"step": torch.tensor(3.0), "exp_avg": torch.full((4,), 2.0 + 2 * error)}, "frozen": {}}
+    numbers = [4.0 + 4 * error]
+    return TrainingResult(weights, state, numbers, list(numbers), numbers[0], plan="data=2 precision=bf16")
+
+
+def compare(
+    plan: TrainingResult, *others: TrainingResult, against: str = ONE_DEVICE, rounding: float = 2 * ULP
+) -> LowPrecisionVerdict:
+    rounded, exact = result(0.0), result(rounding, torch.float32)
+    return compare_low_precision([plan, *others], rounded, exact, START, 3, against)
+
+
+def changed(change: Callable[[TrainingResult], object]) -> TrainingResult:
+    training = result(0.0)
+    change(training)
+    return training
+
+
+def test_equal_trainings_have_no_distance_and_nothing_is_left_out() -> None:
+    verdict = compare(result(0.0))
+    assert verdict.holds
+    assert verdict.groups.keys() == {"weights", "step", "exp_avg"}
+    assert verdict.tensors.keys() == {"a", "frozen", "a step", "a exp_avg"}
+    assert verdict.numbers.keys() == {"loss 0", "grad_norm 0", "evaluation 0"}
+    assert all(distance.plan == 0.0 for distance in verdict.distances.values())
+
+
+def test_the_distance_is_relative_to_what_training_has_changed() -> None:
+    verdict = compare(result(ULP))
+    assert verdict.groups["weights"].plan == pytest.approx(ULP / (2 + ULP))
+    assert verdict.groups["weights"].rounding == pytest.approx(2 * ULP / (2 + 2 * ULP))
+    assert verdict.tensors["a exp_avg"].plan == pytest.approx(ULP / (2 + ULP))
+    assert verdict.numbers["loss 0"].plan == pytest.approx(ULP / (2 + ULP))
+    assert "weights differ by 3.9e-03 (rounding 7.8e-03, allowed 1.6e-02)" in str(verdict)
+
+
+def test_an_update_of_twice_the_size_is_a_third_away() -> None:
+    assert compare(result(1.0)).groups["weights"].plan == pytest.approx(1 / 3)
+    assert not compare(result(1.0)).holds
+
+
+def test_a_plan_may_be_a_few_times_as_far_as_rounding() -> None:
+    at_bound, rounding = WEIGHTS_FACTOR * 2 * ULP, 2 * ULP
+    assert compare(result(at_bound / 2), rounding=rounding).holds
+    verdict = compare(result(at_bound * 1.25), rounding=rounding)
+    assert not verdict.holds
+    assert not verdict.groups["weights"].holds
+    assert verdict.tensors["a"].holds  # one tensor alone would be within its bound
+    assert SINGLE_FACTOR > WEIGHTS_FACTOR
+
+
+def set_weight(name: str, value: Tensor) -> Callable[[TrainingResult], object]:
+    return lambda training: training.weights.__setitem__(name, value)
+
+
+def set_state(key: str, value: Tensor) -> Callable[[TrainingResult], object]:
+    return lambda training: training.optimizer["a"].__setitem__(key, value)
+
+
+CHANGES = {
+    "missing weight": (lambda training: training.weights.pop("a"), "a"),
+    "missing state": (lambda training: training.optimizer["a"].pop("exp_avg"), "a exp_avg"),
+    "additional weight": (set_weight("c", torch.ones(1, dtype=BF16)), "c"),
+    "additional state": (set_state("exp_avg_sq", torch.zeros(4)), "a exp_avg_sq"),
+    "other type of a weight": (set_weight("a", torch.ones(4)), "a"),
+    "other type of a state": (set_state("exp_avg", torch.full((4,), 2.0, dtype=BF16)), "a exp_avg"),
+    "other shape": (set_weight("a", torch.ones(2, 2, dtype=BF16)), "a"),
+    "a frozen weight moved": (set_weight("frozen", torch.full((2,), 1 + ULP, dtype=BF16)), "frozen"),
+    "a step too many": (set_state("step", torch.tensor(4.0)), "a step"),
+    "NaN": (set_weight("a", torch.tensor([1.0, 1, 1, math.nan], dtype=BF16)), "a"),
+    "infinity": (set_weight("a", torch.tensor([1.0, 1, 1, math.inf], dtype=BF16)), "a"),
+    "a loss": (lambda training: training.losses.__setitem__(0, 4.8), "loss 0"),
+    "a loss that is NaN": (lambda training: training.losses.__setitem__(0, math.nan), "loss 0"),
+    "a norm": (lambda training: training.grad_norms.__setitem__(0, 3.2), "grad_norm 0"),
+    "an evaluation": (lambda training: setattr(training, "evaluation", 4.8), "evaluation 0"),
+    "a loss too few": (lambda training: training.losses.clear(), "loss of all steps"),
+}
+
+
+@pytest.mark.parametrize(("change", "name"), [pytest.param(*row, id=key) for key, row in CHANGES.items()])
+def test_a_difference_is_found_and_named(change: Callable[[TrainingResult], object], name: str) -> None:
+    verdict = compare(changed(change))
+    assert not verdict.holds
+    assert not verdict.distances[name].holds
+    assert verdict.to_dict()["holds"] is False
+    assert "NOT within rounding" in str(verdict)
+    assert verdict.worst[1].excess > 1
+
+
+def test_a_reference_that_is_nan_is_no_proof() -> None:
+    rounded = changed(set_weight("a", torch.full((4,), math.nan, dtype=BF16)))
+    verdict = compare_low_precision([rounded], rounded, result(0.1, torch.float32), START, 3, ONE_DEVICE)
+    assert not verdict.holds
+
+
+def test_ranks_must_be_the_same_to_the_bit() -> None:
+    def as_rank(training: TrainingResult) -> TrainingResult:
+        state = {name: fingerprints(entries) for name, entries in training.optimizer.items()}
+        return dataclasses.replace(training, weights=fingerprints(training.weights), optimizer=state)
+
+    assert compare(result(0.0), as_rank(result(0.0))).holds
+    verdict = compare(result(0.0), as_rank(result(0.0)), as_rank(changed(set_state("step", torch.zeros(())))))
+    assert verdict.rank_differences == ("a step on rank 2",)
+    assert not verdict.holds
+    assert "ranks differ in a step on rank 2; 1 of" in str(verdict)
+    other_loss = as_rank(changed(lambda training: training.losses.__setitem__(0, 4.0001)))
+    assert not compare(result(0.0), other_loss).holds
+    assert compare(result(0.0), other_loss, against=LOG).holds
+
+
+def test_what_is_allowed_of_a_number_grows_with_rounding_and_never_shrinks() -> None:
+    rounded, exact = result(0.0), result(2 * ULP, torch.float32)
+    rounded.losses, exact.losses = [4.0] * 3, [4.0, 5.0, 4.0]
+    training = changed(lambda training: setattr(training, "losses", [4.0, 4.0, 4.5]))
+    numbers = compare_low_precision([training], rounded, exact, START, 3, ONE_DEVICE).numbers
+    assert numbers["loss 0"].allowed == SINGLE_FACTOR * 2.0**-8
+    assert numbers["loss 1"].allowed == numbers["loss 2"].allowed == pytest.approx(SINGLE_FACTOR / 9)
+    assert numbers["loss 2"].holds
+
+
+def test_training_that_rounding_has_driven_apart_is_refused() -> None:
+    with pytest.raises(UserError, match=r"one device in bf16 is 0\.33 from float32 .* use fewer steps"):
+        compare(result(0.0), rounding=1.0)
+
+
+def test_json_has_no_numbers_that_json_lacks() -> None:
+    assert Distance(math.inf, 0.0, math.nan).to_dict() == {"plan": "inf", "rounding": 0.0, "allowed": "nan"}
+
+
+# Real trainings.
+
+
+def untied_gpt() -> nn.Module:
+    return build(ModelConfig("gpt", layers=2, width=16, heads=2, vocab=VOCAB + 1, sequence=SEQUENCE))
+
+
+def gpt_case(**changes: object) -> Case:
+    return Case(untied_gpt, tokens, token_loss, adamw, steps=4, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 zero=1 microbatches=2",
+        "tensor=2",
+        "pipeline=2 microbatches=2 schedule=pipedream",
+        "data=2 sync=async staleness=1",
+    ],
+)
+def test_plans_are_within_rounding_of_one_device(plan: str) -> None:
+    case = gpt_case(clip=None) if "pipedream" in plan else gpt_case()
+    verdict = verify(case, plan, precision="bf16")
+    assert verdict.holds, str(verdict)
+    assert verdict.plan.precision == "bf16"
+    assert verdict.groups["weights"].plan > 0
+
+
+def use_small_portions(_: Engine) -> None:
+    """Update every master in a portion of its own."""
+    stepper._BYTES_AT_ONCE = 1
+
+
+def step_earlier_portions_again(engine: Engine) -> None:
+    """The gradients of a portion are not cleared, so that every later portion of the step repeats it."""
+    use_small_portions(engine)
+    masters, optimizer = engine._update.stepper, engine.optimizer
+    step_masters, step_optimizer = masters.step, optimizer.step
+    kept: dict[Tensor, Tensor] = {}
+
+    def step_optimizer_again() -> None:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                master.grad = kept.get(master) if master.grad is None else master.grad
+                if master.grad is not None:
+                    kept[master] = master.grad
+        step_optimizer()
+
+    def step_and_forget(factor: float) -> None:
+        step_masters(factor)
+        kept.clear()
+
+    optimizer.step = step_optimizer_again  # type: ignore[method-assign,assignment]
+    masters.step = step_and_forget
+
+
+def start_from_zero(engine: Engine) -> None:
+    """Masters that are not the weights at the start."""
+    for master in engine._update.stepper.masters():
+        master.data.mul_(0.5)
+
+
+def never_round(engine: Engine) -> None:
+    """The weights stay what they were: only masters are updated."""
+    step = engine._update.stepper.step
+
+    def step_masters_only(factor: float) -> None:
+        weights = [held.tensor.detach().clone() for held in engine._update.stepper._held]
+        step(factor)
+        for held, weight in zip(engine._update.stepper._held, weights, strict=True):
+            held.tensor.detach().copy_(weight)
+
+    engine._update.stepper.step = step_masters_only
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=2"])
+def test_masters_that_are_updated_in_portions_are_updated_once(plan: str) -> None:
+    case = perceptron_case(steps=3, make_optimizer=sgd)
+    assert verify(case, plan, precision="bf16", inject_bug=use_small_portions).holds
+
+
+@pytest.mark.parametrize("bug", [step_earlier_portions_again, start_from_zero, never_round])
+def test_bugs_of_masters_are_found(bug: Callable[[Engine], None]) -> None:
+    case = perceptron_case(steps=3, make_optimizer=sgd)
+    verdict = verify(case, "data=2", precision="bf16", inject_bug=bug)
+    assert not verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize("bug", ["divide-twice", "skip-bucket"])
+def test_bugs_of_gradients_are_found(bug: str) -> None:
+    verdict = verify(gpt_case(), "data=2", precision="bf16", inject_bug=bug)
+    assert not verdict.holds, str(verdict)
+
+
+def test_other_precisions_are_refused() -> None:
+    with pytest.raises(UserError, match="--precision fp16: must be fp64 or bf16"):
+        verify(perceptron_case(), "data=2", precision="fp16")  # type: ignore[call-overload]
