@@ -1,6 +1,5 @@
 """The contract in bf16: it holds for plans, it measures what it says, and it finds bugs of masters."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from echelon.precision import stepper
 from echelon.verify import Case, LowPrecisionVerdict, verify
 from echelon.verify.low_precision import SINGLE_FACTOR, WEIGHTS_FACTOR, Distance, compare_low_precision
 from echelon.verify.reference import TrainingResult
-from echelon.verify.verdict import LOG, ONE_DEVICE, fingerprints
+from echelon.verify.verdict import LOG, ONE_DEVICE, summarize
 from tests.cases import adamw, perceptron_case, sgd
 from tests.contract_models import SEQUENCE, VOCAB, token_loss, tokens
 
@@ -31,7 +30,9 @@ def result(error: float, dtype: torch.dtype = BF16) -> TrainingResult:
     weights = {"a": torch.full((4,), 1.0 + error, dtype=dtype), "frozen": torch.ones(2, dtype=dtype)}
     state = {"a": {"step": torch.tensor(3.0), "exp_avg": torch.full((4,), 2.0 + 2 * error)}, "frozen": {}}
     numbers = [4.0 + 4 * error]
-    return TrainingResult(weights, state, numbers, list(numbers), numbers[0], plan="data=2 precision=bf16")
+    masters = {"a": torch.full((4,), 1.0 + error)}
+    plan = "data=2 precision=bf16"
+    return TrainingResult(weights, state, numbers, list(numbers), numbers[0], plan=plan, masters=masters)
 
 
 def compare(
@@ -50,8 +51,8 @@ def changed(change: Callable[[TrainingResult], object]) -> TrainingResult:
 def test_equal_trainings_have_no_distance_and_nothing_is_left_out() -> None:
     verdict = compare(result(0.0))
     assert verdict.holds
-    assert verdict.groups.keys() == {"weights", "step", "exp_avg"}
-    assert verdict.tensors.keys() == {"a", "frozen", "a step", "a exp_avg"}
+    assert verdict.groups.keys() == {"weights", "step", "exp_avg", "master"}
+    assert verdict.tensors.keys() == {"a", "frozen", "a step", "a exp_avg", "a master"}
     assert verdict.numbers.keys() == {"loss 0", "grad_norm 0", "evaluation 0"}
     assert all(distance.plan == 0.0 for distance in verdict.distances.values())
 
@@ -60,6 +61,7 @@ def test_the_distance_is_relative_to_what_training_has_changed() -> None:
     verdict = compare(result(ULP))
     assert verdict.groups["weights"].plan == pytest.approx(ULP / (2 + ULP))
     assert verdict.groups["weights"].rounding == pytest.approx(2 * ULP / (2 + 2 * ULP))
+    assert verdict.tensors["a master"].plan == pytest.approx(ULP / (2 + ULP))
     assert verdict.tensors["a exp_avg"].plan == pytest.approx(ULP / (2 + ULP))
     assert verdict.numbers["loss 0"].plan == pytest.approx(ULP / (2 + ULP))
     assert "weights differ by 3.9e-03 (rounding 7.8e-03, allowed 1.6e-02)" in str(verdict)
@@ -91,6 +93,8 @@ def set_state(key: str, value: Tensor) -> Callable[[TrainingResult], object]:
 CHANGES = {
     "missing weight": (lambda training: training.weights.pop("a"), "a"),
     "missing state": (lambda training: training.optimizer["a"].pop("exp_avg"), "a exp_avg"),
+    "missing master": (lambda training: training.masters.pop("a"), "a master"),
+    "other master": (lambda training: training.masters["a"].mul_(1.5), "a master"),
     "additional weight": (set_weight("c", torch.ones(1, dtype=BF16)), "c"),
     "additional state": (set_state("exp_avg_sq", torch.zeros(4)), "a exp_avg_sq"),
     "other type of a weight": (set_weight("a", torch.ones(4)), "a"),
@@ -125,16 +129,14 @@ def test_a_reference_that_is_nan_is_no_proof() -> None:
 
 
 def test_ranks_must_be_the_same_to_the_bit() -> None:
-    def as_rank(training: TrainingResult) -> TrainingResult:
-        state = {name: fingerprints(entries) for name, entries in training.optimizer.items()}
-        return dataclasses.replace(training, weights=fingerprints(training.weights), optimizer=state)
-
-    assert compare(result(0.0), as_rank(result(0.0))).holds
-    verdict = compare(result(0.0), as_rank(result(0.0)), as_rank(changed(set_state("step", torch.zeros(())))))
+    assert compare(result(0.0), summarize(result(0.0))).holds
+    verdict = compare(
+        result(0.0), summarize(result(0.0)), summarize(changed(set_state("step", torch.zeros(()))))
+    )
     assert verdict.rank_differences == ("a step on rank 2",)
     assert not verdict.holds
     assert "ranks differ in a step on rank 2; 1 of" in str(verdict)
-    other_loss = as_rank(changed(lambda training: training.losses.__setitem__(0, 4.0001)))
+    other_loss = summarize(changed(lambda training: training.losses.__setitem__(0, 4.0001)))
     assert not compare(result(0.0), other_loss).holds
     assert compare(result(0.0), other_loss, against=LOG).holds
 
@@ -216,7 +218,7 @@ def step_earlier_portions_again(engine: Engine) -> None:
 
 def start_from_zero(engine: Engine) -> None:
     """Masters that are not the weights at the start."""
-    for master in engine._update.stepper.masters():
+    for master in engine._update.stepper._masters.values():
         master.data.mul_(0.5)
 
 
@@ -225,10 +227,11 @@ def never_round(engine: Engine) -> None:
     step = engine._update.stepper.step
 
     def step_masters_only(factor: float) -> None:
-        weights = [held.tensor.detach().clone() for held in engine._update.stepper._held]
+        local = engine._update.stepper._local
+        weights = [each.tensor.detach().clone() for each in local]
         step(factor)
-        for held, weight in zip(engine._update.stepper._held, weights, strict=True):
-            held.tensor.detach().copy_(weight)
+        for each, weight in zip(local, weights, strict=True):
+            each.tensor.detach().copy_(weight)
 
     engine._update.stepper.step = step_masters_only
 

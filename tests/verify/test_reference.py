@@ -51,6 +51,7 @@ def test_three_steps_in_float64_are_those_written_by_hand() -> None:
     assert result.optimizer.keys() == {"weight", "tied", "frozen", "unused"}
     assert result.optimizer["frozen"] == result.optimizer["unused"] == {}
     assert result.losses == [2 * weight for weight in (1.0, 1 - 2 * 2.0**-10, 1 - 5 * 2.0**-10)]
+    assert result.masters == {}
     assert result.grad_norms == [2.0, 2.0, 2.0]
     assert result.evaluation == 2 * result.weights["weight"].item()
 
@@ -63,6 +64,7 @@ def test_masters_keep_updates_that_the_weights_are_too_coarse_for() -> None:
     assert result.weights["weight"].item() == torch.tensor(master).to(BF16).item() == 1 - 2 * 2.0**-8
     assert result.optimizer["weight"]["momentum_buffer"].dtype == torch.float32
     assert result.optimizer["weight"]["momentum_buffer"].item() == 3.5
+    assert {name: value.item() for name, value in result.masters.items()} == {"weight": master, "unused": 5.0}
     assert result.losses[:2] == [2.0, 2.0]
 
 

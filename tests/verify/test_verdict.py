@@ -1,6 +1,5 @@
 """The comparison finds every kind of difference, and the verdict names the worst."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -15,9 +14,9 @@ from echelon.verify.verdict import (
     LOG,
     ONE_DEVICE,
     Verdict,
-    fingerprints,
     number_gaps,
     rank_gaps,
+    summarize,
     tensor_gaps,
 )
 
@@ -30,12 +29,6 @@ def result() -> TrainingResult:
 
 
 NAMES = {"a", "b", "count", "a step", "a exp_avg"}
-
-
-def as_rank(trained: TrainingResult) -> TrainingResult:
-    """As a rank other than 0 returns it."""
-    state = {name: fingerprints(entries) for name, entries in trained.optimizer.items()}
-    return dataclasses.replace(trained, weights=fingerprints(trained.weights), optimizer=state)
 
 
 def changed(change: Callable[[TrainingResult], object]) -> TrainingResult:
@@ -95,7 +88,7 @@ def test_equal_results_have_no_gaps_and_nothing_is_left_out() -> None:
     gaps = tensor_gaps(result(), result())
     assert gaps == dict.fromkeys(NAMES, 0.0)
     assert number_gaps(result(), result(), ONE_DEVICE) == {"evaluation": 0.0, "loss": 0.0, "grad_norm": 0.0}
-    assert rank_gaps([result(), as_rank(result()), as_rank(result())], ONE_DEVICE) == {}
+    assert rank_gaps([result(), summarize(result()), summarize(result())], ONE_DEVICE) == {}
 
 
 @each_change
@@ -113,7 +106,7 @@ def test_a_difference_from_the_reference_is_found_on_either_side(
 def test_a_difference_of_another_rank_is_found_and_the_rank_is_named(
     change: Callable[[TrainingResult], object], name: str, gap: float
 ) -> None:
-    results = [result(), as_rank(result()), as_rank(changed(change))]
+    results = [result(), summarize(result()), summarize(changed(change))]
     assert rank_gaps(results, ONE_DEVICE) == {f"{name} on rank 2": math.inf}
 
 
@@ -142,8 +135,8 @@ def test_numbers_that_differ_are_found_and_named(name: str) -> None:
     spoilt = changed(NUMBERS[name])
     for gaps in (number_gaps(spoilt, result(), ONE_DEVICE), number_gaps(result(), spoilt, ONE_DEVICE)):
         assert {key: gap for key, gap in gaps.items() if gap} == {name: 0.5}
-    assert rank_gaps([result(), as_rank(spoilt)], ONE_DEVICE) == {"loss or grad_norm on rank 1": math.inf}
-    assert rank_gaps([result(), as_rank(spoilt)], FORMULA) == {"loss or grad_norm on rank 1": math.inf}
+    assert rank_gaps([result(), summarize(spoilt)], ONE_DEVICE) == {"loss or grad_norm on rank 1": math.inf}
+    assert rank_gaps([result(), summarize(spoilt)], FORMULA) == {"loss or grad_norm on rank 1": math.inf}
 
 
 def test_numbers_of_a_step_too_few_are_found() -> None:
@@ -152,7 +145,7 @@ def test_numbers_of_a_step_too_few_are_found() -> None:
 
 
 def test_only_an_asynchronous_worker_has_losses_of_its_own() -> None:
-    spoilt = as_rank(changed(NUMBERS["loss"]))
+    spoilt = summarize(changed(NUMBERS["loss"]))
     assert rank_gaps([result(), spoilt], LOG) == {}
     assert number_gaps(result(), result(), LOG).keys() == {"evaluation"}
     assert number_gaps(result(), result(), FORMULA).keys() == {"evaluation", "loss"}

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import Literal, get_args, overload
 
 import torch
+from torch import Tensor
 
-from echelon.engine import parallelize
+from echelon.engine import Engine, parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
+from echelon.ownership import MASTER, assemble
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.precision import DTYPES
 from echelon.verify.case import Case
@@ -32,9 +34,9 @@ from echelon.verify.verdict import (
     ONE_DEVICE,
     TOLERANCE,
     Verdict,
-    fingerprints,
     number_gaps,
     rank_gaps,
+    summarize,
     tensor_gaps,
 )
 
@@ -124,6 +126,7 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
     dtype = DTYPES[plan.precision]
     rounded, against = _reference(case, plan, results[0], dtype)
     exact, _ = _reference(case, plan, results[0], torch.float32)
+    exact.masters = {name: exact.weights[name] for name in rounded.masters}
     _refuse_standstill(case, rounded, dtype)
     start = case.build(dtype=dtype).state_dict()
     return compare_low_precision(results, rounded, exact, start, case.steps, against)
@@ -154,22 +157,26 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
     if bug is not None:
         (BUGS[bug] if isinstance(bug, str) else bug)(engine)
     metrics = [engine.step(engine.local(batch)) for batch in batches]
-    weights, optimizer = engine.full_state_dict(), engine.full_optimizer_state()
-    if rank != 0:
-        weights = fingerprints(weights)
-        optimizer = {name: fingerprints(state) for name, state in optimizer.items()}
     result = TrainingResult(
-        weights,
-        optimizer,
+        engine.full_state_dict(),
+        engine.full_optimizer_state(),
         losses=[step.loss for step in metrics],
         grad_norms=[step.grad_norm for step in metrics],
         evaluation=engine.evaluate(engine.local(batches[-1])).loss,
         log=engine.log(),
         plan=str(engine.plan),
         boundaries=engine.boundaries,
+        masters=_masters(engine),
     )
     engine.close(restore=False)
-    return result
+    return summarize(result) if rank else result
+
+
+def _masters(engine: Engine) -> dict[str, Tensor]:
+    """The float32 masters of all ranks, put together."""
+    owned = [each for each in engine.owned() if each.slice.part == MASTER]
+    full = assemble(owned, engine.mesh.group("all"), engine.mesh.device)
+    return {name: master for (name, _), master in full.items()}
 
 
 def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -> list[TrainingResult]:

@@ -8,12 +8,13 @@ measured, by three trainings of one case from the same weights:
     C  the plan in bf16, with float32 masters       C to B: must not be more
 
 The distance of x and y is ‖x − y‖ / (‖x‖ + ‖y‖): 0 where they are equal, 1/3 where one is twice the other,
-never above 1. For weights, x and y are what training has added to the start.
+never above 1. For weights and masters, x and y are what training has added to the start.
 
 Both distances are samples of a random quantity, and a plan rounds where one device does not: where it adds
 microbatches and ranks. So C to B may be a few times B to A: `WEIGHTS_FACTOR` for all weights together,
-`STATE_FACTOR` for all of one kind of optimizer state, `SINGLE_FACTOR` for one tensor or number. Rounding itself keeps well below; bugs do not. Trainings
-drift apart from step to step, until nothing can be told from rounding: such a comparison is refused.
+`STATE_FACTOR` for all masters, or all of one kind of optimizer state, `SINGLE_FACTOR` for one tensor or
+number. Rounding itself keeps well below; bugs do not. Trainings drift apart from step to step, until nothing
+can be told from rounding: such a comparison is refused.
 """
 
 import math
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
+from echelon.ownership import MASTER
 from echelon.plan import Plan
 from echelon.verify.reference import TrainingResult
 from echelon.verify.verdict import is_alike, named_tensors, number_lists, rank_gaps
@@ -66,7 +68,7 @@ class LowPrecisionVerdict:
 
     plan: Plan
     steps: int
-    groups: dict[str, Distance]  # by kind: "weights", or a key of the optimizer state; all of it together
+    groups: dict[str, Distance]  # by kind: "weights", "master", or a key of the optimizer state
     tensors: dict[str, Distance]  # by "name" for weights, "name exp_avg" for optimizer state
     numbers: dict[str, Distance]  # "loss 0", "grad_norm 0", … of each step, "evaluation 0" after the last
     rank_differences: tuple[str, ...]  # what some rank reports differently from rank 0
@@ -170,6 +172,11 @@ def _kind(name: str, start: Mapping[str, Tensor]) -> str:
     return WEIGHTS if name in start else name.rpartition(" ")[2]
 
 
+def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor | None:
+    """Where training began: of a weight or its master the start, of optimizer state zero."""
+    return start.get(name.removesuffix(f" {MASTER}"))
+
+
 def _tensor_distance(plan: float, rounding: float, group: float) -> Distance:
     """What rounding does not change, like counters and frozen weights, the plan may not change either."""
     allowed = SINGLE_FACTOR * max(rounding, group) if rounding else 0.0
@@ -224,7 +231,7 @@ def _measure(first: TrainingResult, second: TrainingResult, start: Mapping[str, 
     norms = {}
     for name in sorted(firsts.keys() & seconds.keys()):
         if firsts[name].shape == seconds[name].shape:
-            x, y = (_change(tensor, start.get(name)) for tensor in (firsts[name], seconds[name]))
+            x, y = (_change(tensor, _origin(name, start)) for tensor in (firsts[name], seconds[name]))
             norms[name] = _Norms(float((x - y).norm()), float(x.norm()), float(y.norm()))
     return norms
 

@@ -29,6 +29,7 @@ class TrainingResult:
     log: list[Push] = field(default_factory=list)  # of asynchronous training: what happened in which order
     plan: str = ""  # as it ran, without `auto`
     boundaries: list[int] = field(default_factory=list)  # the layers before which stages begin
+    masters: dict[str, Tensor] = field(default_factory=dict)  # of the weights, below float32
 
     @property
     def numbers(self) -> tuple[list[float], list[float], float]:
@@ -95,11 +96,18 @@ class ReferenceModel:
         self.model.eval()
         with torch.no_grad():
             evaluation = float(mean(self._loss(batch)))
-        return TrainingResult(weights, self._optimizer_state(), losses, grad_norms, evaluation)
+        state, masters = self._optimizer_state(), self._full_masters()
+        return TrainingResult(weights, state, losses, grad_norms, evaluation, masters=masters)
 
     def _loss(self, batch: tuple[Any, Any]) -> Any:
         inputs, targets = batch
         return self._case.loss(self.model(cast_floats(inputs, self._dtype)), targets)
+
+    def _full_masters(self) -> dict[str, Tensor]:
+        if self.masters is self.parameters:
+            return {}
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return {name: master.detach().clone() for name, master in zip(names, self.masters, strict=True)}
 
     def _optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         master_of = dict(zip(self.parameters, self.masters, strict=True))

@@ -1,5 +1,6 @@
 """How far the training of a plan ended from its reference, in float64: the comparison and its verdict."""
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.fingerprint import fingerprint
+from echelon.ownership import MASTER
 from echelon.plan import Plan
 from echelon.verify.reference import TrainingResult
 
@@ -120,7 +122,7 @@ def rank_gaps(results: Sequence[TrainingResult], against: str) -> dict[str, floa
     Only the numbers of an asynchronous worker's steps are its own.
     """
     gaps: dict[str, float] = {}
-    expected = fingerprints(named_tensors(results[0]))
+    expected = named_tensors(summarize(results[0]))
     for rank, result in enumerate(results[1:], start=1):
         actual = named_tensors(result)
         for name in sorted(actual.keys() | expected.keys()):
@@ -142,7 +144,14 @@ def number_lists(result: TrainingResult, against: str) -> dict[str, list[float]]
     return numbers
 
 
-def fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def summarize(result: TrainingResult) -> TrainingResult:
+    """The same result with fingerprints in place of tensors, which is all that ranks above 0 return."""
+    optimizer = {name: _fingerprints(state) for name, state in result.optimizer.items()}
+    weights, masters = _fingerprints(result.weights), _fingerprints(result.masters)
+    return dataclasses.replace(result, weights=weights, optimizer=optimizer, masters=masters)
+
+
+def _fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A few integers for each tensor: two over its bits, one for its type, and its shape."""
     return {
         name: torch.tensor([*fingerprint(value), zlib.crc32(str(value.dtype).encode()), *value.shape])
@@ -151,11 +160,12 @@ def fingerprints(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def named_tensors(result: TrainingResult) -> dict[str, Tensor]:
-    """Weights by "name", optimizer state by "name key"."""
+    """Weights by "name", optimizer state by "name key", masters by "name master"."""
     state = {
         f"{name} {key}": value for name, entries in result.optimizer.items() for key, value in entries.items()
     }
-    return result.weights | state
+    masters = {f"{name} {MASTER}": value for name, value in result.masters.items()}
+    return result.weights | state | masters
 
 
 def is_alike(first: Tensor, second: Tensor) -> bool:
