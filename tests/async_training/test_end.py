@@ -149,7 +149,7 @@ class Fails(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # noqa: ARG002
         self.updates += 1
         if self.updates == 5:
-            raise ZeroDivisionError("told to fail")
+            raise ZeroDivisionError("failed on purpose")
 
 
 def failing_server(busy: bool) -> None:
@@ -165,7 +165,7 @@ def failing_server(busy: bool) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_update_that_fails_ends_the_run_loudly(busy: bool) -> None:
     begin = time.perf_counter()
-    with pytest.raises(RankFailed, match="ZeroDivisionError: told to fail"):
+    with pytest.raises(RankFailed, match="ZeroDivisionError: failed on purpose"):
         echelon.launch(failing_server, 3, busy, deadline=30.0)
     assert time.perf_counter() - begin < 20
 

@@ -128,7 +128,7 @@ def test_the_rate_follows_the_version() -> None:
 
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # noqa: ARG002
-        raise ZeroDivisionError("told to fail")
+        raise ZeroDivisionError("failed on purpose")
 
 
 def test_an_update_that_fails_fails_everyone() -> None:
@@ -137,7 +137,7 @@ def test_an_update_that_fails_fails_everyone() -> None:
     with pytest.raises(ZeroDivisionError):
         served.push(1, 0, 1.0)
     for ask in (lambda: waiting.result(1), lambda: served.pull(1, 1), lambda: served.server.log(0)):
-        with pytest.raises(ServerFailed, match="ZeroDivisionError: told to fail"):
+        with pytest.raises(ServerFailed, match="ZeroDivisionError: failed on purpose"):
             ask()
 
 

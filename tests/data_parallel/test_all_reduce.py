@@ -1,22 +1,24 @@
 """Data parallelism: its mathematics by the contract, its order and its bytes by the ledger."""
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import echelon
 from echelon.collectives import Ledger, RecordingGroup, TorchGroup
 from echelon.data_parallel import AllReduce
-from echelon.engine.start import start_equal
+from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
+from tests.data_parallel.groups import DeferredGroup
 from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
+
+Warm = Callable[[int], Ranks]
 
 
 @pytest.mark.parametrize("plan", ["data=2", "data=4", "data=3 microbatches=2"])
@@ -27,44 +29,29 @@ def test_parameters_that_only_some_replicas_use(plan: str) -> None:
     assert "never.weight exp_avg" not in verdict.tensors, "as on one device, nothing was updated"
 
 
-class SlowChain(nn.Module):
-    """Layers whose backward pass takes a while, so that a reduction has something to hide behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x.register_hook(lambda _: time.sleep(0.02))
-        return x
-
-
-def reductions_during_backward() -> tuple[int, int, bool]:
-    from torch import distributed as dist
-
-    group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
-    model = SlowChain()
-    sharing = AllReduce(set_of(model, group), bucket_bytes=20_000)
-    group.ledger.start_step()
+def test_buckets_are_reduced_while_the_backward_pass_goes_on() -> None:
+    """Nothing is waited for before its end, so that the sums can hide behind it."""
+    group, model = DeferredGroup(), nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    sharing = AllReduce(set_of(model, group), bucket_bytes=16_640)
+    on_the_way: list[int] = []
     sharing.start_step()
     for last in (False, True):
-        loss = model(torch.ones(2, 64)).sum()
+        x = torch.ones(2, 64)
+        for layer in model:
+            x = layer(x)
+            x.register_hook(lambda _: on_the_way.append(len(group.pending)))
         sharing.start_backward(last=last)
-        loss.backward()
-        sharing.finish_backward()
+        x.sum().backward()
         if not last:
             assert group.ledger.moves == [], "earlier microbatches only accumulate"
-    ended = time.perf_counter()
+            on_the_way.clear()
+    assert on_the_way == [0, 1, 2, 3, 4, 5], "a bucket is on its way before the layer below has a gradient"
+    assert group.subjects == ["gradients"] * 6
+    assert len(group.pending) == 6
+    sharing.finish_backward()
     sharing.reduce()
-    gradients = [move for move in group.ledger.moves if move.subject == "gradients"]
-    return len(gradients), sum(move.start < ended for move in gradients), group.ledger.hidden() > 0
-
-
-def test_buckets_are_reduced_while_the_backward_pass_goes_on() -> None:
-    for buckets, started_early, hidden in echelon.launch(reductions_during_backward, 2):
-        assert (buckets, started_early, hidden) == (6, 6, True)
+    assert group.subjects == ["gradients"] * 6 + ["used parameters"]
+    assert group.pending == []
 
 
 def moved(microbatches: int) -> list[tuple[str, str, int, int]]:
@@ -82,10 +69,10 @@ def moved(microbatches: int) -> list[tuple[str, str, int, int]]:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_one_synchronisation_a_step_of_two_psi(microbatches: int) -> None:
+def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches: int) -> None:
     size = sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
     flags = sum(1 for p in Perceptron().parameters() if p.requires_grad)
-    for rows in echelon.launch(moved, 3, microbatches):
+    for rows in warm_ranks(3).run(moved, microbatches):
         assert rows == [
             ("all_reduce", "gradients", 1, 2 * 2 * 4 * size // 3),
             ("all_reduce", "metrics", 1, 2 * 2 * 24 // 3),
@@ -103,29 +90,9 @@ def gradients_after_a_foreign_backward() -> float:
     return engine.step(engine.local(vectors(2))).loss
 
 
-def test_a_backward_pass_outside_a_step_is_nobody_elses_business() -> None:
-    first, second = echelon.launch(gradients_after_a_foreign_backward, 2)
+def test_a_backward_pass_outside_a_step_does_not_concern_other_ranks(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(gradients_after_a_foreign_backward)
     assert first == second
-
-
-class Reentrant(nn.Module):
-    """One layer inside two reentrant checkpoints: its gradient comes twice in one backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.last(x)  # type: ignore[no-any-return]
-
-
-def test_a_gradient_that_comes_twice_is_an_error_not_a_wrong_sum() -> None:
-    with pytest.raises(echelon.UserError, match="use_reentrant=False"):
-        assert_equal(Case(Reentrant, vectors, mean_loss, adamw, steps=2), "data=2")
 
 
 class FailsInBackward(nn.Module):
@@ -145,7 +112,7 @@ class FailsInBackward(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
     def _raise(self, _: Tensor) -> None:
-        raise RuntimeError("told to fail")
+        raise RuntimeError("failed on purpose")
 
 
 def weights_around_a_failed_backward(fail: bool) -> list[Tensor]:
@@ -165,7 +132,7 @@ def weights_around_a_failed_backward(fail: bool) -> list[Tensor]:
         loss = mean_loss(model(inputs * (dist.get_rank() + 1)), targets)
         sharing.start_backward(last=True)
         if model.fail:
-            with pytest.raises(RuntimeError, match="told to fail"):
+            with pytest.raises(RuntimeError, match="failed on purpose"):
                 loss.backward()
             continue
         loss.backward()
@@ -176,53 +143,12 @@ def weights_around_a_failed_backward(fail: bool) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def test_after_a_backward_that_raised_the_next_step_is_right() -> None:
+def test_after_a_backward_that_raised_the_next_step_is_right(warm_ranks: Warm) -> None:
     with_failure, without = (
-        echelon.launch(weights_around_a_failed_backward, 2, fail) for fail in (True, False)
+        warm_ranks(2).run(weights_around_a_failed_backward, fail) for fail in (True, False)
     )
-    for mine, theirs in zip(with_failure[0], without[0], strict=True):
-        assert torch.equal(mine, theirs)
-
-
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.last = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(x))  # type: ignore[no-any-return]
-
-
-def running_mean() -> Tensor:
-    torch.manual_seed(0)
-    engine = echelon.parallelize(Normalised(), "data=2", optimizer=adamw, loss=mean_loss)
-    for step in range(3):
-        engine.step(engine.local(vectors(step)))
-    return engine.full_state_dict()["norm.running_mean"]
-
-
-def test_running_statistics_are_replica_zeros_on_every_rank() -> None:
-    first, second = echelon.launch(running_mean, 2)
-    assert torch.equal(first, second)
-    assert not torch.equal(first, torch.zeros(6))
-
-
-def weights_of_rank_zero() -> list[Tensor]:
-    from torch import distributed as dist
-
-    torch.manual_seed(dist.get_rank())
-    model = Perceptron()
-    model.register_buffer("counter", torch.tensor(dist.get_rank()))
-    model.first.weight.data = model.first.weight.data.t().contiguous().t()  # not contiguous
-    start_equal(model, TorchGroup("data", dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
-    return [*model.state_dict().values()]
-
-
-def test_replicas_start_as_replica_zero() -> None:
-    first, *others = echelon.launch(weights_of_rank_zero, 3)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    for weight, expected in zip(with_failure[0], without[0], strict=True):
+        assert torch.equal(weight, expected)
 
 
 def test_a_model_that_is_all_frozen_has_nothing_to_reduce() -> None:

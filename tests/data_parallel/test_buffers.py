@@ -1,61 +1,165 @@
-"""Which buffers replicas send to each other."""
+"""Buffers among replicas: those of replica 0 are everyone's, and only what changed is sent."""
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from echelon.collectives import RecordingGroup
-from echelon.data_parallel.buffers import Buffers
+import echelon
+from echelon.collectives import Ledger, RecordingGroup, group_over
+from echelon.data_parallel import Buffers
+from echelon.data_parallel.buffers import broadcast
 from echelon.launching import Ranks
-from echelon.mesh import Mesh
-from echelon.plan import Plan
+from tests.cases import adamw, mean_loss, vectors
+
+Warm = Callable[[int], Ranks]
 
 
-class Model(nn.Module):
+class Counters(nn.Module):
+    """Two buffers that change only when somebody changes them."""
+
+    first: Tensor
+    second: Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(2)  # three buffers, which its kernels change without a mark
-        self.register_buffer("table", torch.zeros(5))
-        self.register_buffer("counter", torch.zeros(()))
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.zeros(3), persistent=False)
 
 
-def num_sent(group: RecordingGroup) -> int:
-    count = sum(move.operation == "broadcast" for move in group.ledger.moves)
-    group.ledger.start_step()
-    return count
+def sent(group: RecordingGroup) -> list[int]:
+    """The sizes of what was broadcast."""
+    return [move.traffic.payload // 4 for move in group.ledger.moves if move.operation == "broadcast"]
 
 
-def test_only_what_a_step_may_have_changed_is_sent() -> None:
-    model, group = Model(), RecordingGroup("data", 0, 2)
-    buffers = Buffers(model, group)
+def test_only_what_changed_since_the_last_time_is_sent() -> None:
+    group, module = RecordingGroup("data", 0, 2), Counters()
+    buffers = Buffers(module, group)
     buffers.share()
-    assert num_sent(group) == 3, "running statistics, always"
-    model.table.add_(1.0)
-    model.counter = torch.ones(())  # another tensor in its place
+    assert sent(group) == []
+    module.second.add_(1)
     buffers.share()
-    assert num_sent(group) == 5
+    assert sent(group) == [3]
     buffers.share()
-    assert num_sent(group) == 3, "what was sent is not sent again"
-
-
-def test_one_replica_or_no_buffers_send_nothing() -> None:
-    alone, group = RecordingGroup("data"), RecordingGroup("data", 0, 2)
-    Buffers(Model(), alone).share()
-    Buffers(nn.Linear(2, 2), group).share()
-    assert alone.ledger.moves == group.ledger.moves == []
-
-
-def changed_on_the_second_rank() -> float:
-    model, mesh = Model(), Mesh.join(Plan(data=2))
-    buffers = Buffers(model, mesh.group("data"))
-    if mesh.rank == 1:
-        model.table.fill_(5.0)
+    assert sent(group) == [3], "a change is sent once"
+    module.first = module.first + 1  # assigned, and not changed in place
     buffers.share()
-    return float(model.table.sum())
+    assert sent(group) == [3, 2]
+    assert {move.subject for move in group.ledger.moves} == {"buffers"}
 
 
-def test_what_one_replica_alone_has_changed_is_that_of_the_first_again(
-    warm_ranks: Callable[[int], Ranks],
+def test_running_statistics_are_always_sent() -> None:
+    """Their kernels leave no mark on the tensor's version."""
+    group, module = RecordingGroup("data", 0, 2), nn.BatchNorm1d(2)
+    Buffers(module, group).share()
+    assert len(sent(group)) == 3
+    group, module = RecordingGroup("data", 0, 2), nn.BatchNorm1d(2, track_running_stats=False)
+    Buffers(module, group).share()
+    assert sent(group) == []
+
+
+def test_one_replica_and_no_buffers_have_nothing_to_share() -> None:
+    for group, module in ((RecordingGroup("data"), Counters()), (RecordingGroup("data", 0, 2), nn.Tanh())):
+        Buffers(module, group).share()
+        assert group.ledger.moves == []
+
+
+def changed_on(changing: int) -> tuple[list[float], list[float], int]:
+    """Buffers after rank `changing` alone has changed one; the second one does not lie in one piece."""
+    group = group_over("data", torch.distributed.group.WORLD, Ledger())
+    module = Counters()
+    module.second = torch.zeros(6)[::2]
+    buffers = Buffers(module, group)
+    if group.rank == changing:
+        module.second.fill_(10.0 + group.rank)
+    memory = module.second
+    buffers.share()
+    assert module.second is memory, "the buffer keeps its identity"
+    broadcasts = sum(move.operation == "broadcast" for move in group.ledger.moves)
+    return module.first.tolist(), module.second.tolist(), broadcasts
+
+
+@pytest.mark.parametrize(("changing", "value"), [(0, 10.0), (1, 0.0)])
+def test_every_replica_has_those_of_replica_0_whoever_changed_them(
+    warm_ranks: Warm, changing: int, value: float
 ) -> None:
-    assert warm_ranks(2).run(changed_on_the_second_rank) == [0.0, 0.0]
+    for result in warm_ranks(2).run(changed_on, changing):
+        assert result == ([0.0, 0.0], [value] * 3, 1)
+
+
+def broadcast_of_own() -> list[list[float]]:
+    group = group_over("data", torch.distributed.group.WORLD, Ledger())
+    tensors = [torch.full((2, 3), float(group.rank)), torch.full((3, 2), float(group.rank)).t()]
+    for tensor in tensors:
+        broadcast(tensor, group)
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def test_a_broadcast_reaches_tensors_however_they_lie_in_memory(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(broadcast_of_own) == [[[0.0] * 6] * 2] * 2
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(x))  # type: ignore[no-any-return]
+
+
+def running_mean() -> Tensor:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(Normalised(), "data=2", optimizer=adamw, loss=mean_loss)
+    for step in range(3):
+        engine.step(engine.local(vectors(step)))
+    return engine.full_state_dict()["norm.running_mean"]
+
+
+def test_running_statistics_are_replica_zeros_on_every_rank(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(running_mean)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.zeros(6))
+
+
+class Averaging(nn.Module):
+    """Assigns its buffer instead of changing it: replicas kept the old one in mind."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"answer": 42}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def trained(level: int) -> tuple[dict[str, object], dict[str, int]]:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(
+        Averaging(), f"data=2 zero={level}", optimizer=adamw, loss=mean_loss, smallest_unit=0
+    )
+    for step in range(3):
+        engine.step(engine.local(vectors(step)))
+    return engine.full_state_dict(), engine.memory().now
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_buffers_that_are_assigned_are_shared_and_extra_state_is_kept(warm_ranks: Warm, level: int) -> None:
+    (first, memory), (second, _) = warm_ranks(2).run(trained, level)
+    assert isinstance(first["average"], Tensor)
+    assert torch.equal(first["average"], second["average"])  # type: ignore[arg-type]
+    assert first["_extra_state"] == {"answer": 42}
+    assert memory["activations"] == 0, "what was gathered is no activation"

@@ -1,93 +1,202 @@
-"""A unit in flat memory: which part a rank holds, and how parts of gradients add up."""
+"""The flat memory of one unit: equal parts, whole weights that come and go, gradients that are divided."""
+
+import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from echelon.collectives import RecordingGroup
+from echelon.collectives import Group, RecordingGroup
 from echelon.data_parallel.flat import FlatUnit
+from tests.data_parallel.groups import DeferredGroup
 
 
-def make_unit(rank: int = 0, ranks: int = 2, *, resident: bool = True) -> FlatUnit:
-    """Seven elements, so that parts are of four and the last is padded."""
-    first = nn.Parameter(torch.arange(3.0))
-    second = nn.Parameter(torch.arange(3.0, 7.0).view(2, 2))
-    group = RecordingGroup("data", rank, ranks)
-    return FlatUnit("unit", [("first", first), ("second", second)], group, resident=resident)
+def flat_unit(group: Group, *sizes: int, resident: bool = False) -> FlatUnit:
+    """Parameters whose elements are 0, 1, 2, … over all of them."""
+    values = torch.arange(float(sum(sizes))).split(sizes)
+    named = [(f"p{number}", nn.Parameter(value.clone())) for number, value in enumerate(values)]
+    return FlatUnit("unit", named, group, resident=resident)
+
+
+def values_of(unit: FlatUnit) -> list[list[float]]:
+    return [parameter.tolist() for _, parameter in unit.parameters]
+
+
+# The layout.
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"),
-    [(0, [("first", 0, [0, 1, 2]), ("second", 0, [3])]), (1, [("second", 1, [4, 5, 6])])],
+    ("rank", "shard", "runs"),
+    [
+        (0, [0.0, 1.0, 2.0], [("p0", 0, [0.0, 1.0, 2.0])]),
+        (1, [3.0, 4.0, 5.0], [("p0", 3, [3.0]), ("p1", 0, [4.0, 5.0])]),
+        (2, [6.0, 0.0, 0.0], [("p1", 2, [6.0])]),
+    ],
 )
-def test_a_rank_holds_the_runs_of_its_part_and_no_padding(rank: int, expected: list[object]) -> None:
-    local = make_unit(rank).local_parameters()
-    assert [(each.name, each.begin, each.tensor.tolist()) for each in local] == expected
+def test_every_rank_has_an_equal_part_and_no_run_reaches_into_the_padding(
+    rank: int, shard: list[float], runs: list[tuple[str, int, list[float]]]
+) -> None:
+    unit = flat_unit(RecordingGroup("data", rank, 3), 4, 3)
+    assert unit.flat.numel() == 9
+    assert unit.shard.tolist() == shard
+    assert [(run.name, run.begin, run.tensor.tolist()) for run in unit.local_parameters()] == runs
 
 
-def test_an_update_of_a_run_is_one_of_the_weights() -> None:
-    unit = make_unit(1)
-    (run,) = unit.local_parameters()
-    with torch.no_grad():
-        run.tensor.fill_(9.0)
-    assert unit.parameters[1][1].tolist() == [[3, 9], [9, 9]]
+def test_a_part_that_is_only_padding_has_no_runs() -> None:
+    assert flat_unit(RecordingGroup("data", 3, 4), 2).local_parameters() == []
 
 
-def test_weights_that_are_freed_are_not_numbers_and_come_back() -> None:
-    unit = make_unit(ranks=1, resident=False)
+def test_parameters_are_views_of_the_buffer() -> None:
+    unit = flat_unit(RecordingGroup("data", 0, 2), 4, 3)
+    assert values_of(unit) == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    unit.flat.add_(1)
+    assert values_of(unit) == [[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_the_shard_of_whole_weights_is_a_part_of_them(resident: bool) -> None:
+    unit = flat_unit(RecordingGroup("data", 1, 2), 4, resident=resident)
+    unit.local_parameters()[0].tensor.data.fill_(9.0)
+    assert unit.shard.tolist() == [9.0, 9.0]
+    assert unit.flat.tolist() == ([0.0, 1.0, 9.0, 9.0] if resident else [0.0, 1.0, 2.0, 3.0])
+
+
+def test_runs_of_frozen_parameters_want_no_gradient() -> None:
+    frozen = nn.Parameter(torch.arange(4), requires_grad=False)
+    unit = FlatUnit("unit", [("codes", frozen)], RecordingGroup("data", 0, 2), resident=False)
+    assert not unit.trainable
+    assert [run.tensor.requires_grad for run in unit.local_parameters()] == [False]
+
+
+# Weights that come and go.
+
+
+def test_free_gives_the_memory_back_and_leaves_not_a_number() -> None:
+    unit = flat_unit(RecordingGroup("data", 0, 2), 4)
     unit.free()
-    assert not unit.is_gathered
     assert unit.flat.untyped_storage().nbytes() == 0
-    assert all(parameter.isnan().all() for _, parameter in unit.parameters)
-    unit.gather()
-    unit.synchronize()
-    assert [parameter.tolist() for _, parameter in unit.parameters] == [[0, 1, 2], [[3, 4], [5, 6]]]
+    assert not unit.is_gathered
+    ((_, parameter),) = unit.parameters
+    assert parameter.shape == (4,)
+    assert all(math.isnan(value) for value in parameter.tolist())
+    assert unit.shard.tolist() == [0.0, 1.0]
 
 
-def test_weights_that_stay_are_not_freed() -> None:
-    unit = make_unit()
+def test_integers_that_are_freed_are_zero() -> None:
+    codes = nn.Parameter(torch.arange(1, 5), requires_grad=False)
+    unit = FlatUnit("unit", [("codes", codes)], RecordingGroup("data", 0, 2), resident=False)
+    unit.free()
+    assert codes.tolist() == [0, 0, 0, 0]
+
+
+def test_resident_weights_are_never_freed() -> None:
+    unit = flat_unit(RecordingGroup("data", 0, 2), 4, resident=True)
     unit.free()
     assert unit.is_gathered
-    assert unit.parameters[0][1].tolist() == [0, 1, 2]
+    assert values_of(unit) == [[0.0, 1.0, 2.0, 3.0]]
 
 
-def test_parts_of_several_microbatches_add_up_and_a_new_step_starts_again() -> None:
-    unit = make_unit(1)
-    (run,) = unit.local_parameters()
-    for _ in range(2):  # steps
-        unit.has_part = False
-        for value in (1.0, 10.0, 100.0):
-            part = unit.new_part(in_place=False)
-            part.fill_(value)
-            unit.add_part(part)
-        assert unit.part_of_gradient(run).tolist() == [111.0] * 3
+def test_gather_brings_the_shards_together_by_the_time_it_is_waited_for() -> None:
+    group = DeferredGroup()
+    unit = flat_unit(group, 4)
+    unit.free()
+    unit.shard.copy_(torch.tensor([7.0, 8.0]))  # an update
+    unit.gather()
+    unit.gather()
+    assert len(group.pending) == 1, "a second gather changes nothing while the first is on the way"
+    unit.synchronize()
+    assert values_of(unit) == [[7.0, 8.0, 7.0, 8.0]], "every rank has the same shard here"
+    unit.synchronize()
+    assert group.pending == []
 
 
-def test_a_part_in_place_is_that_of_the_whole_gradient() -> None:
-    unit = make_unit(1)
-    for _, parameter in unit.parameters:
-        parameter.grad = parameter.detach().clone()
-        unit.accumulate(parameter)
-    assert unit.close_gradient().tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
-    assert unit.new_part(in_place=True).tolist() == [4, 5, 6, 0]
+def test_free_waits_for_what_is_on_the_way() -> None:
+    """The all-gather would write to memory that somebody else has got by then."""
+    group = DeferredGroup()
+    unit = flat_unit(group, 4)
+    unit.free()
+    unit.gather()
+    unit.free()
+    assert group.pending == []
+    assert unit.flat.untyped_storage().nbytes() == 0
 
 
-def test_a_gradient_that_is_taken_is_no_longer_the_parameters() -> None:
-    unit = make_unit()
-    _, parameter = unit.parameters[0]
-    parameter.grad = torch.ones(3)
-    unit.accumulate(parameter)
-    assert unit.take_gradient().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
-    assert unit.gradient is None
-    assert all(parameter.grad is None for _, parameter in unit.parameters)
-
-
-def test_moving_to_new_memory_leaves_the_old_to_who_holds_it() -> None:
-    unit = make_unit(1)
-    before = unit.parameters[1][1].data
-    (run,) = unit.local_parameters()
+def test_reallocate_moves_the_weights_and_leaves_the_old_memory_to_its_holders() -> None:
+    unit = flat_unit(RecordingGroup("data", 1, 2), 3, 3, resident=True)
+    ((_, first), (_, second)) = unit.parameters
+    old = [first.data, second.data]
     unit.reallocate()
     with torch.no_grad():
-        run.tensor.fill_(9.0)
-    assert before.tolist() == [[3, 4], [5, 6]]
-    assert unit.parameters[1][1].tolist() == [[3, 9], [9, 9]]
+        for run in unit.local_parameters():
+            run.tensor.add_(10)
+    assert [values.tolist() for values in old] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert values_of(unit) == [[0.0, 1.0, 2.0], [13.0, 14.0, 15.0]]
+    unit.all_gather()
+    assert unit.flat.tolist() == [0.0, 1.0, 2.0, 13.0, 14.0, 15.0]
+
+
+# Gradients.
+
+
+def give_gradient(unit: FlatUnit, number: int, value: float) -> Tensor:
+    """A gradient as autograd leaves it, moved to its place."""
+    parameter = unit.parameters[number][1]
+    parameter.grad = torch.full_like(parameter, value)
+    unit.accumulate(parameter)
+    return parameter.grad
+
+
+def test_a_gradient_takes_memory_when_it_comes_and_none_after_it_was_taken() -> None:
+    unit = flat_unit(RecordingGroup("data", 0, 3), 2, 2)
+    assert unit.gradient is None
+    moved = give_gradient(unit, 0, 3.0)
+    assert unit.gradient is not None
+    assert moved.data_ptr() == unit.gradient.data_ptr()
+    taken = unit.take_gradient()
+    assert taken.tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 0.0], "zeros for the other parameter and the padding"
+    assert unit.gradient is None
+    assert [parameter.grad for _, parameter in unit.parameters] == [None, None]
+
+
+def test_an_opened_gradient_keeps_its_memory_and_forgets_its_values() -> None:
+    unit = flat_unit(RecordingGroup("data", 0, 2), 4)
+    give_gradient(unit, 0, 3.0)
+    before = unit.gradient
+    unit.open_gradient()
+    assert unit.gradient is before
+    assert unit.close_gradient().tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_parts_of_several_microbatches_add_up_in_the_memory_of_the_first() -> None:
+    unit = flat_unit(RecordingGroup("data", 1, 2), 4)
+    parts = [unit.new_part(in_place=False) for _ in range(3)]
+    assert len({part.data_ptr() for part in parts}) == 3
+    for part, value in zip(parts, (1.0, 10.0, 100.0), strict=True):
+        part.fill_(value)
+    for part in parts:
+        unit.add_part(part)
+    assert unit.part is parts[0]
+    assert unit.part.tolist() == [111.0, 111.0]
+    unit.has_part = False  # the next step
+    assert unit.new_part(in_place=False) is parts[0]
+
+
+def test_a_part_in_place_is_this_rank_s_part_of_the_whole_gradient() -> None:
+    unit = flat_unit(RecordingGroup("data", 1, 2), 4)
+    give_gradient(unit, 0, 3.0)
+    part = unit.new_part(in_place=True)
+    assert unit.gradient is not None
+    assert part.data_ptr() == unit.gradient[2:].data_ptr()
+    unit.add_part(part)
+    assert part.tolist() == [3.0, 3.0]
+
+
+def test_every_run_finds_its_own_part_of_the_gradient() -> None:
+    unit = flat_unit(RecordingGroup("data", 1, 3), 4, 3)
+    unit.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
+    found = {run.name: unit.part_of_gradient(run).tolist() for run in unit.local_parameters()}
+    assert found == {"p0": [30.0], "p1": [40.0, 50.0]}
+    resident = flat_unit(RecordingGroup("data", 1, 3), 4, 3, resident=True)
+    resident.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
+    found = {run.name: resident.part_of_gradient(run).tolist() for run in resident.local_parameters()}
+    assert found == {"p0": [30.0], "p1": [40.0, 50.0]}, "though its shard begins inside the buffer"

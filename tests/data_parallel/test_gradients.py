@@ -1,35 +1,62 @@
-"""Norms of gradients, and the factor that clips them."""
+"""The norm of gradients, and how much to clip."""
 
 import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from echelon.data_parallel.gradients import clip_factor, squared_norm
+from echelon.data_parallel import clip_factor, squared_norm
 
 CPU = torch.device("cpu")
 
 
-def test_the_norm_is_over_all_gradients() -> None:
-    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [12.0]])]
-    assert squared_norm(gradients, CPU).item() == 169.0
-    turned = torch.tensor([[0.0, 6.0], [8.0, 0.0]]).t()  # not contiguous
-    assert squared_norm([*gradients, turned], CPU).item() == pytest.approx(269.0, rel=1e-6)
-    assert squared_norm([], CPU).item() == 0.0
+def sparse(places: list[int], values: list[float]) -> Tensor:
+    return torch.sparse_coo_tensor([places], values, (4,), check_invariants=True)
 
 
-def test_a_sparse_gradient_is_added_up_before_it_is_squared() -> None:
-    table = nn.Embedding(3, 1, sparse=True)
-    table(torch.tensor([1, 1, 2])).sum().backward()
-    assert table.weight.grad is not None
-    assert squared_norm([table.weight.grad], CPU).item() == 5.0  # 2² + 1²
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])],
+        [torch.tensor([3.0, 4.0, 0.0]), torch.tensor([[0.0, 12.0], [0.0, 0.0]]).t()],
+        [torch.tensor([3.0, 4.0, 12.0], dtype=torch.bfloat16)],
+        [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor([12.0])],
+        [sparse([0, 2, 2], [5.0, 6.0, 6.0])],  # element 2 comes twice
+    ],
+)
+def test_the_sum_of_squares_over_all(gradients: list[Tensor]) -> None:
+    result = squared_norm(gradients, CPU)
+    assert float(result) == 169.0
+    assert (result.dtype, result.shape) == (torch.float64, ())
 
 
-def test_low_precision_is_squared_in_float32() -> None:
-    gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16)]
-    exact = gradients[0].double().square().sum().item()
-    assert squared_norm(gradients, CPU).item() == pytest.approx(exact, rel=1e-5)
+def test_no_gradients_have_norm_0() -> None:
+    assert squared_norm([], CPU).tolist() == 0.0
+
+
+def test_a_norm_in_low_precision_is_summed_in_a_higher_one() -> None:
+    """In bf16 a sum of ones ends at 256."""
+    assert float(squared_norm([torch.ones(100_000, dtype=torch.bfloat16)], CPU)) == pytest.approx(1e5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"),
+    [
+        (5.0, None, 1.0),
+        (0.5, 1.0, 1.0),
+        (1.0 - 1e-6, 1.0, 1.0),
+        (4.0, 1.0, 1 / (4 + 1e-6)),
+        (math.inf, 1.0, 0.0),
+        (0.0, 1.0, 1.0),
+    ],
+)
+def test_gradients_are_scaled_down_and_never_up(norm: float, limit: float | None, factor: float) -> None:
+    assert clip_factor(norm, limit) == factor
+
+
+def test_a_norm_that_is_no_number_shows() -> None:
+    assert math.isnan(clip_factor(math.nan, 1.0))
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (2.0, 1.0), (1e-9, 1e-3), (3.0, 0.0)])
@@ -38,8 +65,3 @@ def test_the_factor_is_torchs(norm: float, limit: float) -> None:
     parameter.grad = torch.tensor([norm], dtype=torch.float64)
     nn.utils.clip_grad_norm_([parameter], limit)
     assert norm * clip_factor(norm, limit) == pytest.approx(parameter.grad.item(), rel=1e-12)
-
-
-def test_nothing_is_clipped_without_a_limit_and_nan_stays() -> None:
-    assert clip_factor(1e9, None) == 1.0
-    assert math.isnan(clip_factor(math.nan, 1.0))

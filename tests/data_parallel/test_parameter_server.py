@@ -1,12 +1,15 @@
 """The parameter server: its mathematics by the contract, its cost by the ledger and the memory meter."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives import Ledger, RecordingGroup, TorchGroup
+from echelon.collectives import RecordingGroup
 from echelon.data_parallel.parameter_server import ParameterServer
+from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.cases import (
     Branching,
@@ -21,9 +24,12 @@ from tests.cases import (
     signed_vectors,
     vectors,
 )
+from tests.data_parallel.groups import DeferredGroup
 from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
+
+Warm = Callable[[int], Ranks]
 
 PLAN = "sync=parameter-server"
 
@@ -81,8 +87,8 @@ def weights_between_steps() -> list[dict[str, Tensor]]:
     return [{k: v.clone() for k, v in engine.module.state_dict().items()}, engine.full_state_dict()]
 
 
-def test_every_rank_sees_the_newest_weights_between_steps() -> None:
-    (first, whole), *others = echelon.launch(weights_between_steps, 3)
+def test_every_rank_sees_the_newest_weights_between_steps(warm_ranks: Warm) -> None:
+    (first, whole), *others = warm_ranks(3).run(weights_between_steps)
     for states in [[whole], *others]:
         assert all(torch.equal(first[name], state[name]) for state in states for name in first)
 
@@ -90,14 +96,13 @@ def test_every_rank_sees_the_newest_weights_between_steps() -> None:
 def one_empty_replica(empty: int) -> tuple[float, int]:
     engine = engine_for(Perceptron(), 2)
     inputs, targets = vectors(0)
-    mine = (inputs[:0], targets[:0]) if engine.replica == empty else (inputs, targets)
-    metrics = engine.step(mine)
+    metrics = engine.step((inputs[:0], targets[:0]) if engine.replica == empty else (inputs, targets))
     return metrics.loss, metrics.tokens
 
 
 @pytest.mark.parametrize("empty", [0, 1])
-def test_the_server_or_a_worker_may_have_no_samples(empty: int) -> None:
-    first, second = echelon.launch(one_empty_replica, 2, empty)
+def test_the_server_or_a_worker_may_have_no_samples(warm_ranks: Warm, empty: int) -> None:
+    first, second = warm_ranks(2).run(one_empty_replica, empty)
     assert first == second
     assert first[1] == 12
 
@@ -116,8 +121,8 @@ def cost_of_a_step() -> tuple[dict[tuple[str, str], tuple[int, int]], int, int]:
     return rows, memory.now["optimizer"], memory.now["parameters"]
 
 
-def test_the_server_carries_the_bytes_and_alone_the_optimizer() -> None:
-    server, *workers = echelon.launch(cost_of_a_step, 3)
+def test_the_server_carries_the_bytes_and_alone_the_optimizer(warm_ranks: Warm) -> None:
+    server, *workers = warm_ranks(3).run(cost_of_a_step)
     size = 4 * sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
     assert server[0]["send", "parameters"] == (2 * size, 0)
     assert server[0]["recv", "gradients"] == (0, 2 * size)
@@ -129,33 +134,38 @@ def test_the_server_carries_the_bytes_and_alone_the_optimizer() -> None:
         assert parameters == server[2]
 
 
-def sends_before_the_end_of_backward() -> tuple[int, int]:
-    """(buckets, of them begun before the backward pass was over)."""
-    import time
-
-    from torch import distributed as dist
-
-    group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    sharing = ParameterServer(set_of(model, group), bucket_bytes=20_000)
-    group.ledger.start_step()
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 2, 2, 2, 2]), (1, [0, 1, 2, 3, 4, 5])])
+def test_gradients_travel_while_the_backward_pass_goes_on(rank: int, expected: list[int]) -> None:
+    """A worker sends and waits for nothing; the server receives two buckets at a time, not all of them."""
+    group, model = DeferredGroup(rank=rank), nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    sharing = ParameterServer(set_of(model, group), bucket_bytes=16_640)
+    on_the_way: list[int] = []
+    received: list[int] = []
     sharing.start_step()
     x = torch.ones(2, 64)
     for layer in model:
         x = layer(x)
-        x.register_hook(lambda _: time.sleep(0.01))
+        x.register_hook(lambda _: on_the_way.append(len(group.pending)))
+        x.register_hook(lambda _: received.append(len(sharing.storages().gradients) - 6))
     sharing.start_backward(last=True)
     x.sum().backward()
-    ended = time.perf_counter()
+    assert on_the_way == expected
+    assert received == (expected if rank == 0 else [0] * 6)
+    assert group.subjects == ["gradients"] * 6, "all have begun before the backward pass is over"
     sharing.finish_backward()
     sharing.reduce()
-    moves = [move for move in group.ledger.moves if move.subject == "gradients"]
-    return len(moves), sum(move.start < ended for move in moves)
+    assert group.pending == []
 
 
-def test_gradients_travel_while_the_backward_pass_goes_on() -> None:
-    server, worker = echelon.launch(sends_before_the_end_of_backward, 2)
-    assert server == worker == (6, 6)
+def test_the_server_adds_each_worker_s_gradient_once() -> None:
+    group, model = DeferredGroup(size=3), nn.ParameterList([torch.zeros(2) for _ in range(4)])
+    sharing = ParameterServer(set_of(model, group), bucket_bytes=4)
+    sharing.start_step()
+    sharing.start_backward(last=True)
+    torch.stack([5 * parameter.sum() for parameter in model]).sum().backward()
+    sharing.finish_backward()
+    sharing.reduce()
+    assert [parameter.grad.tolist() for parameter in model] == [[7.0, 7.0]] * 4, "two workers sent ones"
 
 
 def test_a_model_that_is_all_frozen_has_nothing_to_move() -> None:
@@ -168,11 +178,12 @@ def test_a_model_that_is_all_frozen_has_nothing_to_move() -> None:
 
 
 def fingerprint() -> list[bytes]:
+    torch.manual_seed(0)
     engine = engine_for(Perceptron(), 4)
     for step in range(4):
         engine.step(engine.local(vectors(step)))
     return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
 
 
-def test_sums_are_in_rank_order_so_training_repeats_to_the_bit() -> None:
-    assert echelon.launch(fingerprint, 4) == echelon.launch(fingerprint, 4)
+def test_sums_are_in_rank_order_so_training_repeats_to_the_bit(warm_ranks: Warm) -> None:
+    assert warm_ranks(4).run(fingerprint) == warm_ranks(4).run(fingerprint)

@@ -79,3 +79,15 @@ def test_ties_are_summed_in_their_order_whatever_the_stages() -> None:
         module.weight.grad = torch.ones(2, 2)
     sum_tied(sharings)
     assert list(dict.fromkeys(move.axis for move in ledger.moves)) == ["tie 0", "tie 1", "tie 2"]
+
+
+def test_what_one_group_sums_is_one_message_of_each_type() -> None:
+    group = RecordingGroup("tensor", 0, 2)
+    module = nn.ParameterList([torch.zeros(2), torch.zeros(3), torch.zeros(5, dtype=torch.float64)])
+    shared = [SharedGradient(parameter, group) for parameter in module]
+    sharing = SingleReplica(set_of(module, RecordingGroup("data"), shared_gradients=shared))
+    for number, parameter in enumerate(module):
+        parameter.grad = torch.full_like(parameter, number)
+    sum_within_stage([sharing])
+    assert [move.traffic.payload for move in group.ledger.moves] == [3, 4 * (2 + 3), 8 * 5]
+    assert [parameter.grad.tolist() for parameter in module] == [[0.0] * 2, [1.0] * 3, [2.0] * 5]

@@ -1,277 +1,144 @@
-"""ZeRO: its mathematics by the contract, its memory by storages, its messages by the ledger."""
+"""ZeRO in one process: what is on the way, and what has memory.
 
-import dataclasses
-import itertools
+The group is one whose operations take effect when they are waited for.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-import echelon
-from echelon.collectives import Handle, Ledger, RecordingGroup, TorchGroup
 from echelon.data_parallel import Zero
-from echelon.engine import Engine
-from echelon.models import ModelConfig, build, cross_entropy
-from echelon.verify import assert_equal
 from echelon.wrapping import Wrapping
-from tests.cases import adamw
-from tests.contract_models import CASES, token_loss, tokens
+from tests.data_parallel.groups import DeferredGroup
 from tests.sets import set_of
 
-pytestmark = pytest.mark.usefixtures("warm_contract")
 
-# Every model at every level, ranks and microbatches in turn, for as many steps as state needs to tell;
-# `make fuzz` runs them all against all, and for twenty.
-MATRIX = [
-    (name, level, (2, 3, 4, 8)[(index + level) % 4], (1, 3)[(index + level // 2) % 2])
-    for index, name in enumerate(CASES)
-    for level in (1, 2, 3)
-]
-
-
-@pytest.mark.parametrize(("name", "level", "ranks", "microbatches"), MATRIX)
-def test_levels_are_equal_to_one_device(name: str, level: int, ranks: int, microbatches: int) -> None:
-    case = dataclasses.replace(CASES[name], steps=6, options={"smallest_unit": 0})
-    assert_equal(case, f"data={ranks} zero={level} microbatches={microbatches}")
-
-
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_any_prefetch_depth_is_equal(prefetch: int) -> None:
-    assert_equal(dataclasses.replace(CASES["gpt"], options={"prefetch": prefetch}), "data=2 zero=3")
-
-
-LAYERS = 5
-
-
-def deep() -> nn.Module:
-    return build(ModelConfig("llama", LAYERS, 16, 2, vocab=17, sequence=8, ffn=24))
-
-
-def most_units_whole(prefetch: int, microbatches: int) -> tuple[int, int, int]:
-    """The most units whose storages are there at once, in training, between steps, and in evaluation."""
-    from torch import distributed as dist
-
-    model = deep()
-    group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]
-    sharing = Zero(set_of(model, group), 3, Wrapping(), prefetch=prefetch)
-    flats = [flat.flat.untyped_storage() for unit in sharing._flats for flat in unit]
-    seen = [0]
-
-    def count(*_: object) -> None:
-        seen[0] = max(seen[0], sum(storage.nbytes() > 0 for storage in flats))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(count)
-        module.register_forward_hook(count)
+def ones(layers: int = 5) -> nn.Sequential:
+    """Layers of two features each, all weights 1."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
     for parameter in model.parameters():
-        parameter.register_hook(count)
+        nn.init.ones_(parameter)
+    return model
+
+
+def run_microbatch(sharing: Zero, model: nn.Module, *, last: bool = True) -> None:
+    total = model(torch.ones(1, 2)).sum()
+    sharing.start_backward(last=last)
+    total.backward()
+    sharing.finish_backward()
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_at_most_two_whole_gradients_are_there_at_once(level: int, microbatches: int) -> None:
+    """One on its way, while the next is produced; counted from storages."""
+    group, model = DeferredGroup(), ones()
+    sharing = Zero(set_of(model, group), level, Wrapping())
+    on_the_way: list[int] = []
+    produced: list[int] = []
+
+    def note(_: object) -> None:
+        on_the_way.append(sum(not storage.expired() for storage in group.reduced))
+        produced.append(sum(flat.gradient is not None for unit in sharing._flats for flat in unit))
+
+    for parameter in model.parameters():
+        parameter.register_hook(note)
     for _ in range(2):
         sharing.start_step()
         for index in range(microbatches):
-            total, _ = token_loss(model(tokens(index)[0]), tokens(index)[1])
-            sharing.start_backward(last=index == microbatches - 1)
-            total.backward()
-            sharing.finish_backward()
+            run_microbatch(sharing, model, last=index == microbatches - 1)
         sharing.reduce()
+        assert not group.pending
+        assert all(storage.expired() for storage in group.reduced), "and none after the step"
         sharing.publish()
-    training, seen[0] = seen[0], 0
-    between = sum(storage.nbytes() > 0 for storage in flats)
-    with torch.no_grad():
-        model(tokens(0)[0])
-    return training, between, seen[0]
+    assert len(group.reduced) == 2 * microbatches * len(model)
+    assert set(on_the_way) == {0, 1}, "more would be memory, fewer would be waiting"
+    assert on_the_way.count(0) == 2, "only the first of a step has none before it"
+    assert set(produced) == {0}, "a unit has memory for its gradient when that comes, and not before"
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_at_most_prefetch_and_one_units_are_whole(prefetch: int) -> None:
-    for training, between, evaluation in echelon.launch(most_units_whole, 2, prefetch, 2):
-        assert training == prefetch + 1, "and no fewer: what is asked for is gathered ahead"
-        assert evaluation == prefetch + 1
-        assert between == 0
-
-
-def moved(level: int) -> dict[tuple[str, str], int]:
-    torch.manual_seed(0)
-    engine = echelon.parallelize(deep(), f"data=4 zero={level}", optimizer=adamw, loss=token_loss)
-    engine.step(engine.local(tokens(0)))
-    engine.ledger.totals.clear()
-    engine.step(engine.local(tokens(1)))
-    rows = engine.ledger.rows()
-    wanted = ("gradients", "parameters")
-    return {(str(r["operation"]), str(r["subject"])): int(r["sent"]) for r in rows if r["subject"] in wanted}
-
-
-@pytest.mark.parametrize(
-    ("level", "gathers"),
-    [(0, 0), (1, 1), (2, 1), (3, 2)],
-)
-def test_messages_are_two_psi_and_three_psi(level: int, gathers: int) -> None:
-    """Each rank sends 3/4 of what the rule says for 4 ranks: (N−1)/N of 2Ψ, or of 3Ψ."""
-    size = sum(-(-sum(p.numel() for p in layer.parameters()) // 4) * 4 for layer in deep().layers())  # type: ignore
-    share = 4 * size * 3 // 4
-    for sent in echelon.launch(moved, 4, level):
-        if level == 0:
-            exact = 4 * sum(p.numel() for p in deep().parameters())
-            assert sent == {("all_reduce", "gradients"): 2 * 3 * exact // 4}
-        else:
-            assert sent == {
-                ("reduce_scatter", "gradients"): share,
-                ("all_gather", "parameters"): gathers * share,
-            }
-
-
-STATE = ModelConfig("gpt", 4, 640, 10, vocab=256, sequence=64)  # 20 million parameters
-
-
-def model_state(plan: str) -> tuple[dict[str, int], int]:
-    engine = echelon.parallelize(build(STATE), plan, optimizer=adamw, loss=cross_entropy)
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randint(256, (engine.replicas, 8), generator=generator)
-    engine.step(engine.local((batch, batch)))
-    now = engine.memory().now
-    return now, sum(now[category] for category in ("parameters", "gradients", "optimizer"))
-
-
-SOME_STATES = [(2, 0), (2, 1), (4, 2), (8, 3)]
-OTHER_STATES = [each for each in itertools.product((2, 4, 8), range(4)) if each not in SOME_STATES]
-
-
-@pytest.mark.parametrize(("ranks", "level"), SOME_STATES)
-def test_model_state_takes_the_bytes_of_the_formula(ranks: int, level: int) -> None:
-    """Mixed-precision Adam, bytes a parameter: 16, 4 + 12/N, 2 + 14/N, 16/N; measured from storages."""
-    assert STATE.num_parameters >= 19_900_000
-    wanted = [16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks][level]
-    for now, state in echelon.launch(model_state, ranks, f"data={ranks} zero={level} precision=bf16"):
-        assert state / STATE.num_parameters == pytest.approx(wanted, rel=0.02), (level, now)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "level"), OTHER_STATES)
-def test_model_state_at_every_level_on_every_number_of_ranks(ranks: int, level: int) -> None:
-    test_model_state_takes_the_bytes_of_the_formula(ranks, level)
-
-
-class Fails(nn.Module):
-    """Units of which one can be told to fail, forward or backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 5)
-        self.fail = ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            x = torch.tanh(block(x))
-            if index == 1 and self.fail == "forward":
-                raise RuntimeError("told to fail")
-            if index == 1 and self.fail == "backward":
-                x.register_hook(self._raise)
-        return self.last(x)  # type: ignore[no-any-return]
-
-    def _raise(self, _: torch.Tensor) -> None:
-        raise RuntimeError("told to fail")
-
-
-def weights_around_a_failure(level: int, where: str) -> bool:
-    """Whether training with a failed step in the middle ends as training without it."""
-    results = []
-    for failing in (where, ""):
-        torch.manual_seed(0)
-        model = Fails()
-        engine = echelon.parallelize(
-            model, f"data=2 zero={level}", optimizer=adamw, loss=CASES["twice"].loss, smallest_unit=0
-        )
-        batch = CASES["twice"].make_batch
-        engine.step(engine.local(batch(0)))
-        if failing:
-            model.fail = failing
-            with pytest.raises(RuntimeError, match="told to fail"):
-                engine.step(engine.local(batch(1)))
-            model.fail = ""
-        engine.evaluate(engine.local(batch(2)))
-        engine.step(engine.local(batch(2)))
-        results.append(engine.full_state_dict())
-    return all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+def test_at_level_1_whole_gradients_stay_and_all_may_be_on_the_way() -> None:
+    group, model = DeferredGroup(), ones()
+    sharing = Zero(set_of(model, group), 1, Wrapping())
+    sharing.start_step()
+    run_microbatch(sharing, model, last=False)
+    assert group.pending == [], "earlier microbatches only add up"
+    run_microbatch(sharing, model)
+    assert len(group.pending) == len(model)
+    sharing.reduce()
+    assert group.pending == []
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_a_step_that_failed_the_next_is_right(level: int, where: str) -> None:
-    assert echelon.launch(weights_around_a_failure, 2, level, where) == [True, True]
-
-
-def two_decays(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    """A rule over shapes: it must see whole parameters, not what a rank holds of them."""
-    given = list(parameters)
-    matrices, vectors = [p for p in given if p.dim() > 1], [p for p in given if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_rules_over_shapes_see_whole_parameters(level: int) -> None:
-    assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=two_decays), f"data=2 zero={level}")
-
-
-def adafactor(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    return torch.optim.Adafactor(parameters)
-
-
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
-    with pytest.raises(echelon.UserError, match="treat every element alike"):
-        assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=adafactor), "data=2 zero=1")
-
-
-def low_precision_losses(plan: str) -> list[float]:
-    torch.manual_seed(0)
-    engine: Engine = echelon.parallelize(deep(), plan, optimizer=adamw, loss=token_loss)
-    return [engine.step(engine.local(tokens(0))).loss for _ in range(30)]
-
-
-def test_bf16_with_masters_trains_like_fp32_at_every_level() -> None:
-    reference = echelon.launch(low_precision_losses, 1, "precision=fp32")[0]
-    for level in range(4):
-        losses = echelon.launch(low_precision_losses, 2, f"data=2 zero={level} precision=bf16")[0]
-        assert losses[-1] < reference[0] / 2
-        assert losses[-1] == pytest.approx(reference[-1], abs=0.1)
-
-
-class InFlight:
-    """Counts the reductions of a group that nobody has waited for yet."""
-
-    def __init__(self, group: RecordingGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.most = self.total = 0
-        reduce_scatter = group.reduce_scatter
-        monkeypatch.setattr(
-            group, "reduce_scatter", lambda *args, **kw: self._watch(reduce_scatter(*args, **kw))
-        )
-
-    def _watch(self, handle: Handle) -> Handle:
-        self.now, self.total = self.now + 1, self.total + 1
-        self.most = max(self.most, self.now)
-        wait = handle.wait
-
-        def wait_and_count() -> None:
-            self.now -= 1
-            wait()
-
-        handle.wait = wait_and_count  # type: ignore[method-assign]
-        return handle
-
-
-@pytest.mark.parametrize(("level", "most"), [(1, LAYERS + 2), (2, 2), (3, 2)])
-def test_at_most_two_whole_gradients_are_there_at_once(
-    monkeypatch: pytest.MonkeyPatch, level: int, most: int
-) -> None:
-    """At levels 2 and 3: one on its way, while the next is produced. At level 1 all stay in any case."""
-    model, group = deep(), RecordingGroup("data", 0, 2)
+def test_the_gradient_of_a_part_is_the_sum_over_ranks_and_microbatches(level: int) -> None:
+    group, model = DeferredGroup(rank=1), ones(2)
     sharing = Zero(set_of(model, group), level, Wrapping())
-    in_flight = InFlight(group, monkeypatch)
+    for _ in range(2):  # steps
+        sharing.start_step()
+        for last in (False, False, True):
+            run_microbatch(sharing, model, last=last)
+        sharing.reduce()
+        gradients = {local.name: local.tensor.grad for local in sharing.local_parameters()}
+        assert {name: g.tolist() for name, g in gradients.items() if g is not None} == {
+            "0.weight": [12.0, 12.0],  # 3 microbatches, 2 ranks, of 2 each
+            "1.weight": [12.0, 12.0],
+        }
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_new_weights_are_everywhere_when_publish_returns(level: int) -> None:
+    group, model = DeferredGroup(), ones(2)
+    sharing = Zero(set_of(model, group), level, Wrapping())
     sharing.start_step()
-    total, _ = token_loss(model(tokens(0)[0]), tokens(0)[1])
-    sharing.start_backward(last=True)
-    total.backward()
-    sharing.finish_backward()
-    assert in_flight.most == most
+    run_microbatch(sharing, model)
     sharing.reduce()
-    assert (in_flight.now, in_flight.total) == (0, LAYERS + 2), "of every layer"
+    with torch.no_grad():
+        for local in sharing.local_parameters():
+            local.tensor.fill_(5.0)
+    sharing.publish()
+    assert group.pending == []
+    assert [parameter.tolist() for parameter in model.parameters()] == [[[5.0, 5.0], [5.0, 5.0]]] * 2
+
+
+def test_at_level_3_the_next_step_gathers_the_new_weights() -> None:
+    """What was gathered ahead and not used holds the weights of before."""
+    group, model = DeferredGroup(), ones(2)
+    sharing = Zero(set_of(model, group), 3, Wrapping())
+    sharing.start_step()
+    run_microbatch(sharing, model)
+    sharing.reduce()
+    sharing.gather(backward=False)
+    with torch.no_grad():
+        for local in sharing.local_parameters():
+            local.tensor.fill_(5.0)
+    sharing.publish()
+    with torch.no_grad():
+        assert model(torch.ones(1, 2)).tolist() == [[100.0, 100.0]]
+
+
+def test_a_step_that_failed_leaves_nothing_on_the_way_and_nothing_in_its_sums() -> None:
+    for level in (1, 2, 3):
+        group, model = DeferredGroup(), ones(3)
+        sharing = Zero(set_of(model, group), level, Wrapping())
+        sharing.start_step()
+        total = model(torch.ones(1, 2)).sum()
+        sharing.start_backward(last=True)
+        total.backward()  # and the step ends here
+        assert group.pending
+        sharing.start_step()
+        assert group.pending == []
+        run_microbatch(sharing, model)
+        sharing.reduce()
+        first = sharing.local_parameters()[0].tensor.grad
+        assert first is not None
+        assert first.tolist() == [8.0, 8.0], level
+
+
+def test_a_closed_strategy_leaves_no_hooks_on_parameters() -> None:
+    for level in (1, 2, 3):
+        model, wrapping = ones(2), Wrapping()
+        sharing = Zero(set_of(model, DeferredGroup()), level, wrapping)
+        sharing.close()
+        wrapping.remove()
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model)

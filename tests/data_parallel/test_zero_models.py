@@ -127,7 +127,7 @@ class Block:
 
 
 class MixedTypes(nn.Module):
-    """Frozen whole numbers beside frozen real ones in a unit: the latter were rounded to whole numbers."""
+    """Frozen integers beside frozen real numbers in a unit: the latter were rounded to integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,47 +210,6 @@ def one_step_by_rank() -> None:
 def test_ranks_that_run_different_modules_are_refused_at_level_3() -> None:
     with pytest.raises(echelon.UserError, match="ranks ran different modules"):
         echelon.launch(one_step_by_rank, 2, deadline=60.0)
-
-
-class Averaging(nn.Module):
-    """Assigns its buffer instead of changing it: replicas kept the old one in mind."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(6))
-        self.last = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
-        return self.last(x)  # type: ignore[no-any-return]
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"answer": 42}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        pass
-
-
-def trained(level: int) -> tuple[dict[str, object], dict[str, int]]:
-    torch.manual_seed(0)
-    engine = echelon.parallelize(
-        Averaging(), f"data=2 zero={level}", optimizer=adamw, loss=class_loss, smallest_unit=0
-    )
-    for step in range(3):
-        engine.step(engine.local(vectors(step)))
-    return engine.full_state_dict(), engine.memory().now
-
-
-@pytest.mark.parametrize("level", [0, 2, 3])
-def test_buffers_that_are_assigned_are_shared_and_extra_state_is_kept(level: int) -> None:
-    (first, memory), (second, _) = echelon.launch(trained, 2, level)
-    assert isinstance(first["average"], Tensor)
-    assert torch.equal(first["average"], second["average"])  # type: ignore[arg-type]
-    assert first["_extra_state"] == {"answer": 42}
-    assert memory["activations"] == 0, "what was gathered is no activation"
 
 
 class Penalised(nn.Module):

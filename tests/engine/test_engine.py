@@ -77,7 +77,7 @@ class Fragile(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fail:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("failed on purpose")
         return self.layer(x)  # type: ignore[no-any-return]
 
 
@@ -91,7 +91,7 @@ def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tens
         engine.step(engine.local(vectors(0)))
         if failing:
             model.fail = True
-            with pytest.raises(RuntimeError, match="told to fail"):
+            with pytest.raises(RuntimeError, match="failed on purpose"):
                 engine.step(engine.local(vectors(1)))
             model.fail = False
         engine.step(engine.local(vectors(2)))

@@ -358,7 +358,7 @@ class Fragile(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fail:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("failed on purpose")
         return self.linear(x)  # type: ignore[no-any-return]
 
 
@@ -378,7 +378,7 @@ def failing_on_one_rank() -> None:
 
 
 def test_a_forward_that_fails_ends_all_ranks_with_its_error() -> None:
-    with pytest.raises(RankFailed, match="rank 1 raised RuntimeError: told to fail"):
+    with pytest.raises(RankFailed, match="rank 1 raised RuntimeError: failed on purpose"):
         echelon.launch(failing_on_one_rank, 3, deadline=20.0)
 
 
@@ -388,7 +388,7 @@ def stepping_on_after_a_failure(call: str) -> None:
     engine.module[0].fail = True
     if engine.mesh.rank == 1:
         engine.step(vectors(0))
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="failed on purpose"):
         engine.step(vectors(0))
     engine.module[0].fail = False
     getattr(engine, call)(vectors(1))
@@ -403,7 +403,7 @@ def test_a_step_after_a_failed_one_is_refused(call: str) -> None:
 def test_with_one_stage_nobody_else_is_in_the_failed_step_and_the_next_one_works() -> None:
     engine = engine_for("pipeline=1 microbatches=2", fragile_first)
     engine.module[0].fail = True
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="failed on purpose"):
         engine.step(vectors(0))
     engine.module[0].fail = False
     assert engine.step(vectors(0)).loss > 0

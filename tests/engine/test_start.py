@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.engine import start
 from echelon.engine.start import start_equal
 from echelon.launching import Ranks
+from tests.cases import Perceptron
 
 Warm = Callable[[int], Ranks]
 
@@ -44,3 +45,19 @@ def test_one_rank_moves_nothing() -> None:
     group = RecordingGroup("all", ledger=Ledger())
     start_equal(nn.Linear(2, 2), group)
     assert not group.ledger.moves
+
+
+def weights_of_rank_zero() -> list[Tensor]:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = Perceptron()
+    model.register_buffer("counter", torch.tensor(rank))
+    model.first.weight.data = model.first.weight.data.t().contiguous().t()  # not contiguous
+    start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()))
+    return [*model.state_dict().values()]
+
+
+def test_replicas_start_as_replica_zero(warm_ranks: Warm) -> None:
+    first, *others = warm_ranks(3).run(weights_of_rank_zero)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

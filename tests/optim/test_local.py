@@ -68,3 +68,19 @@ def test_which_optimizers_work_by_element() -> None:
     assert works_by_element(torch.optim.Adam([weight]))
     assert not works_by_element(torch.optim.Adafactor([weight])), "its moments are of rows and columns"
     assert not works_by_element(Declared([weight], lr=0.1)), "of torch's own alone"
+
+
+def with_state(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that makes its state at once, of whole parameters."""
+    return torch.optim.Adagrad(parameters)
+
+
+def test_state_of_whole_parameters_is_forgotten() -> None:
+    whole = [nn.Parameter(torch.ones(2))]
+    assert with_state(whole).state
+    assert not make_local(with_state, whole, {}, in_parts=False).state
+
+
+def test_a_class_with_the_name_of_torch_s_is_not_torch_s() -> None:
+    namesake = type("AdamW", (Declared,), {})
+    assert not works_by_element(namesake([nn.Parameter(torch.ones(2))], lr=0.1))

@@ -93,3 +93,58 @@ def test_without_masters_the_weights_themselves_are_updated_by_the_scaled_gradie
     for each, expected in zip(local, expected_masters(torch.float32, 0.5, steps=4), strict=True):
         torch.testing.assert_close(each.tensor.detach(), expected, rtol=1e-6, atol=1e-7)
         assert set(direct.state(each)) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def two_weights() -> list[LocalParameter]:
+    values = [nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16)) for _ in range(2)]
+    return [LocalParameter(str(index), value, value) for index, value in enumerate(values)]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def test_updates_that_are_too_small_for_the_weight_add_up_in_the_master() -> None:
+    """Added to the weight itself, 1e-3 would be lost each time: bf16 has steps of 1/128 there."""
+    local = two_weights()[:1]
+    masters = MasterStepper(sgd, [local[0].parameter], local, in_parts=False)
+    for _ in range(10):
+        local[0].tensor.grad = torch.full((2,), -1e-3, dtype=torch.bfloat16)
+        masters.step(1.0)
+    assert masters.state(local[0])[MASTER].tolist() == pytest.approx([1.01, 2.01], rel=1e-5)
+    assert local[0].tensor.tolist() == [1.0078125, 2.015625]
+
+
+def test_a_step_leaves_the_gradient_as_it_was_and_none_at_the_masters() -> None:
+    """Its memory is a bucket's; that of the masters' gradients would stay until the next step."""
+    local = two_weights()
+    masters = MasterStepper(sgd, [each.parameter for each in local], local, in_parts=False)
+    gradient = torch.tensor([4.0, 8.0], dtype=torch.bfloat16)
+    local[0].tensor.grad = gradient
+    masters.step(0.25)
+    assert local[0].tensor.grad is gradient
+    assert gradient.tolist() == [4.0, 8.0]
+    assert [p.grad for group in masters.optimizer.param_groups for p in group["params"]] == [None, None]
+
+
+def test_a_weight_without_a_gradient_keeps_its_value_and_has_no_state_but_its_master() -> None:
+    first, second = local = two_weights()
+    masters = MasterStepper(adamw, [each.parameter for each in local], local, in_parts=False)
+    first.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
+    masters.step(1.0)
+    assert masters.state(first).keys() == {MASTER, "step", "exp_avg", "exp_avg_sq"}
+    assert masters.state(second).keys() == {MASTER}
+    assert second.tensor.tolist() == [1.0, 2.0]
+
+
+def test_runs_of_one_parameter_each_have_their_own_state() -> None:
+    whole = nn.Parameter(torch.arange(6.0))
+    local = [
+        LocalParameter("w", whole, nn.Parameter(whole.detach()[begin:end]), begin)
+        for begin, end in ((0, 4), (4, 6))
+    ]
+    direct = DirectStepper(adamw, [whole], local, in_parts=True)
+    for each in local:
+        each.tensor.grad = torch.ones_like(each.tensor)
+    direct.step(1.0)
+    assert [direct.state(each)["exp_avg"].shape for each in local] == [(4,), (2,)]
