@@ -16,6 +16,7 @@ from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
 from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
+from tests.fuzz.ownership import RecordingRanks
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
@@ -55,13 +56,16 @@ class Runner:
         self._uses: Counter[int] = Counter()
 
     def run(self, training: RandomTraining) -> Attempt:
-        """Train and compare. An error ends the set of ranks; the next training gets a new one."""
+        """Train, compare, and check what ranks own. An error ends the set of ranks; the next training gets a
+        new one."""
         start = time.monotonic()
         try:
-            case, plan, ranks = case_of(training), self._plan(training), self._ranks(training.ranks)
+            case, plan = case_of(training), self._plan(training)
+            ranks = RecordingRanks(self._ranks(training.ranks))
             precision: Precision = "bf16" if plan.precision == "bf16" else "fp64"
             verdict = verify(case, plan, precision=precision, ranks=ranks)
-            result, text = EQUAL if verdict.holds else FAILED, str(verdict)
+            text = "\n".join([str(verdict), *ranks.errors])
+            result = EQUAL if verdict.holds and not ranks.errors else FAILED
         except UserError as error:
             result, text = REFUSED, str(error)
         except Exception as error:  # a rank that failed, died or hung, or the reference itself

@@ -141,6 +141,13 @@ def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) 
 
 def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
     """One rank's training under the plan. Rank 0 returns the full state, the others its fingerprints."""
+    engine, result = train_engine(case, plan, bug)
+    engine.close(restore=False)
+    return result
+
+
+def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
+    """As `train_rank`, with the engine still open."""
     rank = int(os.environ["RANK"])
     dtype = DTYPES[plan.precision]
     batches = case.batches(dtype)
@@ -168,8 +175,7 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
         boundaries=engine.boundaries,
         masters=_masters(engine),
     )
-    engine.close(restore=False)
-    return summarize(result) if rank else result
+    return engine, summarize(result) if rank else result
 
 
 def _masters(engine: Engine) -> dict[str, Tensor]:
