@@ -1,4 +1,4 @@
-"""What users hand to the engine: every mistake is named, with its mend."""
+"""What users hand to the engine: every mistake is named, with its fix."""
 
 from collections import UserDict
 from typing import Any

@@ -1,6 +1,6 @@
 """One engine: on one device here, on ranks through the contract and these."""
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.engine import Engine
+from echelon.launching import Ranks
 from echelon.optim import cosine
-from echelon.program import Instruction
-from tests.cases import Perceptron, adamw, counted_loss, mean_loss, perceptron_case, sgd, vectors
+from tests.cases import Perceptron, adamw, counted_loss, mean_loss, perceptron_case, vectors
+
+Warm = Callable[[int], Ranks]
 
 
 def engine_for(plan: str = "data=1", **options: object) -> Engine:
@@ -33,21 +35,6 @@ def test_the_loss_falls_and_weights_move() -> None:
     assert torch.equal(after["middle.weight"], after["again.weight"])
 
 
-def test_metrics_are_of_the_mean_loss_before_clipping() -> None:
-    engine = engine_for(clip=1e-3, optimizer=sgd)
-    inputs, targets = vectors(0)
-    model = Perceptron()
-    model.load_state_dict(engine.full_state_dict())
-    loss = mean_loss(model(inputs), targets)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-    metrics = engine.step((inputs, targets))
-    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    assert (metrics.tokens, metrics.skipped) == (12, False)
-    assert metrics.seconds > 0
-
-
 def test_evaluate_changes_nothing_and_agrees_with_step() -> None:
     engine = engine_for("data=1 microbatches=5", loss=counted_loss)
     before = engine.full_state_dict()
@@ -67,44 +54,6 @@ def test_the_learning_rate_follows_the_schedule() -> None:
     assert rates == pytest.approx([0.002, 0.004, 0.006])
 
 
-class Fragile(nn.Module):
-    """Fails on the forward pass that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fail:
-            raise RuntimeError("failed on purpose")
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
-def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Training with a failed step in the middle, and training without it."""
-    results = []
-    for failing in (True, False):
-        torch.manual_seed(0)
-        model = Fragile()
-        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss)
-        engine.step(engine.local(vectors(0)))
-        if failing:
-            model.fail = True
-            with pytest.raises(RuntimeError, match="failed on purpose"):
-                engine.step(engine.local(vectors(1)))
-            model.fail = False
-        engine.step(engine.local(vectors(2)))
-        results.append(engine.full_state_dict())
-    return results[0], results[1]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_after_a_forward_that_raised_the_next_step_works(ranks: int) -> None:
-    for with_failure, without in echelon.launch(steps_around_a_failure, ranks, f"data={ranks}"):
-        assert all(torch.equal(value, without[name]) for name, value in with_failure.items())
-
-
 def fingerprint() -> list[bytes]:
     engine = engine_for("data=2 microbatches=2")
     for step in range(5):
@@ -112,8 +61,8 @@ def fingerprint() -> list[bytes]:
     return [value.numpy().tobytes() for value in engine.full_state_dict().values()]
 
 
-def test_training_is_deterministic_to_the_bit() -> None:
-    first, second = echelon.launch(fingerprint, 2), echelon.launch(fingerprint, 2)
+def test_training_is_deterministic_to_the_bit(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(fingerprint), warm_ranks(2).run(fingerprint)
     assert first == second
     assert first[0] == first[1]
 
@@ -124,8 +73,8 @@ def optimizer_state() -> dict[str, dict[str, Tensor]]:
     return engine.full_optimizer_state()
 
 
-def test_optimizer_state_has_every_original_name() -> None:
-    state = echelon.launch(optimizer_state, 2)[0]
+def test_optimizer_state_has_every_original_name(warm_ranks: Warm) -> None:
+    state = warm_ranks(2).run(optimizer_state)[0]
     names = {name for name, _ in Perceptron().named_parameters(remove_duplicate=False)}
     assert state.keys() == names
     assert state["first.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -143,28 +92,16 @@ def uneven_parts() -> tuple[int, list[float], list[int]]:
     return engine.replica, [m.loss for m in metrics], [m.tokens for m in metrics]
 
 
-def test_a_replica_may_have_no_samples_at_all() -> None:
+def test_a_replica_may_have_no_samples_at_all(warm_ranks: Warm) -> None:
     alone = engine_for()
     losses = [alone.step(vectors(step)).loss for step in range(3)]
-    for rank, (replica, its_losses, tokens) in enumerate(echelon.launch(uneven_parts, 2)):
+    for rank, (replica, rank_losses, tokens) in enumerate(warm_ranks(2).run(uneven_parts)):
         assert (replica, tokens) == (rank, [12, 12, 12])
-        assert its_losses == pytest.approx(losses, rel=1e-5)
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
 
 
 def test_inputs_take_the_type_of_the_plan() -> None:
     assert engine_for("precision=fp64").step(vectors(0)).loss > 0
-
-
-def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
-    with pytest.raises(echelon.UserError, match="cannot run yet") as caught:
-        engine_for("data=2 expert=2 precision=fp16 offload=optimizer")
-    names = ["expert", "precision", "offload"]
-    assert [error.split("=")[0] for error in caught.value.errors] == names
-
-
-def test_a_plan_needs_its_ranks() -> None:
-    with pytest.raises(echelon.UserError, match="needs 2 ranks, but 1 is running"):
-        engine_for("data=2")
 
 
 def test_a_batch_without_samples_on_any_rank_is_refused() -> None:
@@ -177,48 +114,6 @@ def test_the_case_of_the_contract_is_deterministic() -> None:
     case = perceptron_case()
     first, second = case.build().state_dict(), case.build().state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def instructions(engine: Engine) -> str:
-    """What the last step executed, as text."""
-    return " ".join(str(word) for word in (describe(span.instruction) for span in engine.spans))
-
-
-def describe(instruction: Instruction) -> str:
-    number = "" if instruction.microbatch is None else str(instruction.microbatch)
-    return f"{instruction.op.value}{number}"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "computed"),
-    [
-        ("gpipe", "F0 F1 F2 F3 B0 B1 B2 B3"),
-        ("1f1b", "F0 B0 F1 B1 F2 B2 F3 B3"),
-        ("naive", "F0 B0 F1 B1 F2 B2 F3 B3"),
-        ("zero-bubble", "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"),
-    ],
-)
-def test_one_stage_runs_the_program_of_the_plan(schedule: str, computed: str) -> None:
-    """Every schedule ran as naive there."""
-    engine = engine_for(f"schedule={schedule} microbatches=4")
-    engine.step(vectors(0))
-    assert instructions(engine) == f"{computed} REDUCE NORM UPDATE PUBLISH"
-
-
-def test_a_replica_with_few_samples_runs_the_same_schedule_with_fewer_microbatches() -> None:
-    engine = engine_for("schedule=gpipe microbatches=4")
-    inputs, targets = vectors(0)
-    engine.step((inputs[:3], targets[:3]))
-    assert instructions(engine) == "F0 F1 F2 B0 B1 B2 REDUCE NORM UPDATE PUBLISH"
-
-
-def test_a_schedule_file_for_one_stage_is_executed_as_written(tmp_path: Path) -> None:
-    """It was checked, and then naive ran instead."""
-    path = tmp_path / "mine.txt"
-    path.write_text("rank 0: F1 F0 B0 F2 B2 B1\n")
-    engine = engine_for(f"schedule={path} microbatches=3")
-    engine.step(vectors(0))
-    assert instructions(engine) == "F1 F0 B0 F2 B2 B1 REDUCE NORM UPDATE PUBLISH"
 
 
 def test_an_engine_shows_its_plan_stages_sets_and_stacks() -> None:

@@ -1,7 +1,4 @@
-"""Plans that would not be equal to one device: refused with the fix, or fixed. Each was accepted once.
-
-Most need no ranks: `LayerSharding` splits a model for a rank of a mesh that is only pretended.
-"""
+"""Ranks that would not train as one device does: refused with the fix. Each was accepted once."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,92 +9,25 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError
 from echelon.launching import Ranks
-from echelon.mesh import Mesh
 from echelon.models import ModelConfig, build, cross_entropy
-from echelon.plan import Plan
 from echelon.tensor_parallel import Table
 from echelon.verify import Case, assert_equal
-from echelon.wrapping import Wrapping
 from tests.cases import adamw, mean_loss, vectors
-from tests.contract_models import token_loss
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 
 Warm = Callable[[int], Ranks]
-
-
-def layers_of(
-    model: nn.Module, plan: str, loss: Any = cross_entropy, tensor_table: Table | None = None
-) -> LayerSharding:
-    return LayerSharding(model, Mesh.pretend(Plan.parse(plan), 0), loss, tensor_table, Wrapping())
 
 
 def gpt(**changes: Any) -> nn.Module:
     return build(ModelConfig("gpt", 2, 16, 4, vocab=VOCAB, sequence=SEQUENCE, **changes))
 
 
-# Logits that are not split.
-
-WHOLE_LOGITS = {"head.projection": "replicated"}
-
-
-@pytest.mark.usefixtures("warm_contract")
-@pytest.mark.parametrize("loss", [cross_entropy, token_loss])
-def test_logits_that_are_whole_have_the_loss_of_one_device(loss: Any) -> None:
-    """Their parts on two ranks were taken for parts of the vocabulary: the loss was off by log 2."""
-    assert_equal(Case(gpt, tokens, loss, adamw, steps=3, options={"tensor_table": WHOLE_LOGITS}), "tensor=2")
-
-
-def test_only_split_logits_have_a_loss_over_parts() -> None:
-    assert layers_of(gpt(), "tensor=2", tensor_table=WHOLE_LOGITS).loss is cross_entropy
-    assert layers_of(gpt(), "tensor=2").loss is not cross_entropy
-    assert layers_of(gpt(), "tensor=2", token_loss).loss is token_loss
-
-
-# Hooks and forwards that no stage would run.
-
-
-class Rows(nn.Module):
-    """Keeps its layers in modules that are no layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
-
-    def layers(self) -> list[nn.Module]:
-        return list(self.trunk)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trunk(x)
-
-
-def test_hooks_that_would_never_run_are_named() -> None:
-    """Only those of the model itself were looked at."""
-    model, mesh = Rows(), Mesh.pretend(Plan(), 0)
-    model.trunk[0].register_forward_hook(lambda *_: None)
-    split_stages(model, mesh, None, by_layers=True)
-    model.trunk.register_forward_hook(lambda *_: None)
-    with pytest.raises(UserError, match=r"forward hooks of trunk: .* put the hooks on the layers"):
-        split_stages(model, mesh, None, by_layers=True)
-    split_stages(model, mesh, None, by_layers=False)
-
-
-def test_forwards_that_were_replaced_and_would_never_run_are_named() -> None:
-    model = Rows()
-    model.trunk[0].forward = torch.tanh  # type: ignore[method-assign]
-    split_stages(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
-    model.trunk.forward = torch.tanh  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="trunk had forward replaced"):
-        split_stages(model, Mesh.pretend(Plan(), 0), None, by_layers=True)
-
-
 # What ranks must have in common.
 
 
-def told(plan: str, make: Callable[[], nn.Module], batch: Any, **options: Any) -> str:
+def first_answer(plan: str, make: Callable[[], nn.Module], batch: Any, **options: Any) -> str:
     """What a step on `batch(rank)` is refused with."""
     torch.manual_seed(0)
     engine = echelon.parallelize(make(), plan, **({"optimizer": adamw, "loss": cross_entropy} | options))
@@ -128,14 +58,14 @@ def same_batch(_: int) -> tuple[Tensor, Tensor]:
 def test_ranks_that_share_a_replica_are_given_the_same_batch(warm_ranks: Warm, plan: str) -> None:
     """A sampler of as many parts as ranks trained nonsense."""
     for batch in (own_batch, own_target):
-        for error in warm_ranks(2).run(told, plan, gpt, batch):
+        for error in warm_ranks(2).run(first_answer, plan, gpt, batch):
             assert "ranks 0 and 1 are given different batches" in error
             assert "rank=engine.replica" in error
 
 
 def test_ranks_compare_once(warm_ranks: Warm) -> None:
-    assert warm_ranks(2).run(told, "tensor=2", gpt, same_batch) == ["accepted with 2 False"] * 2
-    assert warm_ranks(2).run(told, "data=2", gpt, own_batch) == ["accepted with 0 False"] * 2
+    assert warm_ranks(2).run(first_answer, "tensor=2", gpt, same_batch) == ["accepted with 2 False"] * 2
+    assert warm_ranks(2).run(first_answer, "data=2", gpt, own_batch) == ["accepted with 0 False"] * 2
 
 
 class Scale(nn.Module):
@@ -173,7 +103,7 @@ def rows(_: int) -> tuple[Tensor, Tensor]:
 def test_gradients_of_what_is_whole_must_be_the_same(warm_ranks: Warm) -> None:
     """A module inside what is split was called replicated, and each rank trained its own."""
     options = {"loss": mean_loss, "tensor_table": styles("replicated")}
-    for error in warm_ranks(2).run(partial(told, **options), "tensor=2", Scaled, rows):
+    for error in warm_ranks(2).run(partial(first_answer, **options), "tensor=2", Scaled, rows):
         assert "ranks have different gradients of scale.weight, which" in error
         assert "make them 'heads' or 'inner'" in error
     options = {"tensor_table": styles("inner")}

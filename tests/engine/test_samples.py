@@ -1,5 +1,7 @@
 """Numbers of samples: however replicas and microbatches cut a batch, each sample has its own."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,15 +13,19 @@ from echelon.dropout import current, key_dropout
 from echelon.engine import Engine
 from echelon.engine.batch import microbatches
 from echelon.engine.samples import Scopes, first_sample
+from echelon.launching import Ranks
 from echelon.wrapping import Wrapping
 from tests.cases import adamw, vectors
+
+Warm = Callable[[int], Ranks]
 
 
 @given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=5), parts=st.integers(1, 5))
 def test_every_sample_of_the_global_batch_has_its_place(counts: list[int], parts: int) -> None:
     whole = torch.arange(sum(counts))
-    for replica, mine in enumerate(whole.split(counts)):
-        for index, ((part, _), weight) in enumerate(microbatches((mine, mine), parts, always=False)):
+    for replica, part_of_batch in enumerate(whole.split(counts)):
+        cut = microbatches((part_of_batch, part_of_batch), parts, always=False)
+        for index, ((part, _), weight) in enumerate(cut):
             assert weight == 1
             assert int(part[0]) == first_sample(counts, replica, index, parts)
 
@@ -66,32 +72,32 @@ def square(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(p: float = 0.5, seed: int | None = 0, plan: str = "data=2 microbatches=2") -> tuple[bytes, int]:
-    """The weights after five steps, and how many messages told counts of samples."""
+    """The weights after five steps, and how many messages exchanged counts of samples."""
     torch.manual_seed(0)
     engine: Engine = echelon.parallelize(Dropping(p), plan, optimizer=adamw, loss=square, seed=seed)
-    told = 0
+    messages = 0
     for step in range(5):
         engine.step(engine.local(vectors(step, samples=9)))
-        told += sum(move.subject == "samples" for move in engine.ledger.moves)
-    return engine.full_state_dict()["layer.weight"].numpy().tobytes(), told
+        messages += sum(move.subject == "samples" for move in engine.ledger.moves)
+    return engine.full_state_dict()["layer.weight"].numpy().tobytes(), messages
 
 
-def test_training_with_dropout_is_deterministic_to_the_bit() -> None:
-    first, second = echelon.launch(train, 2), echelon.launch(train, 2)
+def test_training_with_dropout_is_deterministic_to_the_bit(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(train), warm_ranks(2).run(train)
     assert first == second
     assert first[0] == first[1]
     assert first[0][1] == 5
-    assert echelon.launch(train, 2, 0.5, 1)[0][0] != first[0][0], "another seed"
+    assert warm_ranks(2).run(train, 0.5, 1)[0][0] != first[0][0], "another seed"
 
 
-def test_where_nothing_is_dropped_replicas_do_not_talk_of_it() -> None:
-    assert [told for _, told in echelon.launch(train, 2, 0.0)] == [0, 0]
+def test_where_nothing_is_dropped_replicas_do_not_talk_of_it(warm_ranks: Warm) -> None:
+    assert [messages for _, messages in warm_ranks(2).run(train, 0.0)] == [0, 0]
 
 
 def test_one_replica_and_asynchronous_workers_do_not_talk_of_it() -> None:
     assert train(plan="microbatches=2")[1] == 0
     plan = "data=2 sync=async staleness=2"
-    assert [told for _, told in echelon.launch(train, 2, 0.5, 0, plan)] == [0, 0]
+    assert [messages for _, messages in echelon.launch(train, 2, 0.5, 0, plan)] == [0, 0]
 
 
 def test_without_a_seed_torch_draws() -> None:

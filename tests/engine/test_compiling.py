@@ -200,7 +200,7 @@ def refusal_without_compiler() -> str:
     return ""
 
 
-def test_no_compiler_is_told_at_the_start(warm_ranks: Warm) -> None:
+def test_a_missing_compiler_is_reported_at_the_start(warm_ranks: Warm) -> None:
     assert "install g++" in warm_ranks(1).run(refusal_without_compiler)[0]
 
 

@@ -1,0 +1,50 @@
+"""What a step reports: the mean over the global batch, the same on every rank."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.launching import Ranks
+from tests.cases import Perceptron, adamw, counted_loss, mean_loss, sgd, vectors
+from tests.pipeline_parallel.models import perceptron
+
+Warm = Callable[[int], Ranks]
+
+
+def test_metrics_are_of_the_mean_loss_before_clipping() -> None:
+    engine = echelon.parallelize(Perceptron(), "data=1", optimizer=sgd, loss=mean_loss, clip=1e-3)
+    inputs, targets = vectors(0)
+    model = Perceptron()
+    model.load_state_dict(engine.full_state_dict())
+    loss = mean_loss(model(inputs), targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    metrics = engine.step((inputs, targets))
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert (metrics.tokens, metrics.skipped) == (12, False)
+    assert metrics.seconds > 0
+
+
+def metrics_of(plan: str) -> list[tuple[float, float, int]]:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(perceptron(), plan, optimizer=adamw, loss=counted_loss)
+    metrics = [engine.step(engine.local(vectors(step, samples=11))) for step in range(4)]
+    evaluation = engine.evaluate(engine.local(vectors(9, samples=11)))
+    return [(m.loss, m.grad_norm, m.tokens) for m in metrics] + [(evaluation.loss, 0.0, evaluation.tokens)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["pipeline=2 data=2 microbatches=2", "pipeline=3-1 microbatches=3", "pipeline=4 schedule=pipedream"],
+)
+def test_metrics_are_the_same_on_every_rank(warm_ranks: Warm, plan: str) -> None:
+    first, *others = warm_ranks(4).run(metrics_of, plan)
+    assert all(other == first for other in others)
+    assert [tokens for _, _, tokens in first] == [11] * 5
+    assert all(math.isfinite(loss) and loss > 0 for loss, _, _ in first)
+    assert all(norm > 0 for _, norm, _ in first[:-1]) or "pipedream" in plan

@@ -1,0 +1,172 @@
+"""The synchronous update, in numbers that one can check by hand."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives import Group, RecordingGroup
+from echelon.data_parallel import Buffers, SingleReplica
+from echelon.errors import UserError
+from echelon.ownership import ENGINE
+from echelon.precision import DirectStepper, MasterStepper
+from echelon.program import build
+from echelon.runtime import LocalStages, Outcome, Stage, SynchronousUpdate
+from tests.data_parallel.groups import DeferredGroup
+from tests.sets import set_of
+
+
+class Updated:
+    """One weight, [0, 0], a frozen one, and an SGD of rate 1 over it."""
+
+    def __init__(
+        self,
+        group: Group | None = None,
+        everyone: Group | None = None,
+        *,
+        clip: float | None = None,
+        steady: bool = True,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.module = nn.Module()
+        self.module.weight = self.weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        self.module.frozen = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
+        self.replicas = RecordingGroup("data", 0, 2)
+        self.module.register_buffer("counter", torch.zeros(1))
+        sharing = SingleReplica(set_of(self.module, RecordingGroup("data")))
+        stage = Stage(0, self.module, [sharing], Buffers(self.module, self.replicas))
+        self.local = LocalStages({0: stage}, build("naive", (1,), 1), [])
+        kind = DirectStepper if dtype == torch.float64 else MasterStepper
+        stepper = kind(
+            lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5),
+            self.local.trained(),
+            self.local.local_parameters(),
+            in_parts=False,
+        )
+        self.update = SynchronousUpdate(
+            self.local,
+            stepper,
+            group or RecordingGroup("all"),
+            clip,
+            everyone=everyone or RecordingGroup("all"),
+            schedule=lambda step: float(step),
+            steady=steady,
+        )
+
+    def step(self, total: float, count: float, gradient: list[float]) -> Outcome:
+        """One update, of a loss total whose gradient is `gradient`."""
+        normaliser = self.update.start_step()
+        self.weight.grad = torch.tensor(gradient, dtype=self.weight.dtype) / normaliser
+        self.update.norm(tally(total, count))
+        self.update.step()
+        self.update.publish()
+        return self.update.outcome
+
+
+def tally(total: float, count: float) -> Tensor:
+    return torch.tensor([total, count], dtype=torch.float64)
+
+
+def test_an_update_is_of_the_mean_whatever_the_count_of_the_step_before() -> None:
+    """Gradients are divided by the last count before the backward pass, and by the rest in the update."""
+    updated = Updated()
+    assert updated.step(8.0, 4.0, [12.0, 16.0]) == Outcome(8.0, 4.0, 5.0)
+    assert updated.weight.tolist() == [-3.0, -4.0]
+    assert updated.update.start_step() == 4.0, "the count of the step before"
+    assert updated.step(6.0, 2.0, [6.0, 8.0]) == Outcome(6.0, 2.0, 5.0)
+    assert updated.weight.tolist() == [-3.0 - 1.5 - 3.0, -4.0 - 2.0 - 4.0], "with momentum"
+
+
+def test_clipping_is_by_the_norm_of_the_mean_which_is_reported_as_it_was() -> None:
+    updated = Updated(clip=1.0)
+    assert updated.step(8.0, 4.0, [12.0, 16.0]).norm == 5.0
+    assert updated.weight.tolist() == pytest.approx([-0.6, -0.8], rel=1e-6)
+
+
+def test_loss_count_and_norm_are_summed_over_the_ranks_of_one_update() -> None:
+    group, everyone = DeferredGroup(size=3), DeferredGroup(size=5)
+    updated = Updated(group, everyone)
+    outcome = updated.step(8.0, 4.0, [12.0, 16.0])
+    assert outcome == Outcome(24.0, 12.0, pytest.approx((3 * 20.0**2) ** 0.5 / 12))
+    assert group.subjects == ["metrics"]
+    assert everyone.subjects == []
+    assert updated.update.agree(tally(2.0, 1.0)) == (10.0, 5.0), "an evaluation is over everyone"
+    assert group.subjects == ["metrics"]
+    assert everyone.subjects == ["metrics"]
+
+
+def test_a_step_without_samples_on_any_rank_is_refused() -> None:
+    updated = Updated()
+    with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
+        updated.step(0.0, 0.0, [0.0, 0.0])
+    with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
+        updated.update.agree(tally(0.0, 0.0))
+
+
+def test_in_a_pipeline_that_never_drains_an_update_of_no_samples_changes_nothing() -> None:
+    updated = Updated(steady=False)
+    updated.module.counter.add_(1)
+    assert updated.step(0.0, 0.0, [7.0, 7.0]) == Outcome(0.0, 0.0, 0.0)
+    assert updated.weight.tolist() == [0.0, 0.0]
+    assert updated.replicas.ledger.moves == [], "and publishes nothing"
+    updated.step(2.0, 2.0, [2.0, 4.0])
+    assert updated.weight.tolist() == [-1.0, -2.0]
+    assert updated.replicas.ledger.moves
+    assert updated.update.start_step() == 1.0, "stages are at different updates, so no count is everyone's"
+
+
+def test_start_step_forgets_gradients() -> None:
+    updated = Updated()
+    updated.weight.grad = torch.ones(2, dtype=torch.float64)
+    updated.update.start_step()
+    assert updated.weight.grad is None
+
+
+def test_the_learning_rate_is_the_schedule_s() -> None:
+    updated = Updated()
+    updated.update.set_learning_rate(3)
+    assert updated.update.optimizer.param_groups[0]["lr"] == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_everything_that_a_training_needs_to_go_on_is_owned(dtype: torch.dtype) -> None:
+    updated = Updated(dtype=dtype)
+    updated.step(8.0, 4.0, [4.0, 8.0])
+    owned = {(each.slice.name, each.slice.part): each.tensor.tolist() for each in updated.update.owned()}
+    masters = {("weight", "master"): [-1.0, -2.0]} if dtype == torch.bfloat16 else {}
+    assert owned == {
+        ("weight", "value"): [-1.0, -2.0],
+        ("frozen", "value"): [1.0],
+        ("weight", "momentum_buffer"): [1.0, 2.0],
+        (ENGINE, "normaliser"): 4.0,
+        **masters,
+    }
+
+
+def test_memory_is_told_apart_by_what_it_is_for() -> None:
+    updated = Updated(dtype=torch.bfloat16)
+    updated.step(8.0, 4.0, [4.0, 8.0])
+    storages = updated.update.storages()
+    assert {name: len(tensors) for name, tensors in storages.items()} == {
+        "parameters": 2,
+        "gradients": 1,
+        "optimizer": 2,
+    }
+    assert {tensor.dtype for tensor in storages["optimizer"]} == {torch.float32}
+
+
+def test_closing_an_update_closes_its_stages() -> None:
+    updated = Updated()
+    closed: list[bool] = []
+    updated.local.sharings[0].close = lambda: closed.append(True)  # type: ignore[method-assign]
+    updated.update.close()
+    assert closed == [True]
+
+
+def test_ties_are_summed_when_the_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated = Updated()
+    calls: list[LocalStages] = []
+    monkeypatch.setattr(LocalStages, "sum_tied_gradients", lambda self: calls.append(self))
+    updated.step(1.0, 1.0, [1.0, 1.0])
+    assert calls == []
+    updated.update.tie()
+    assert calls == [updated.local]
