@@ -45,6 +45,16 @@ def test_removal_brings_back_what_was_there() -> None:
     assert not is_wrapped(module)
 
 
+def test_an_inner_entry_can_be_removed_first() -> None:
+    module, inner, outer = nn.Identity(), Wrapping(), Wrapping()
+    inner.wrap(Doubled(module))
+    outer.wrap(PlusOne(module))
+    inner.remove()
+    assert module(torch.ones(1)).item() == 2  # 1 + 1
+    outer.remove()
+    assert not is_wrapped(module)
+
+
 def test_a_forward_that_the_user_has_replaced_is_called_and_comes_back() -> None:
     module, wrapping = nn.Identity(), Wrapping()
     module.forward = lambda x: 10 * x  # type: ignore[method-assign,assignment,misc]

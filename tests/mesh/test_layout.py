@@ -54,6 +54,13 @@ def test_experts_live_on_the_data_ranks() -> None:
     assert grid.groups("data") == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
+def test_ranks_along_data_and_context_have_the_same_weights() -> None:
+    grid = layout("data=2 context=2 tensor=2")
+    assert grid.groups("weights") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert grid.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert grid.groups("context") == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
 def test_the_group_through_a_rank() -> None:
     assert layout("data=4 tensor=2").group("data", 5) == (1, 3, 5, 7)
 

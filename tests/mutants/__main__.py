@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.bench.result import make_result
-from tests.mutants.mutant import Mutant, load_mutants
+from tests.mutants.mutant import load_mutants
 from tests.mutants.runner import FOUND, HANGING, INVALID, SURVIVED, Outcome, Runner
 
 _LEAST_FOUND = 0.95
@@ -71,8 +71,8 @@ def _summarize(outcomes: Sequence[Outcome], seconds: float, options: argparse.Na
         settings = {"mutants": len(outcomes), "jobs": options.jobs, "seconds": round(seconds)}
         settings |= {kind: counts[kind] for kind in (FOUND, HANGING, SURVIVED, INVALID)}
         result = make_result("mutants", "make mutants", settings, ())
-        rows = [_row(outcome.mutant, outcome) for outcome in outcomes]
-        text = json.dumps(dataclasses.asdict(result) | {"rows": rows}, indent=2, ensure_ascii=False)
+        plain = [_as_plain(outcome) for outcome in outcomes]
+        text = json.dumps(dataclasses.asdict(result) | {"outcomes": plain}, indent=2)
         options.json.write_text(text + "\n", encoding="utf-8")
     return int(share < _LEAST_FOUND)
 
@@ -81,8 +81,8 @@ def _names(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.mutant.name for outcome in outcomes if not outcome.is_found]
 
 
-def _row(mutant: Mutant, outcome: Outcome) -> dict[str, object]:
-    seconds = round(outcome.seconds, 1)
+def _as_plain(outcome: Outcome) -> dict[str, object]:
+    mutant, seconds = outcome.mutant, round(outcome.seconds, 1)
     return {"name": mutant.name, "file": mutant.file, "result": outcome.result, "seconds": seconds}
 
 
