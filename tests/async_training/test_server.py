@@ -37,10 +37,11 @@ class Served:
         into = torch.empty(2)
         return self.server.pull(worker, step, [into]), into.tolist()
 
-    def push(self, worker: int, step: int, value: float, count: float = 1.0) -> Landed:
+    def push(self, worker: int, step: int, value: float, count: float = 1.0, used: bool = True) -> Landed:
         buckets = flat_buckets([self.parameter])
         buckets[0].buffer.fill_(value)
-        return self.server.push(worker, step, Gradient(buckets, torch.ones(1, dtype=torch.uint8), 0.0, count))
+        flags = torch.tensor([used], dtype=torch.uint8)
+        return self.server.push(worker, step, Gradient(buckets, flags, 0.0, count))
 
     def synchronize(self, worker: int) -> tuple[int, list[float]]:
         into = torch.empty(2)
@@ -72,6 +73,17 @@ def test_a_round_is_one_update_weighed_by_counts() -> None:
     assert first.result(1) == second == (1, 0.0, 4.0, pytest.approx(8**0.5))
     assert served.pull(0, 1) == (1, [-2.0, -2.0])
     assert served.server.log(1) == [Push(0, 0, 0, 1), Push(1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_round_updates_what_any_worker_used(user: int) -> None:
+    served = Served(2, staleness=0)
+    pushes = [
+        served.pool.submit(served.push, worker, 0, 4.0 if worker == user else 0.0, 1.0, worker == user)
+        for worker in range(2)
+    ]
+    assert all(push.result(10).version == 1 for push in pushes)
+    assert served.pull(0, 1) == (1, [-2.0, -2.0])
 
 
 def test_clipping_is_by_the_norm_of_the_mean() -> None:

@@ -81,18 +81,24 @@ def test_a_column_and_a_row_are_two_matrices(warm_ranks: Warm) -> None:
         torch.testing.assert_close(gradients, [x.grad, down.bias.grad], rtol=1e-12, atol=1e-12)
 
 
-def joined(x: Tensor) -> Tensor:
+def joined(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The output, and the gradient of the input for a loss that every rank computes."""
     group = Mesh.join(Plan(tensor=2)).group("tensor")
     matrix = linear(4, 6)
     keep_part(matrix, group, {"weight": 0, "bias": 0})
-    with torch.no_grad():
-        return wrapped(Column(matrix, Region(group, sequence=False), joined=True))(x)
+    x.requires_grad_()
+    output = wrapped(Column(matrix, Region(group, sequence=False), joined=True))(x)
+    (output * torch.arange(6)).sum().backward()
+    return output.detach(), x.grad
 
 
 def test_a_joined_column_returns_the_outputs_of_all_ranks(warm_ranks: Warm) -> None:
-    x = torch.randn(2, 3, 4, dtype=DOUBLE)
-    for output in warm_ranks(2).run(joined, x):
-        torch.testing.assert_close(output, linear(4, 6)(x).detach(), rtol=1e-12, atol=1e-12)
+    x = torch.randn(2, 3, 4, dtype=DOUBLE, requires_grad=True)
+    expected = linear(4, 6)(x)
+    (expected * torch.arange(6)).sum().backward()
+    for output, gradient in warm_ranks(2).run(joined, x.detach()):
+        torch.testing.assert_close(output, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-12)
 
 
 def embedded(tokens: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
