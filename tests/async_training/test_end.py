@@ -43,16 +43,17 @@ def free_port() -> str:
 
 
 def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
-    """The script as three processes that nobody watches, as torchrun would start them."""
+    """The script as three processes that no one watches, as torchrun would start them."""
     port = free_port()
     ranks = [start(*args, MASTER_PORT=port, RANK=str(rank)) for rank in range(3)]
     try:
         return [
-            subprocess.CompletedProcess(its.args, its.wait(), *its.communicate(timeout=60)) for its in ranks
+            subprocess.CompletedProcess(rank.args, rank.wait(), *rank.communicate(timeout=60))
+            for rank in ranks
         ]
     finally:
-        for its in ranks:
-            its.kill()
+        for rank in ranks:
+            rank.kill()
 
 
 def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:
@@ -119,8 +120,10 @@ def threads_after_the_engine() -> list[str]:
     del engine
     gc.collect()
     dist.barrier()
-    time.sleep(0.2)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("echelon-worker")]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("echelon-worker")]
+    for thread in threads:
+        thread.join(10.0)
+    return [thread.name for thread in threads if thread.is_alive()]
 
 
 def test_threads_end_with_the_engine() -> None:
@@ -142,7 +145,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(rank: int) -> None:
 
 
 class Fails(torch.optim.SGD):
-    """Fails on the update that it is told to."""
+    """Fails on its fifth update."""
 
     updates = 0
 
@@ -157,7 +160,7 @@ def failing_server(busy: bool) -> None:
         perceptron_case(), "data=3 staleness=inf", optimizer=lambda parameters: Fails(parameters, lr=0.1)
     )
     if busy and engine.replica == 0:
-        time.sleep(60)  # its worker asks the server for nothing: only the others can tell
+        time.sleep(60)  # this worker asks the server for nothing: only the others learn of the failure
     for step in range(1000):
         engine.step(engine.local(vectors(step)))
 

@@ -15,7 +15,7 @@ def train_after_a_group_of_some() -> float:
 
 def test_workers_find_each_other_though_some_are_in_more_groups() -> None:
     """Torch named the group for messages by how many groups a process was in. After an engine with stages, or
-    a group of the user's own, that differs between ranks, and each waited for ever under a name of its own.
+    a group of the user's own, that differs between ranks, and each waited forever under a name of its own.
     Random plans on warm ranks found it."""
     losses = launch(train_after_a_group_of_some, 3, deadline=60.0)
     assert losses == [losses[0]] * 3

@@ -1,58 +1,15 @@
 """The server as a monitor: threads of one process are its workers."""
 
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from echelon.async_training.host import Host, flat_buckets
-from echelon.async_training.server import Gradient, Landed, Server, ServerFailed
+from echelon.async_training.server import ServerFailed
+from echelon.collectives import Ledger
 from echelon.launching import PeerLost
-from echelon.precision import DirectStepper
 from echelon.runtime import Push
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-class Served:
-    """A server of one weight, which starts as [0, 0], and what its workers do."""
-
-    def __init__(self, workers: int, staleness: float, make: Any = sgd, **options: Any) -> None:
-        self.parameter = nn.Parameter(torch.zeros(2))
-        given = {"clip": None, "schedule": None} | options
-        self.host = Host(
-            [("w", self.parameter)], make, DirectStepper, workers=workers, staleness=staleness, **given
-        )
-        self.server: Server = self.host.server
-        self.pool = ThreadPoolExecutor(workers)
-
-    def pull(self, worker: int, step: int) -> tuple[int, list[float]]:
-        into = torch.empty(2)
-        return self.server.pull(worker, step, [into]), into.tolist()
-
-    def push(self, worker: int, step: int, value: float, count: float = 1.0, used: bool = True) -> Landed:
-        buckets = flat_buckets([self.parameter])
-        buckets[0].buffer.fill_(value)
-        flags = torch.tensor([used], dtype=torch.uint8)
-        return self.server.push(worker, step, Gradient(buckets, flags, 0.0, count))
-
-    def synchronize(self, worker: int) -> tuple[int, list[float]]:
-        into = torch.empty(2)
-        return self.server.synchronize(worker, [into]), into.tolist()
-
-    def later(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Begin a call that must not return yet."""
-        future = self.pool.submit(call, *args)
-        time.sleep(0.05)
-        assert not future.done()
-        return future
+from tests.async_training.serving import Served
 
 
 def test_every_push_is_an_update_of_its_own_mean() -> None:
@@ -112,7 +69,7 @@ def test_all_synchronize_on_the_same_weights_and_none_starts_before() -> None:
         assert again[0].result(1) == again[1].result(1)
 
 
-def test_resting_ends_a_round_that_would_wait_for_ever() -> None:
+def test_resting_ends_a_round_that_would_wait_forever() -> None:
     served = Served(2, staleness=0)
     alone = served.later(served.push, 1, 0, 2.0)
     resting = served.pool.submit(served.synchronize, 0)
@@ -153,7 +110,7 @@ def test_an_update_that_fails_fails_everyone() -> None:
             ask()
 
 
-def test_a_lost_worker_is_told_as_that() -> None:
+def test_a_lost_worker_is_reported_as_that() -> None:
     served = Served(2, staleness=0)
     waiting = served.later(served.push, 0, 0, 1.0)
     served.server.fail(PeerLost("worker 1 is lost"))
@@ -163,21 +120,43 @@ def test_a_lost_worker_is_told_as_that() -> None:
 
 def test_lingering_ends_with_the_last_goodbye_or_with_patience() -> None:
     served = Served(2, staleness=0)
-    begin = time.perf_counter()
-    served.server.linger(patience=0.05)
-    assert time.perf_counter() - begin < 1
+    served.server.linger(patience=0.01)  # nobody asks for anything
     served.server.leave(0)
-    threading.Timer(0.05, served.server.leave, [1]).start()
-    served.server.linger(patience=60.0)
-    assert time.perf_counter() - begin < 5
+    lingering = served.later(served.server.linger, 60.0)
+    served.server.leave(1)
+    lingering.result(5)
 
 
-def tensors(served: Served) -> list[Tensor]:
-    return [owned.tensor for owned in served.host.owned()]
+def test_lingering_begins_again_with_every_request() -> None:
+    served = Served(2, staleness=0)
+    waits: list[float] = []
+
+    def wait_for(_: Any, patience: float) -> bool:
+        """As if `patience` had passed; worker 1 has asked for something in the first two."""
+        waits.append(patience)
+        if len(waits) < 3:
+            served.server.count(Ledger())
+        return False
+
+    served.server._changed.wait_for = wait_for  # type: ignore[method-assign, assignment]
+    served.server.linger(patience=7.0)
+    assert waits == [7.0, 7.0, 7.0]
 
 
-def test_the_host_owns_weights_and_state_of_its_own() -> None:
-    served = Served(1, staleness=1, make=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
-    served.push(0, 0, 2.0)
-    assert [value.tolist() for value in tensors(served)] == [[-2.0, -2.0], [2.0, 2.0]]
-    assert served.parameter.tolist() == [0.0, 0.0], "the worker's weights stay as it pulled them"
+@pytest.mark.parametrize(("staleness", "steps"), [(1, 2), (2, 3), (5, 6)])
+def test_a_worker_goes_as_far_ahead_of_a_slow_one_as_the_bound_says(staleness: int, steps: int) -> None:
+    served = Served(2, staleness)
+    for step in range(steps):
+        served.pull(0, step)
+        served.push(0, step, 1.0)
+    held_back = served.later(served.pull, 0, steps)
+    served.push(1, 0, 1.0)
+    assert held_back.result(5)[0] == steps + 1
+
+
+def test_without_a_bound_the_others_go_on_without_the_slow_one() -> None:
+    served = Served(2, staleness=float("inf"))
+    for step in range(100):
+        served.pull(0, step)
+        served.push(0, step, 1.0)
+    assert served.pull(0, 100) == (100, [-100.0, -100.0])

@@ -1,10 +1,12 @@
-"""AsyncUpdate trainings that the tests run in ranks."""
+"""Asynchronous trainings that the tests run in ranks."""
 
-import random
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import echelon
@@ -25,19 +27,43 @@ def asynchronous(engine: echelon.Engine) -> AsyncUpdate:
     return engine._update
 
 
-def train(case: Case, plan: str, longest_pause: float, **options: Any) -> Trained:
-    """Every step of the case, after pauses that differ from rank to rank; weights, state and log."""
-    engine = engine_for(case, plan, **options)
-    pauses = random.Random(engine.replica)
+def train(case: Case, plan: str, **options: Any) -> Trained:
+    """Every step of the case; weights, state and log. In each step all workers pull before any pushes, so
+    that gradients are stale wherever the plan allows it."""
+    engine = engine_for(case, plan, loss=partial(_meet_first, case.loss), **options)
     for batch in case.batches():
-        time.sleep(pauses.uniform(0, longest_pause))
         engine.step(engine.local(batch))
     return engine.full_state_dict(), engine.full_optimizer_state(), asynchronous(engine).log()
 
 
-def largest_gap(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert mine.keys() == theirs.keys()
-    return max((float((mine[name] - theirs[name]).abs().max()) for name in mine), default=0.0)
+def _meet_first(loss: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
+    dist.barrier()
+    return loss(output, targets)
+
+
+def train_with_a_straggler(case: Case, plan: str, ahead: int) -> Trained:
+    """As `train`, but the last worker begins each step when the others have made `ahead` steps more."""
+    engine = engine_for(case, plan)
+    others = range(engine.replicas - 1)
+    for step, batch in enumerate(case.batches()):
+        if engine.replica not in others:
+            _wait_for_others(engine, others, min(step + ahead, case.steps))
+        engine.step(engine.local(batch))
+    return engine.full_state_dict(), engine.full_optimizer_state(), asynchronous(engine).log()
+
+
+def _wait_for_others(engine: echelon.Engine, others: range, steps: int) -> None:
+    """Return when each of the others has pushed so many steps, by the server's log."""
+    made = [0]
+    while min(made) < steps:
+        log = asynchronous(engine)._port.log(10**9)
+        made = [sum(entry.worker == other for entry in log) for other in others]
+        time.sleep(0.001)
+
+
+def largest_gap(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((float((first[name] - second[name]).abs().max()) for name in first), default=0.0)
 
 
 def assert_replays(trained: Trained, replayed: reference.TrainingResult) -> None:
@@ -51,7 +77,7 @@ def leads(log: list[Push], workers: int) -> list[int]:
     """For each push, how many steps its worker was ahead of the slowest other when it pulled."""
     found = []
     for entry in log:
-        before = [its.worker for its in log if its.pushed <= entry.pulled]
+        before = [earlier.worker for earlier in log if earlier.pushed <= entry.pulled]
         others = [before.count(other) for other in range(workers) if other != entry.worker]
         found.append(entry.step - min(others))
     return found

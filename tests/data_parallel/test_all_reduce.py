@@ -13,7 +13,7 @@ from echelon.data_parallel import AllReduce
 from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")

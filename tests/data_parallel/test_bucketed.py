@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from echelon.data_parallel import AllReduce
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 from tests.sets import set_of
 
 

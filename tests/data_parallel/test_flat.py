@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.data_parallel.flat import FlatUnit
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 
 
 def flat_unit(group: Group, *sizes: int, resident: bool = False) -> FlatUnit:

@@ -24,7 +24,7 @@ from tests.cases import (
     signed_vectors,
     vectors,
 )
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")

@@ -8,7 +8,7 @@ from echelon.collectives import RecordingGroup
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.residency import Residency
 from echelon.errors import UserError
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 
 
 class Units:

@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.data_parallel import Zero
 from echelon.wrapping import Wrapping
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 from tests.sets import set_of
 
 

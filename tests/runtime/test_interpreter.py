@@ -190,7 +190,7 @@ def test_the_last_stage_keeps_one_microbatch(warm_ranks: Warm) -> None:
 
 
 def versions_alive(plan: str, steps: int) -> tuple[int, int, int, dict[str, int]]:
-    """How many memories a weight had at once at most, and after a drain; what one weighs; what was told."""
+    """The most memories of a weight at once, and after a drain; the bytes of one; the bytes reported."""
     engine = engine_for(plan, wide())
     parameter = next(p for p in engine.module.parameters() if p is not None)
     memories: dict[int, StorageWeakRef] = {}
@@ -207,11 +207,11 @@ def versions_alive(plan: str, steps: int) -> tuple[int, int, int, dict[str, int]
     watch(engine, note)
     for step in range(steps):
         engine.step(engine.local(vectors(step)))
-    told = engine.memory().peak
+    reported = engine.memory().peak
     engine.synchronize()
     drained = sum(not instruction.expired() for instruction in memories.values())
     whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-    return most, drained, whole, told
+    return most, drained, whole, reported
 
 
 @pytest.mark.parametrize("replicas", ["data=1", "data=2 zero=1"])
@@ -236,10 +236,10 @@ def test_two_buffers_are_two(warm_ranks: Warm, number: int) -> None:
     assert [most for most, _, _, _ in warm_ranks(4).run(versions_alive, plan, 4)] == [2, 2, 2, 2]
 
 
-def test_the_memory_of_versions_is_told_as_that_of_parameters(warm_ranks: Warm) -> None:
+def test_the_memory_of_versions_is_reported_as_that_of_parameters(warm_ranks: Warm) -> None:
     plan = "pipeline=4 schedule=pipedream-vertical microbatches=3"
-    for _, _, whole, told in warm_ranks(4).run(versions_alive, plan, 3):
-        assert told["parameters"] == 4 * whole
+    for _, _, whole, reported in warm_ranks(4).run(versions_alive, plan, 3):
+        assert reported["parameters"] == 4 * whole
 
 
 # Bytes.
@@ -248,14 +248,14 @@ def test_the_memory_of_versions_is_told_as_that_of_parameters(warm_ranks: Warm) 
 def moved(plan: str, steps: int) -> list[list[tuple[str, int]]]:
     """What this rank sent and received between stages, step by step."""
     engine = engine_for(plan)
-    told = []
+    steps_moves = []
     for step in range(steps):
         engine.step(engine.local(vectors(step)))
         moves = [move for move in engine.ledger.moves if move.subject == "activations"]
         assert {move.axis for move in moves} == {"pipeline"}
-        told.append([(move.operation, move.traffic.payload) for move in moves])
+        steps_moves.append([(move.operation, move.traffic.payload) for move in moves])
     engine.synchronize()  # or messages would wait for the next test
-    return told
+    return steps_moves
 
 
 def counts(moves: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
@@ -272,10 +272,10 @@ def test_the_ledger_has_every_message_with_its_bytes(warm_ranks: Warm) -> None:
     size, text = message()
     assert size == 32 + 80
     first, second = warm_ranks(2).run(moved, "pipeline=2 microbatches=4", 3)
-    for there, back, steps in (("send", "recv", first), ("recv", "send", second)):
-        described = {(there, 8): 4, (there, text): 4, (there, size): 4, (back, size): 4}
+    for forward, backward, steps in (("send", "recv", first), ("recv", "send", second)):
+        described = {(forward, 8): 4, (forward, text): 4, (forward, size): 4, (backward, size): 4}
         assert counts(steps[0]) == described
-        assert counts(steps[1]) == counts(steps[2]) == {(there, size): 4, (back, size): 4}
+        assert counts(steps[1]) == counts(steps[2]) == {(forward, size): 4, (backward, size): 4}
 
 
 def test_an_endless_pipeline_moves_as_many(warm_ranks: Warm) -> None:
@@ -314,8 +314,8 @@ def moved_with_numbers(plan: str) -> list[tuple[str, int]]:
 
 def test_what_wants_no_gradient_goes_one_way_only(warm_ranks: Warm) -> None:
     first = warm_ranks(2).run(moved_with_numbers, "pipeline=2 microbatches=4")[0]
-    there = 32 + 80 + 32 + 80  # three samples: six numbers of 4 bytes, one of 8, six of 4; each up to 16
-    assert counts(first) == {("send", there): 4, ("recv", 32 + 80): 4}
+    forward = 32 + 80 + 32 + 80  # three samples: six numbers of 4 bytes, one of 8, six of 4; each up to 16
+    assert counts(first) == {("send", forward): 4, ("recv", 32 + 80): 4}
 
 
 # Afterwards.

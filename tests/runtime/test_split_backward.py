@@ -126,22 +126,22 @@ def training(make: Callable[[], Module], wanting: str = "xy") -> tuple[Module, l
     module = make().double()
     x = torch.randn(X, dtype=torch.float64, requires_grad="x" in wanting)
     y = torch.randn(Y, dtype=torch.float64, requires_grad="y" in wanting)
-    outputs = [its for its in module.outputs(x, y) if its.requires_grad]
-    return module, [its for its in (x, y) if its.requires_grad], outputs
+    outputs = [output for output in module.outputs(x, y) if output.requires_grad]
+    return module, [tensor for tensor in (x, y) if tensor.requires_grad], outputs
 
 
 def random_like(tensors: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(its.shape, dtype=its.dtype, generator=generator) for its in tensors]
+    return [torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator) for tensor in tensors]
 
 
 def gradients(tensors: Any) -> list[Tensor | None]:
-    return [its.grad for its in tensors]
+    return [tensor.grad for tensor in tensors]
 
 
-def assert_same(mine: list[Tensor | None], theirs: list[Tensor | None]) -> None:
-    assert [its is None for its in mine] == [its is None for its in theirs]
-    for a, b in zip(mine, theirs, strict=True):
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
+    for a, b in zip(found, expected, strict=True):
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -151,9 +151,9 @@ def assert_same(mine: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 def test_both_halves_are_the_whole(make: Callable[[], Module], wanting: str) -> None:
     whole, inputs, outputs = training(make, wanting)
     torch.autograd.backward(outputs, random_like(outputs))
-    split, its_inputs, its_outputs = training(make, wanting)
-    edges = [get_gradient_edge(its) for its in its_outputs]
-    backward = SplitBackward(edges, random_like(its_outputs), its_inputs)
+    split, its_inputs, other_outputs = training(make, wanting)
+    edges = [get_gradient_edge(output) for output in other_outputs]
+    backward = SplitBackward(edges, random_like(other_outputs), its_inputs)
     found = backward.for_inputs()
     assert all(gradient is None for gradient in gradients(split.parameters()))
     assert all(gradient is None for gradient in gradients(its_inputs))
@@ -170,7 +170,7 @@ def test_every_weight_hears_of_its_gradient_once(make: Callable[[], Module]) -> 
         parameter.register_post_accumulate_grad_hook(
             lambda _, name=name: heard.__setitem__(name, heard.get(name, 0) + 1)
         )
-    backward = SplitBackward([get_gradient_edge(its) for its in outputs], random_like(outputs), inputs)
+    backward = SplitBackward([get_gradient_edge(output) for output in outputs], random_like(outputs), inputs)
     backward.for_inputs()
     assert heard == {}
     backward.for_weights()
@@ -183,17 +183,17 @@ def test_gradients_add_up_over_microbatches() -> None:
     module, inputs, outputs = training(Perceptron)
     given = random_like(outputs)
     for _ in range(3):
-        edges = [get_gradient_edge(its) for its in module.outputs(*inputs)]
+        edges = [get_gradient_edge(output) for output in module.outputs(*inputs)]
         backward = SplitBackward(edges, given, inputs)
         backward.for_inputs()
         backward.for_weights()
-    whole, _, its_outputs = training(Perceptron)
-    torch.autograd.backward(its_outputs, [3 * its for its in given])
+    whole, _, other_outputs = training(Perceptron)
+    torch.autograd.backward(other_outputs, [3 * gradient for gradient in given])
     assert_same(gradients(module.parameters()), gradients(whole.parameters()))
 
 
 def test_only_some_outputs_have_a_gradient() -> None:
-    """Of the outputs that nobody used, no gradient comes: their weights stay without one."""
+    """Of the outputs that no one used, no gradient comes: their weights stay without one."""
     module, inputs, outputs = training(SeveralOutputs)
     backward = SplitBackward([get_gradient_edge(outputs[2])], random_like(outputs[2:]), inputs)
     found = backward.for_inputs()

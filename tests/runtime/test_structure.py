@@ -41,17 +41,17 @@ def test_every_structure_comes_back(value: Any) -> None:
     assert same(back, value), back
 
 
-def same(mine: Any, theirs: Any) -> bool:
+def same(value: Any, original: Any) -> bool:
     """Equal in values and types; tensors are the same ones."""
-    if isinstance(theirs, Tensor):
-        return mine is theirs
-    if type(mine) is not type(theirs):
+    if isinstance(original, Tensor):
+        return value is original
+    if type(value) is not type(original):
         return False
-    if isinstance(theirs, dict):
-        return list(mine) == list(theirs) and all(same(mine[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, tuple | list):
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    return bool(mine == theirs)
+    if isinstance(original, dict):
+        return list(value) == list(original) and all(same(value[key], original[key]) for key in original)
+    if isinstance(original, tuple | list):
+        return len(value) == len(original) and all(map(same, value, original))
+    return bool(value == original)
 
 
 def test_a_shape_comes_back_as_a_tuple() -> None:

@@ -11,7 +11,7 @@ from echelon.ownership import ENGINE
 from echelon.precision import DirectStepper, MasterStepper
 from echelon.program import build
 from echelon.runtime import LocalStages, Outcome, Stage, SynchronousUpdate
-from tests.data_parallel.groups import DeferredGroup
+from tests.groups import DeferredGroup
 from tests.sets import set_of
 
 

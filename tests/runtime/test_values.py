@@ -25,7 +25,7 @@ def numbered(step: int) -> tuple[Structure, Tensor]:
 
 
 class Unfold(nn.Module):
-    """Returns all kinds of things, some of which nobody uses."""
+    """Returns all kinds of things, some of which nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,10 +452,10 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_sparse_gradients(plan: str, tied: bool) -> None:
     """Regression: the norm, and the sum of tied gradients, took them for dense."""
     plan = f"pipeline=2 microbatches=2 {plan}"
-    for mine, theirs in echelon.launch(
+    for weights, expected in echelon.launch(
         step_with_sparse_gradients, echelon.Plan.parse(plan).ranks, plan, tied
     ):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
 class Stopping(Hidden):

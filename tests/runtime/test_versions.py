@@ -143,7 +143,7 @@ def test_weights_are_seen_wherever_modules_keep_them() -> None:
     old.sum().backward()
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
     assert module.frozen.grad is None
-    assert all(mine is theirs for mine, theirs in zip(module.lstm._flat_weights, flat, strict=True))
+    assert all(a is b for a, b in zip(module.lstm._flat_weights, flat, strict=True))
 
 
 def test_parameters_come_back_when_a_forward_fails() -> None:

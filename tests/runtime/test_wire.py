@@ -39,9 +39,9 @@ def values(step: int) -> list[Any]:
 
 
 def exchange(steps: list[int]) -> list[Any]:
-    """Rank 0 sends, rank 1 tells what came, with the form that was expected."""
+    """Rank 0 sends; rank 1 returns what it received, with the form that was expected."""
     group, wire = a_wire()
-    told = []
+    received = []
     for step in steps:
         wire.start_step()
         for value in values(step):
@@ -50,29 +50,31 @@ def exchange(steps: list[int]) -> list[Any]:
                 continue
             posted = wire.post(0, (0, "look"))
             spec, tensors = wire.receive(posted, 0, (0, "look"))
-            told.append((posted is not None, spec.rebuild([tensor.clone() for tensor in tensors]), spec.text))
+            received.append(
+                (posted is not None, spec.rebuild([tensor.clone() for tensor in tensors]), spec.text)
+            )
         wire.finish_step(emptied=True)
-    return told
+    return received
 
 
 def test_any_form_arrives_whatever_was_expected(warm_ranks: Warm) -> None:
     steps = [0, 0, 1, 2, 2, 3, 3, 0, 4, 4, 5, 5, 11, 2]
     sent = [value for step in steps for value in values(step)]
-    came = warm_ranks(2).run(exchange, steps)[1]
-    assert len(came) == len(sent)
-    assert [expected for expected, _, _ in came] == [False] + [True] * (len(sent) - 1)
-    for (_, value, text), original in zip(came, sent, strict=True):
+    received = warm_ranks(2).run(exchange, steps)[1]
+    assert len(received) == len(sent)
+    assert [expected for expected, _, _ in received] == [False] + [True] * (len(sent) - 1)
+    for (_, value, text), original in zip(received, sent, strict=True):
         spec, tensors = Spec.of(original)
         assert text == spec.text
-        _, its_tensors = Spec.of(value)
+        _, received_tensors = Spec.of(value)
         assert all(
-            mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-            for mine, theirs in zip(its_tensors, tensors, strict=True)
+            tensor.dtype == original_tensor.dtype and torch.equal(tensor, original_tensor)
+            for tensor, original_tensor in zip(received_tensors, tensors, strict=True)
         )
 
 
 def counted(shapes: list[list[int]]) -> dict[str, list[int]]:
-    """The bytes of every message of one key, tensors of float64 of these shapes, two a step."""
+    """The bytes of every message of one key, tensors of float64 of these shapes, two per step."""
     group, wire = a_wire()
     for shape in shapes:
         wire.start_step()
@@ -92,7 +94,7 @@ def counted(shapes: list[list[int]]) -> dict[str, list[int]]:
 
 def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
     """A message is 24 bytes of head, a flag for each tensor, up to 16, and then each tensor, up to 16."""
-    told = warm_ranks(2).run(counted, [[3, 5], [3, 5], [2, 5]])
+    first, second = warm_ranks(2).run(counted, [[3, 5], [3, 5], [2, 5]])
     whole, other = 32 + 3 * 5 * 8, 32 + 2 * 5 * 8
     text, other_text = (len(Spec.of(torch.ones(n, 5).double())[0].text) for n in (3, 2))
     described = [8, text, whole + 8]  # 15 numbers of 8 bytes are 120: up to 128
@@ -104,8 +106,8 @@ def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
         *[whole + 8, other_text, other],  # the message that was expected says that another form comes
         *[whole + 8, other_text, other],
     ]
-    assert told[0] == {"sent": expected, "received": []}
-    assert told[1] == {"sent": [], "received": expected}
+    assert first == {"sent": expected, "received": []}
+    assert second == {"sent": [], "received": expected}
 
 
 LEAVES = [
@@ -118,28 +120,28 @@ LEAVES = [
 def gradients_of(given: list[Tensor | None], tally: tuple[float, float]) -> tuple[Any, int]:
     group, wire = a_wire()
     wire.start_step()
-    came = None
+    received = None
     if group.rank == 1:
         wire.send_gradients(LEAVES, Gradients(given, tally), peer=0)
     else:
-        came = wire.receive_gradients(wire.post_gradients(LEAVES, 1))
+        received = wire.receive_gradients(wire.post_gradients(LEAVES, 1))
     wire.finish_step(emptied=True)
-    return came, sum(move.traffic.payload for move in group.ledger.moves)
+    return received, sum(move.traffic.payload for move in group.ledger.moves)
 
 
 def test_gradients_arrive_and_none_stays_none(warm_ranks: Warm) -> None:
     matrix, number = torch.randn(2, 2).double(), torch.tensor(1.5, dtype=torch.bfloat16)
-    (came, size), _ = warm_ranks(2).run(gradients_of, [matrix, None, number], (3.25, 7.0))
-    assert torch.equal(came.tensors[0], matrix)
-    assert came.tensors[1] is None
-    assert torch.equal(came.tensors[2], number)
-    assert came.tally == (3.25, 7.0)
+    (received, size), _ = warm_ranks(2).run(gradients_of, [matrix, None, number], (3.25, 7.0))
+    assert torch.equal(received.tensors[0], matrix)
+    assert received.tensors[1] is None
+    assert torch.equal(received.tensors[2], number)
+    assert received.tally == (3.25, 7.0)
     assert size == message_size(LEAVES) == 32 + 32 + 16 + 16
 
 
 def test_gradients_of_nothing_still_tell_the_loss(warm_ranks: Warm) -> None:
-    (came, _), _ = warm_ranks(2).run(gradients_of, [None, None, None], (1.0, 2.0))
-    assert came == ([None, None, None], (1.0, 2.0))
+    (received, _), _ = warm_ranks(2).run(gradients_of, [None, None, None], (1.0, 2.0))
+    assert received == ([None, None, None], (1.0, 2.0))
 
 
 def keeps_until_gone() -> tuple[int, int, int]:
