@@ -1,1 +1,1 @@
-"""Random plans, each held to the equality contract. `make test` runs some, `make fuzz` many."""
+"""Random plans, each verified against one device. `make test` runs some, `make fuzz` many."""

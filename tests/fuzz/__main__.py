@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --plans 1000`: many random plans, each held to the equality contract.
+"""`python -m tests.fuzz --plans 1000`: verify many random plans.
 
 `--replay 'LINE'` runs the training of one line again. Exits with 1 if any failed.
 """

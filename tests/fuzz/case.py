@@ -97,11 +97,14 @@ def make_optimizer(training: RandomTraining, parameters: Any) -> torch.optim.Opt
     # Adam divides by the size of gradients. That of an attention's key bias is nothing but rounding, which
     # decay inside the gradient would blow up within 3 steps: a larger eps keeps it small.
     kinds = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": partial(torch.optim.Adam, eps=1e-3)}
-    if training.plan.precision == "bf16":  # where rounding alone is as large as many gradients
+    rate, decay = _RATES[training.optimizer], 0.0 if training.decay == "none" else 0.1
+    if (
+        training.plan.precision == "bf16"
+    ):  # where rounding is as large as many gradients, and drives them apart
         kinds["adamw"] = partial(torch.optim.AdamW, eps=1e-3)
+        rate = rate if training.optimizer == "sgd" else 1e-3
     make: Any = kinds.get(training.optimizer, torch.optim.AdamW)
     parameters = list(parameters)
-    rate, decay = _RATES[training.optimizer], 0.0 if training.decay == "none" else 0.1
     if training.decay != "matrices":
         return make(parameters, lr=rate, weight_decay=decay)  # type: ignore[no-any-return]
     matrices = [p for p in parameters if p.dim() >= 2]

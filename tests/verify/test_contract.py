@@ -9,7 +9,8 @@ import torch
 
 from echelon.engine import Engine
 from echelon.launching import Ranks
-from echelon.verify import Case, assert_equal, verify
+from echelon.plan import Plan
+from echelon.verify import Case, assert_equal, contract, verify
 from tests.cases import (
     adamw,
     counted_loss,
@@ -78,6 +79,30 @@ def test_a_plan_that_cannot_run_is_not_certified() -> None:
         verify(perceptron_case(), "data=2 precision=fp16")
 
 
+class Captured(Exception):  # noqa: N818
+    """Carries the first weight that a rank gives to `parallelize`."""
+
+
+def first_weight(case: Case) -> torch.Tensor:
+    def capture(model: Any, *_: Any, **__: Any) -> None:
+        raise Captured(model.first.weight.detach())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "parallelize", capture)
+        try:
+            contract.train_rank(case, Plan(data=2, precision="fp64"), None)
+        except Captured as captured:
+            weight: torch.Tensor = captured.args[0]
+    return weight
+
+
+def test_ranks_start_from_different_weights(warm_ranks: Callable[[int], Ranks]) -> None:
+    """Else a plan that forgets to make them equal would not be found."""
+    first, second = warm_ranks(2).run(first_weight, perceptron_case())
+    assert torch.equal(first, perceptron_case().build().first.weight)
+    assert not torch.equal(first, second)
+
+
 def change_the_state_of_rank_one(engine: Engine) -> None:
     full_optimizer_state = engine.full_optimizer_state
 
@@ -111,6 +136,12 @@ def test_other_bugs_are_found_too(bug: Callable[[Engine], None]) -> None:
 def test_asynchronous_training_is_held_to_the_replay_of_its_log(staleness: str) -> None:
     verdict = assert_equal(perceptron_case(steps=8), f"data=3 sync=async staleness={staleness}")
     assert "the replay of its own log" in str(verdict)
+
+
+def test_workers_in_rounds_are_compared_with_one_device() -> None:
+    verdict = assert_equal(perceptron_case(steps=3), "data=2 sync=async staleness=0")
+    assert verdict.against == "one device"
+    assert verdict.numbers.keys() == {"loss", "grad_norm", "evaluation"}
 
 
 def push_twice(engine: Engine) -> None:

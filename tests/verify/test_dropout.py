@@ -107,6 +107,6 @@ def test_without_dropout_wrong_places_do_not_matter() -> None:
 @pytest.mark.parametrize("plan", ["data=2 microbatches=3", "data=2 sync=async staleness=0 microbatches=3"])
 def test_a_job_with_dropout_is_verified(plan: str) -> None:
     job = Job(plan=plan, model=ModelJob(dropout=0.1, layers=1, width=16, heads=2))
-    made = case_of(job, Plan.parse(plan), steps=3)
-    assert len(made.make_batch(0)[0]) % 6 == (2 if "async" in plan else 1)
-    assert_equal(made, plan)
+    job_case = case_of(job, Plan.parse(plan), steps=3)
+    assert len(job_case.make_batch(0)[0]) % 6 == (2 if "async" in plan else 1)
+    assert_equal(job_case, plan)
