@@ -94,9 +94,8 @@ class DeferredGroup(_PartialGroup):
         return self._defer(lambda: output.view(-1).copy_(part * self.size), output, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._defer(
-            lambda: output.view(self.size, -1).copy_(tensor.clone().view(1, -1)), output, tensor
-        )
+        sent = tensor.clone().view(1, -1)  # what it holds now: a later update comes too late
+        return self._defer(lambda: output.view(self.size, -1).copy_(sent), output, tensor)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:  # noqa: ARG002
         return self._defer(lambda: None, tensor)

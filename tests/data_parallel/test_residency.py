@@ -116,13 +116,12 @@ def test_the_order_of_the_last_forward_pass_is_the_order_of_the_next() -> None:
 
 
 def test_the_backward_pass_does_not_count_as_an_order() -> None:
-    units = Units(prefetch=0)
-    units.run(0, 1, 2, 3)
+    units = Units()
     for unit in (3, 2, 1, 0):
         units.enter(unit, backward=True)
         units.leave(unit)
+    units.run(0, 1, 2, 3)
     units.residency.reset()
-    units.residency._prefetch = 1
     assert units.enter(0) == [0, 1]
 
 

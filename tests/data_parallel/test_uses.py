@@ -113,6 +113,27 @@ def test_a_backward_pass_enters_a_use_once() -> None:
     assert log.text == "F0 f0 B0 b0"
 
 
+class Apart(nn.Module):
+    """Its second output depends on no input, and gets its gradient last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        second = 2 * self.scale
+        return self.layer(x), second
+
+
+def test_a_use_that_is_over_is_not_entered_again() -> None:
+    """Nothing would say when to leave it."""
+    module = Apart()
+    log = Log(module)
+    first, second = module(wanting_input())
+    (first.sum() + second.sum()).backward()
+    assert log.text == "F0 f0 B0 b0"
+
+
 class Fails(nn.Module):
     def forward(self, _: Tensor) -> Tensor:
         raise RuntimeError("as asked")

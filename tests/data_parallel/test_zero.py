@@ -3,12 +3,17 @@
 The group is one whose operations take effect when they are waited for.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import echelon
+from echelon.collectives import RecordingGroup
 from echelon.data_parallel import Zero
 from echelon.wrapping import Wrapping
+from tests.cases import mean_loss, vectors
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 
@@ -142,3 +147,43 @@ def test_a_closed_strategy_leaves_no_hooks_on_parameters() -> None:
         wrapping.remove()
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
         assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model)
+
+
+class HidesItsOutput(nn.Module):
+    """Returns a function: no hook can see the tensor in it, so nobody learns of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        hidden = torch.tanh(self.layer(x))
+        return lambda: hidden
+
+
+class Hidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = HidesItsOutput(), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_gradient_that_is_computed_while_its_weight_is_not_gathered_is_refused(level: int) -> None:
+    """On one rank, where gathers are exact. A backward pass that reads such a weight would be wrong."""
+    model = Hidden()
+    sharing = Zero(set_of(model, RecordingGroup("data")), level, Wrapping(), prefetch=0)
+    sharing.start_step()
+    inputs, targets = vectors(0)
+    total = mean_loss(model(inputs), targets)
+    sharing.start_backward(last=True)
+    if level < 3:
+        total.backward()
+        sharing.finish_backward()
+        sharing.reduce()
+        assert all(local.tensor.grad is not None for local in sharing.local_parameters())
+        return
+    with pytest.raises(echelon.UserError, match=r"first\.layer\.\w+ was used while it was not gathered"):
+        total.backward()

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives import RecordingGroup
-from echelon.data_parallel import Zero
+from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal, verify
-from echelon.wrapping import Wrapping
 from tests.cases import adamw, stop
 from tests.contract_models import class_loss, vectors
-from tests.sets import set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -233,20 +230,13 @@ def step_with_penalty(level: int) -> float:
     return engine.step(engine.local(vectors(0))).loss
 
 
-def test_a_gradient_of_a_gradient_works_at_level_1_and_is_refused_at_level_3() -> None:
-    first, second = echelon.launch(step_with_penalty, 2, 1)
+def test_a_gradient_of_a_gradient_works_at_level_1_and_is_refused_at_level_3(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    first, second = warm_ranks(2).run(step_with_penalty, 1)
     assert first == second
     with pytest.raises(echelon.UserError, match="use zero=2"):
         echelon.launch(step_with_penalty, 2, 3, deadline=60.0)
-
-
-def test_a_submodule_in_evaluation_mode_stays_there() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
-    model[1].eval()
-    engine = echelon.parallelize(model, "data=1", optimizer=adamw, loss=class_loss)
-    engine.step(vectors(0))
-    engine.evaluate(vectors(1))
-    assert [module.training for module in model] == [True, False, True]
 
 
 class NoneForZeros(nn.Module):
@@ -276,44 +266,3 @@ def counted_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def test_a_replica_may_have_no_gradient_of_what_the_other_has(level: int) -> None:
     case = case_of(NoneForZeros, make_batch=first_half_counts, loss=counted_loss)
     assert_equal(case, f"data=2 zero={level} microbatches=2")
-
-
-class HidesItsOutput(nn.Module):
-    """Returns a function: no hook can see the tensor in it, so nobody learns of the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Callable[[], Tensor]:
-        hidden = torch.tanh(self.layer(x))
-        return lambda: hidden
-
-
-class Hidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = HidesItsOutput(), nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x)())  # type: ignore[no-any-return]
-
-
-@LEVELS
-def test_a_gradient_that_is_computed_while_its_weight_is_not_gathered_is_refused(level: int) -> None:
-    """On one rank, where gathers are exact. A backward pass that reads such a weight would be wrong."""
-    model = Hidden()
-    sharing = Zero(set_of(model, RecordingGroup("data")), level, Wrapping(), prefetch=0)
-    sharing.start_step()
-    inputs, targets = vectors(0)
-    loss = class_loss(model(inputs), targets)
-    sharing.start_backward(last=True)
-    total = loss[0] if isinstance(loss, tuple) else loss
-    if level < 3:
-        total.backward()
-        sharing.finish_backward()
-        sharing.reduce()
-        assert all(local.tensor.grad is not None for local in sharing.local_parameters())
-        return
-    with pytest.raises(echelon.UserError, match=r"first\.layer\.\w+ was used while it was not gathered"):
-        total.backward()

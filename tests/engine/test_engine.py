@@ -125,3 +125,12 @@ def test_an_engine_shows_its_plan_stages_sets_and_stacks() -> None:
     dropping = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.1))
     engine = echelon.parallelize(dropping, "data=1", optimizer=adamw, loss=mean_loss)
     assert "wrapping, innermost first: dropout ×1" in repr(engine)
+
+
+def test_a_submodule_in_evaluation_mode_stays_there() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    model[1].eval()
+    engine = echelon.parallelize(model, "data=1", optimizer=adamw, loss=mean_loss)
+    engine.step(vectors(0))
+    engine.evaluate(vectors(1))
+    assert [module.training for module in model] == [True, False, True]
