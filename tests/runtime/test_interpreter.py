@@ -1,6 +1,7 @@
 """What happens inside a step: the order of instructions, the bytes that are moved, and what is left."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,26 @@ def test_a_replica_with_fewer_microbatches_makes_up_for_them() -> None:
     program = build("1f1b", (2, 1), 3)
     assert [Script(program, rank).missing_rounds(0) for rank in (0, 1)] == [0, 1]
     assert Script(program, 2).missing_rounds(1) == 0
+
+
+class Doubled(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) if self.inplace else x * 2
+
+
+def test_a_stage_may_change_what_a_stage_of_the_same_rank_made(tmp_path: Path) -> None:
+    """The first stage needs its own output in its backward pass. It is a copy, as between two ranks."""
+    file = tmp_path / "two_stages.txt"
+    file.write_text("stage 0: 0\nstage 1: 0\nrank 0: F0@0 F0@1 B0@1 B0@0\n")
+    norms = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 6), nn.Linear(6, 5)
+        stages = [nn.Sequential(first, nn.Tanh()), nn.Sequential(Doubled(inplace), second)]
+        engine = engine_for(f"schedule={file}", nn.Sequential(*stages))
+        norms.append(engine.step(vectors(0)).grad_norm)
+    assert norms[0] == norms[1] > 0

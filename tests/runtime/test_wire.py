@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives import Group, Ledger, group_over
+from echelon.collectives import Group, Ledger, RecordingGroup, group_over
 from echelon.launching import Ranks
 from echelon.runtime import Spec, Wire
 from echelon.runtime.message import Gradients
@@ -175,3 +175,34 @@ def test_a_step_may_leave_messages_and_the_next_one_waits_for_them(warm_ranks: W
 def test_leaves_are_aligned_for_every_type() -> None:
     for count in range(40):
         assert message_size([Leaf((1,), torch.complex128, wants_gradient=False)] * count) % 16 == 0
+
+
+def recorded_wire() -> tuple[RecordingGroup, Wire]:
+    group = RecordingGroup("pipeline", 0, 2)
+    return group, Wire(group, group, CPU)
+
+
+def test_a_step_waits_for_every_message_before_their_memory_goes() -> None:
+    group, wire = recorded_wire()
+    wire.start_step()
+    wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, ""))
+    wire.finish_step(emptied=False)
+    assert not any(move.wait_start for move in group.ledger.moves), "they may be received in the next step"
+    wire.start_step()
+    wire.finish_step(emptied=False)
+    assert all(move.wait_start for move in group.ledger.moves)
+    wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, ""))
+    wire.finish_step(emptied=True)
+    assert all(move.wait_start for move in group.ledger.moves)
+
+
+def test_a_form_is_remembered_when_other_forms_come_between() -> None:
+    group, wire = recorded_wire()
+    for look in ("training", "evaluation"):
+        wire.start_step()
+        wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, look))
+        wire.finish_step(emptied=True)
+    wire.start_step()
+    group.ledger.start_step()
+    wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, "training"))
+    assert len(group.ledger.moves) == 1, "without a description"

@@ -45,6 +45,10 @@ from tests.program.rules.reasons import reasons
             "F0 B0 REDUCE NORM UPDATE F1 B1 REDUCE NORM UPDATE PUBLISH",
             "at 4: no PUBLISH between this and the next computation: replicas would use old weights",
         ),
+        (
+            "F0 B0 REDUCE NORM UPDATE F1 PUBLISH B1 REDUCE NORM UPDATE PUBLISH",
+            "at 4: no PUBLISH between this and the next computation: replicas would use old weights",
+        ),
     ],
 )
 def test_each_wrong_order_is_reported(line: str, expected: str) -> None:
