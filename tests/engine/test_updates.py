@@ -24,7 +24,7 @@ def update_of(plan: str, make: Any = adamw, **options: Any) -> tuple[Synchronous
     """The update of rank 0, in one process."""
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
     mesh, wrapping = Mesh.pretend(Plan.parse(plan), 0), Wrapping()
-    layers = LayerSharding(model, mesh, mean_loss, None, wrapping)
+    layers = LayerSharding(model, mesh, mean_loss, {"*": "replicated"}, wrapping)
     split = split_stages(model, mesh, None, by_layers=layers.by_layers)
     local = share_stages(split, mesh, layers, wrapping, prefetch=1, smallest_unit=0)
     given = {"clip": None, "schedule": None} | options
@@ -49,9 +49,9 @@ def test_an_update_is_over_all_ranks_unless_stages_are_at_different_ones() -> No
     update, mesh = update_of("pipeline=2 data=2 microbatches=2")
     assert groups_of(update) == (mesh.group("all"), mesh.group("all"))
     assert update._steady
-    update, mesh = update_of("pipeline=2 data=2 microbatches=2 schedule=pipedream")
+    update, mesh = update_of("pipeline=2 data=2 tensor=2 microbatches=2 schedule=pipedream")
     assert groups_of(update) == (mesh.group("stage"), mesh.group("all"))
-    assert mesh.group("stage") is not mesh.group("all")
+    assert (mesh.group("stage").size, mesh.group("all").size) == (4, 8)
     assert not update._steady
 
 
