@@ -1,5 +1,6 @@
 """A case builds its model in the type that is asked for, and its batches with it."""
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,15 @@ def test_model_and_batches_have_the_type_and_types_below_float32_round_the_same_
     assert inputs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(targets, vectors(1)[1])
     assert len(case.batches(dtype)) == 2
+
+
+def test_a_rounded_start_loses_nothing_in_bf16_and_is_one_that_ranks_can_rebuild() -> None:
+    case = perceptron_case()
+    rounded = pickle.loads(pickle.dumps(case.round_start(torch.bfloat16)))
+    start, low = rounded.build(dtype=torch.float32), rounded.build(dtype=torch.bfloat16)
+    assert torch.equal(start.first.weight, low.first.weight.float())
+    assert torch.equal(low.first.weight, case.build(dtype=torch.bfloat16).first.weight)
+    assert not torch.equal(start.first.weight, case.build(dtype=torch.float32).first.weight)
 
 
 def test_frequencies_of_rotary_positions_are_never_rounded() -> None:

@@ -74,6 +74,16 @@ def test_asynchronous_workers_are_held_to_the_replay_of_their_masks_too() -> Non
     assert_equal(case(steps=6), "data=3 sync=async staleness=2 microbatches=2")
 
 
+def untied_gpt() -> nn.Module:
+    return build(dataclasses.replace(gpt().config, dropout=0.1, tied=False))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_the_formulas_of_pipelines_that_never_drain_have_the_same_masks(schedule: str) -> None:
+    plan = f"pipeline=2 data=2 schedule={schedule} microbatches=3"
+    assert_equal(case(untied_gpt, steps=4, clip=None), plan)
+
+
 def test_after_twenty_steps_too() -> None:
     assert assert_equal(case(), "data=2 microbatches=2").worst[1] < 1e-11
 

@@ -41,8 +41,7 @@ def train_by_formula(
             reference.load([versions[version][index] for index, version in enumerate(used)])
             part_total, part_count = _backward(reference, step, parts)
             reference.load(versions[-1])
-            if part_count:  # an update without samples changes nothing
-                reference.update(reference.pop_gradients())
+            reference.update(reference.pop_gradients())  # without samples there are none, and nothing changes
             versions.append(reference.copy())
             total, count = total + part_total, count + part_count
         losses.append(total / count)
