@@ -105,9 +105,9 @@ def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: in
 
 
 def own_state(part: str, value: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
-    """State of the elements that `slices` cover; a single number belongs to them all."""
-    if value.dim() == 0:
-        return [OwnedSlice(Slice(slices[0].name, part, (), (), ()), value)] if slices else []
+    """State of the elements that `slices` cover; what has another size belongs to them all."""
+    if value.dim() == 0 or value.numel() != sum(box.numel for box in slices):  # or of rows and columns
+        return [OwnedSlice(whole_slice(slices[0].name, value, part), value)] if slices else []
     return [OwnedSlice(box._replace(part=part), tensor) for box, tensor in own_run(value, slices)]
 
 
@@ -121,12 +121,14 @@ class StateNames(NamedTuple):
     """A model's names, from before anything of it was given away; each → the first name of the same thing.
 
     `parameters` are those of parameters, where tied weights have several; `state` all of the state dict.
-    `trained` are the first names of the parameters that get gradients.
+    `trained` are the first names of the parameters that get gradients, and `attributes` what users have set
+    on parameters (p.no_decay = True).
     """
 
     parameters: dict[str, str]
     state: dict[str, str]
     trained: frozenset[str]
+    attributes: dict[str, dict[str, Any]]
 
     @classmethod
     def of(cls, module: nn.Module) -> "StateNames":
@@ -136,7 +138,9 @@ class StateNames(NamedTuple):
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         state = {name: parameters.get(name, name) for name in module.state_dict()}
-        return cls(parameters, state, frozenset(n for n, p in module.named_parameters() if p.requires_grad))
+        trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        attributes = {name: dict(vars(p)) for name, p in module.named_parameters() if vars(p)}
+        return cls(parameters, state, trained, attributes)
 
 
 def assemble(

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# Every entry, innermost first. Hooks lie outside of all that replaces the forward, in the order of this list.
+# Every entry, innermost first. Hooks lie outside of all that replaces the forward; they are called in the
+# order in which they were set.
 STACK = ("float64", "dropout", "tensor", "accumulate", "compile", "sequence", "gather")
 
 
@@ -53,12 +54,17 @@ class Wrapping:
         self._attributes: list[tuple[Any, str, object]] = []  # each with the value that it had
 
     def wrap(self, wrapper: Wrapper) -> None:
-        """Put an entry around its module, inside of those that come later in the stack."""
+        """Put an entry around its module, inside of those that come later in the stack.
+
+        An entry of the same name, of an engine that was not closed or of a copied model, makes way.
+        """
         module, place = wrapper.module, STACK.index(wrapper.entry)
+        for earlier in list(_chain(module)):
+            if earlier.entry == wrapper.entry:
+                unwrap(earlier)
         outer: Wrapper | None = None
         following: Callable[..., Any] | None = vars(module).get("forward")
-        while (current := _wrapper_of(following)) is not None and STACK.index(current.entry) >= place:
-            assert current.entry != wrapper.entry, f"{type(module).__name__} has {wrapper.entry} already"
+        while (current := _wrapper_of(following)) is not None and STACK.index(current.entry) > place:
             outer, following = current, current._next
         wrapper._next = following
         _link(module, outer, wrapper.__call__)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon
 from echelon.errors import UserError
@@ -160,3 +160,84 @@ def test_a_parameter_that_stays_whole_keeps_its_identity() -> None:
     with echelon.parallelize(model, "data=1", optimizer=adamw, loss=mean_loss) as engine:
         engine.step(vectors(0))
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+class Tables(nn.Module):
+    """A layer with a buffer that no state dict has, and a parameter with an attribute of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.linear.bias.no_decay = True  # type: ignore[union-attr]
+        self.register_buffer("scale", torch.full((6,), 2.0), persistent=False)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+def what_comes_back(plan: str) -> list[tuple[bool, bool, bool]]:
+    model = nn.Sequential(Tables(), Tables(), nn.Linear(6, 5))
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss) as engine:
+        engine.step(engine.local(vectors(0)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return [
+        (
+            bool((layer.scale == 2).all()),
+            getattr(layer.linear.bias, "no_decay", False),
+            layer.count is not None,
+        )
+        for layer in model[:2]
+    ]
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2", "data=2 zero=3", "data=2"])
+def test_temporary_buffers_and_attributes_of_parameters_come_back(warm_ranks: Warm, plan: str) -> None:
+    for layers in warm_ranks(2).run(what_comes_back, plan):
+        assert layers == [(True, True, True)] * 2
+
+
+def fail_to_make(plan: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Resources after the second and after the sixth call that fails."""
+    seen = []
+    for _ in range(6):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        with pytest.raises(UserError, match="optimizer function returned a int"):
+            echelon.parallelize(model, plan, optimizer=lambda _: 3, loss=mean_loss)  # type: ignore
+        seen.append(resources())
+    return seen[1], seen[-1]
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2"])
+def test_a_call_that_fails_leaves_nothing_behind(warm_ranks: Warm, plan: str) -> None:
+    for second, last in warm_ranks(2).run(fail_to_make, plan):
+        assert all(after <= before for before, after in zip(second, last, strict=True)), (second, last)
+
+
+def close_broken() -> tuple[bool, int]:
+    """A step fails in the middle of the pipeline; closing must not wait for what is lost."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    plan = "pipeline=2 schedule=pipedream microbatches=2"
+    engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss)
+    engine.step(vectors(0))
+    engine._runner.is_broken = True  # as after a failed step
+    engine.close()
+    return engine._is_closed, len(engine.mesh._open_groups)
+
+
+def test_a_broken_engine_closes(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(close_broken) == [(True, 0)] * 2
+
+
+def adafactor_state() -> list[str]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    with echelon.parallelize(model, "pipeline=2", optimizer=torch.optim.Adafactor, loss=mean_loss) as engine:
+        engine.step(engine.local(vectors(0)))
+        state = engine.full_optimizer_state()
+    return sorted(state["2.weight"])
+
+
+def test_state_of_rows_and_columns_is_owned(warm_ranks: Warm) -> None:
+    """It has another size than its parameter, and could not be listed."""
+    expected = ["col_var", "row_var", "step"]
+    assert warm_ranks(2).run(adafactor_state) == [expected] * 2

@@ -14,7 +14,7 @@ from echelon.engine import sharing
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.verify.reference import train_on_one_device
-from tests.cases import adamw
+from tests.cases import adamw, mean_loss, vectors
 from tests.contract_models import CASES
 
 RANKS = 4
@@ -105,3 +105,61 @@ def test_two_sets_over_different_groups_are_equal_to_one_device(
                 assert float((state[key][part] - value).abs().max()) <= 1e-9, (key, part)
         assert "over all" in text
         assert f"parameters over pair (2), {'Zero' if level else 'AllReduce'}" in text
+
+
+class Choosing(nn.Module):
+    """Each rank's samples go one of two ways, so that ranks use different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        ways = [way(x[chosen]) for way, chosen in self._ways(x) if chosen.any()]
+        return self.last(torch.tanh(torch.cat(ways)))  # type: ignore[no-any-return]
+
+    def _ways(self, x: torch.Tensor) -> list[tuple[nn.Module, torch.Tensor]]:
+        to_left = torch.arange(len(x)) >= (len(x) if dist.get_rank() % 2 else 0)
+        return [(self.left, to_left), (self.right, ~to_left)]
+
+
+def same_group(
+    module: nn.Module, mesh: Mesh, _: object, __: object, smallest_unit: int
+) -> list[ParameterSet]:
+    """Two sets over the same ranks, each with one of the two ways."""
+    chosen = {p for name, p in module.named_parameters() if name.startswith(("left", "first"))}
+    others = set(module.parameters()) - chosen
+    return [
+        ParameterSet(
+            name,
+            named_subset(module, only),
+            mesh.group("weights"),
+            divide_units(module, smallest_unit, only=only),
+        )
+        for name, only in (("one", chosen), ("other", others))
+    ]
+
+
+def losses_of(plan: str, two: bool) -> list[float]:
+    one_set = sharing.parameter_sets
+    if two:
+        sharing.parameter_sets = same_group  # type: ignore[assignment]
+    try:
+        torch.manual_seed(0)
+        engine = echelon.parallelize(Choosing(), plan, optimizer=adamw, loss=mean_loss, smallest_unit=0)
+    finally:
+        sharing.parameter_sets = one_set
+    with engine:
+        return [engine.step(engine.local(vectors(step))).loss for step in range(4)]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sets_are_reduced_in_one_order_whichever_parameters_a_rank_uses(
+    warm_ranks: Callable[[int], Ranks], level: int
+) -> None:
+    """Messages of two sets met each other, without an error, where ranks used different parameters."""
+    plan = f"data=2 zero={level} microbatches=2 precision=fp64"
+    one, two = (warm_ranks(2).run(losses_of, plan, several)[0] for several in (False, True))
+    assert two == pytest.approx(one, abs=1e-12)

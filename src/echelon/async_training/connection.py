@@ -96,8 +96,8 @@ class Connection:
                 return Message(Kind.DONE, version), self._outbox, "parameters"
             case Kind.PUSH:
                 gradient = Gradient(self._inbox, self._used, request.total, request.counted)
-                landed = self._server.push(self._worker, request.number, gradient)
-                return Message(Kind.DONE, *landed), [], ""
+                result = self._server.push(self._worker, request.number, gradient)
+                return Message(Kind.DONE, *result), [], ""
             case Kind.SYNCHRONIZE:
                 version = self._server.synchronize(self._worker, self._outbox)
                 return Message(Kind.DONE, version), self._outbox, "parameters"

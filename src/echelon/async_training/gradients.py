@@ -73,6 +73,7 @@ class WorkerGradients(Sharing):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        super().close()
 
 
 def _arrived(used: set[nn.Parameter], buckets: list[Bucket], parameter: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,8 +90,9 @@ class Host:
 
     def close(self) -> None:
         """Serve until every worker has said goodbye, or has been silent for long."""
+        end = time.monotonic() + _PATIENCE_SECONDS
         for connection in self._connections:
-            connection.join(_PATIENCE_SECONDS)
+            connection.join(max(0.0, end - time.monotonic()))
 
 
 def _copy_into(weights: list[Bucket], named: Sequence[tuple[str, nn.Parameter]]) -> list[LocalParameter]:

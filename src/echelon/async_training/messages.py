@@ -6,7 +6,7 @@
     PUSH step, total, count; used,
     gradients                        ──▶
                                      ◀──    DONE version, total, count, norm
-    SYNCHRONIZE                         ──▶
+    SYNCHRONIZE                      ──▶
                                      ◀──    DONE version; weights
     LOG version                      ──▶
                                      ◀──    DONE number of entries; entries

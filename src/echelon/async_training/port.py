@@ -23,7 +23,7 @@ from echelon.async_training.messages import (
     send_tensors,
     unpack_log,
 )
-from echelon.async_training.server import Gradient, Landed, Server, ServerFailed
+from echelon.async_training.server import Gradient, PushResult, Server, ServerFailed
 from echelon.collectives import Ledger
 from echelon.launching import PeerLost, enter_operation, leave_operation
 from echelon.runtime import Push
@@ -38,7 +38,7 @@ class Port(ABC):
     def pull(self, step: int, into: Sequence[Tensor]) -> int: ...
 
     @abstractmethod
-    def push(self, step: int, gradient: Gradient) -> Landed: ...
+    def push(self, step: int, gradient: Gradient) -> PushResult: ...
 
     @abstractmethod
     def synchronize(self, into: Sequence[Tensor]) -> int: ...
@@ -62,7 +62,7 @@ class LocalPort(Port):
         with self._asking("pull"):
             return self._server.pull(SERVER, step, into)
 
-    def push(self, step: int, gradient: Gradient) -> Landed:
+    def push(self, step: int, gradient: Gradient) -> PushResult:
         with self._asking("push"):
             return self._server.push(SERVER, step, gradient)
 
@@ -98,11 +98,11 @@ class RemotePort(Port):
     def pull(self, step: int, into: Sequence[Tensor]) -> int:
         return self._ask_weights(Message(Kind.PULL, step), into)
 
-    def push(self, step: int, gradient: Gradient) -> Landed:
+    def push(self, step: int, gradient: Gradient) -> PushResult:
         send_message(self._group, Message(Kind.PUSH, step, gradient.total, gradient.count), SERVER)
         buffers = [gradient.used, *(bucket.buffer for bucket in gradient.buckets)]
         send_tensors(self._group, buffers, SERVER, "gradients")
-        return Landed(*self._reply()[1:])
+        return PushResult(*self._reply()[1:])
 
     def synchronize(self, into: Sequence[Tensor]) -> int:
         return self._ask_weights(Message(Kind.SYNCHRONIZE), into)

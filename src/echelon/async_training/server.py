@@ -3,8 +3,8 @@
 It is a monitor: any thread may call any method, for any worker, and each holds the one lock while it acts.
 Who calls it, and how requests come from other ranks, is in port.py and connection.py.
 
-    pull    waits until the worker may start its step, then copies the weights out
-    push    one update of this gradient; with staleness 0 one of the whole round's, once they are here
+    pull         waits until the worker may start its step, then copies the weights out
+    push         one update of this gradient; with staleness 0 one of the whole round's, once they are here
     synchronize  waits until every worker is here; then all copy the same weights out
 """
 
@@ -32,7 +32,7 @@ class ServerFailed(RuntimeError):  # noqa: N818
     """An update failed on the server, so that no worker can go on."""
 
 
-class Landed(NamedTuple):
+class PushResult(NamedTuple):
     """What became of a push: the version after it, and the loss total, count and norm of that update."""
 
     version: int
@@ -57,7 +57,7 @@ class _Contribution:
 
     step: int
     gradient: Gradient
-    landed: Landed | None = None
+    result: PushResult | None = None
 
 
 @final
@@ -87,7 +87,7 @@ class Server:
         self._error: BaseException | None = None
         self._num_requests = 0
         self.version = 0
-        self.traffic = Ledger()  # of all connections; `pour` and `drain` it
+        self.traffic = Ledger()  # of all connections; `count` adds to it, `drain` empties it
 
     # What workers ask.
 
@@ -97,17 +97,17 @@ class Server:
             self._wait(lambda: not self._taking and self._clocks.may_start(worker, step))
             return self._copy_out(worker, into)
 
-    def push(self, worker: int, step: int, gradient: Gradient) -> Landed:
+    def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
         """Return when the gradient is part of the weights. It belongs to the server until then."""
         contribution = _Contribution(step, gradient)
         with self._changed:
             self._round[worker] = contribution
             self._changed.notify_all()
-            self._wait(lambda: contribution.landed is not None or self._round_is_whole(step))
-            if contribution.landed is None:
+            self._wait(lambda: contribution.result is not None or self._round_is_whole(step))
+            if contribution.result is None:
                 self._update()
-            assert contribution.landed is not None
-            return contribution.landed
+            assert contribution.result is not None
+            return contribution.result
 
     def synchronize(self, worker: int, into: Sequence[Tensor]) -> int:
         """Wait for all workers to synchronize, then copy the weights out; no step starts before all have."""
@@ -216,7 +216,7 @@ class Server:
             if count > 0:
                 self._log.append(Push(worker, contribution.step, self._pulled[worker], self.version))
             self._clocks.complete(worker, contribution.step)
-            contribution.landed = Landed(self.version, total, count, norm)
+            contribution.result = PushResult(self.version, total, count, norm)
 
     def _give(self, gradient: Gradient) -> None:
         """Make it the gradient of the weights; what no worker used has none, as on one device."""

@@ -23,7 +23,6 @@ from echelon.async_training.messages import open_group
 from echelon.async_training.port import SERVER, LocalPort, Port, RemotePort
 from echelon.async_training.server import Gradient
 from echelon.collectives import Group
-from echelon.data_parallel import Buffers
 from echelon.errors import UserError
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
@@ -43,7 +42,7 @@ class AsyncUpdate(Update):
     def __init__(
         self,
         gradients: WorkerGradients,
-        buffers: Buffers,
+        share_buffers: Callable[[], None],
         make: Make,
         *,
         groups: Sequence[Sequence[int]],
@@ -52,7 +51,7 @@ class AsyncUpdate(Update):
         schedule: Callable[[int], float] | None = None,
         stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
     ) -> None:
-        self._gradients, self._buffers = gradients, buffers
+        self._gradients, self._share_buffers = gradients, share_buffers
         parameter_set = gradients.parameter_set
         self._group: Group = parameter_set.group
         self._host: Host | None = None
@@ -92,12 +91,12 @@ class AsyncUpdate(Update):
 
     def step(self) -> None:
         gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
-        landed = self._port.push(self._step, gradient)
+        result = self._port.push(self._step, gradient)
         self._step += 1
-        _check_counted(landed.counted)
+        _check_counted(result.counted)
         if self._host is None:  # the server sets its own; here it is for those who look
-            self._learning_rate.set(landed.version - 1)
-        self.outcome = Outcome(landed.total, landed.counted, landed.norm)
+            self._learning_rate.set(result.version - 1)
+        self.outcome = Outcome(result.total, result.counted, result.norm)
 
     def publish(self) -> None:
         """The next pull brings the new weights."""
@@ -135,9 +134,11 @@ class AsyncUpdate(Update):
             storages["optimizer"] += self._host.optimizer_storages()
         return storages
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._port.leave()
         self._gradients.close()
+        if failed:  # connections end with their workers, whose threads may still use the process group
+            return
         if self._host is not None:
             self._host.close()
         if self._messages is not None:
@@ -155,7 +156,7 @@ class AsyncUpdate(Update):
 
     def _synchronize(self) -> int:
         version = self._port.synchronize(self._gradients.weights)
-        self._buffers.share()
+        self._share_buffers()
         return version
 
 

@@ -27,8 +27,8 @@ class Bucketed(Sharing):
         trained = [parameter for _, parameter in parameter_set.trained]
         total = sum(p.numel() * p.element_size() for p in trained)
         self._bucket_bytes = min(bucket_bytes, max(2**20, total // _FEWEST_BUCKETS))
-        self._reducer = Reducer(trained, self._accumulate, self._complete_bucket)
-        self.accumulation = self._reducer.accumulation
+        self.reducer: Reducer = Reducer(trained, self._accumulate, self._complete_bucket)
+        self.accumulation = self.reducer.accumulation
         self._buckets: list[Bucket] = []
         self._fill(list(reversed(trained)))
         self._observed = False
@@ -43,23 +43,21 @@ class Bucketed(Sharing):
 
     def start_step(self) -> None:
         self._complete()  # what a step that failed half-way has left
-        self._reducer.start_step()
+        self.reducer.start_step()
         for bucket in self._buckets:
             bucket.open()
 
     def start_backward(self, *, last: bool) -> None:
-        self._reducer.start_backward(reducing=last)
+        self.reducer.start_backward(reducing=last)
 
     def finish_backward(self) -> None:
-        self._reducer.flush()
+        self.reducer.flush()
 
     def reduce(self) -> None:
-        if not self._reducer.all_reduced:  # a replica without samples has had no backward pass
-            self._reducer.start_backward(reducing=True)
-            self._reducer.flush()
+        self.start_reductions()
         self._complete()
-        used = self._reducer.used_anywhere(self._group)
-        self._reducer.finish_step()
+        used = self.reducer.used_anywhere(self._group)
+        self.reducer.finish_step()
         for local in self.local_parameters():
             if local.parameter not in used:
                 local.parameter.grad = None  # as on one device: the optimizer leaves it alone
@@ -67,10 +65,11 @@ class Bucketed(Sharing):
     def publish(self) -> None:
         if not self._observed and self._whole:
             self._observed = True
-            self._fill(self._reducer.agreed_order(self._group))
+            self._fill(self.reducer.agreed_order(self._group))
 
     def close(self) -> None:
-        self._reducer.close()
+        self.reducer.close()
+        super().close()
 
     def _gradient_buffers(self) -> list[Tensor]:
         return [bucket.buffer for bucket in self._buckets]
@@ -89,4 +88,4 @@ class Bucketed(Sharing):
         self._buckets = []
         self._buckets = fill_buckets(order, self._bucket_bytes)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        self._reducer.regroup([list(bucket.views) for bucket in self._buckets])
+        self.reducer.regroup([list(bucket.views) for bucket in self._buckets])

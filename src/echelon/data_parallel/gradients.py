@@ -9,6 +9,7 @@ def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    values = [torch.view_as_real(each) if each.is_complex() else each for each in values]
     if all(_is_plain(each) for each in values):
         flat = [each.view(-1) for each in values]
         return torch.stack([torch.dot(each, each) for each in flat]).double().sum()

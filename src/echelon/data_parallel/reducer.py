@@ -32,9 +32,19 @@ class Reducer:
         self.used: set[nn.Parameter] = set()  # in this step
         self._arrivals: list[nn.Parameter] = []
         self._in_step = False
+        self._previous: Reducer | None = None
+        self._following: Reducer | None = None
         self.accumulation = Accumulation()
         self.start_backward(reducing=False)
         self._hooks = [hook_gradient(parameter, self._arrived) for parameter in self._parameters]
+
+    def follow(self, previous: "Reducer") -> None:
+        """Reduce nothing in a backward pass before `previous` is through with it.
+
+        The sets of one stage talk over groups of their own, or over the same one: only one order over all of
+        them is the same on every rank, whichever parameters each rank has used.
+        """
+        self._previous, previous._following = previous, self
 
     def regroup(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """From the next backward pass on, reduce these groups, in this order."""
@@ -58,6 +68,8 @@ class Reducer:
         """Reduce what is left: parameters that the backward pass did not reach leave their groups open."""
         while self._reducing and self._next < len(self._groups):
             self._reduce_next()
+        if self._following is not None and self._following._reducing:
+            self._following._reduce_complete()
 
     def finish_step(self) -> None:
         """Gradients that come before the next step are not ours."""
@@ -86,8 +98,21 @@ class Reducer:
         if not self._reducing:
             return
         self._missing[self._place[parameter]].discard(parameter)
+        self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Reduce the groups that are complete, as far as it is their turn."""
+        if self._previous is not None and not self._previous._is_through:
+            return
         while self._next < len(self._groups) and not self._missing[self._next]:
             self._reduce_next()
+        if self._following is not None and self._following._reducing and self._is_through:
+            self._following._reduce_complete()
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether nothing of this backward pass is left to reduce here."""
+        return not self._reducing or self._next == len(self._groups)
 
     def _refuse_late(self, parameter: nn.Parameter) -> None:
         if self._reducing and self._place[parameter] < self._next:

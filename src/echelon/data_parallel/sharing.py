@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.data_parallel.grad_accumulation import Accumulation
 from echelon.data_parallel.parameter_set import ParameterSet
+from echelon.data_parallel.reducer import Reducer
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
 
 
@@ -31,6 +32,9 @@ class Sharing(ABC):
     # Where large matrices may add to their gradients directly; None where gradients never stay.
     accumulation: Accumulation | None = None
 
+    # What begins to reduce gradients as the backward pass completes them; None where nobody talks.
+    reducer: Reducer | None = None
+
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
 
@@ -49,6 +53,12 @@ class Sharing(ABC):
     @abstractmethod
     def finish_backward(self) -> None:
         """The backward pass is over: parameters that it has not reached will get no gradient from it."""
+
+    def start_reductions(self) -> None:
+        """Begin to reduce all that is left: a replica without samples has had no backward pass."""
+        if self.reducer is not None and not self.reducer.all_reduced:
+            self.start_backward(last=True)
+            self.finish_backward()
 
     @abstractmethod
     def reduce(self) -> None:
@@ -84,8 +94,10 @@ class Sharing(ABC):
         for _, parameter in self.parameter_set.trained:
             parameter.data = parameter.data.clone()
 
-    def close(self) -> None:  # noqa: B027 (nothing to do where nothing was hooked)
-        """Take away all hooks, and leave every parameter whole where it is whole on this rank."""
+    def close(self) -> None:
+        """Take away all hooks, and let go of gradients and their memory."""
+        for _, parameter in self.parameter_set.trained:
+            parameter.grad = None
 
 
 @final

@@ -63,8 +63,8 @@ class Zero(Sharing):
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
         self._checks = self._check_weights() if level == 3 else []
-        self._reducer = Reducer([p for _, p in parameter_set.trained], self._accumulate, self._reduce)
-        self.accumulation = self._reducer.accumulation if level == 1 else None
+        self.reducer: Reducer = Reducer([p for _, p in parameter_set.trained], self._accumulate, self._reduce)
+        self.accumulation = self.reducer.accumulation if level == 1 else None
         self._order(self._reduced)
         self._observed = False
         self._in_flight: deque[_Reduction] = deque()
@@ -81,7 +81,7 @@ class Zero(Sharing):
     def start_step(self) -> None:
         self._complete(0)  # what a step that failed half-way has left
         self._end_uses()
-        self._reducer.start_step()
+        self.reducer.start_step()
         self.residency.reset()
         for flat in self._reduced:
             if self._level == 1:
@@ -91,20 +91,18 @@ class Zero(Sharing):
             flat.has_part = False
 
     def start_backward(self, *, last: bool) -> None:
-        self._reducer.start_backward(reducing=last or self._level > 1)
+        self.reducer.start_backward(reducing=last or self._level > 1)
 
     def finish_backward(self) -> None:
         self._end_uses()
-        self._reducer.flush()
+        self.reducer.flush()
 
     def reduce(self) -> None:
-        if not self._reducer.all_reduced:  # a replica without samples has had no backward pass
-            self.start_backward(last=True)
-            self.finish_backward()
+        self.start_reductions()
         self._complete(0)
         self.residency.check_agreement(self._group)
-        used = self._reducer.used_anywhere(self._group)
-        self._reducer.finish_step()
+        used = self.reducer.used_anywhere(self._group)
+        self.reducer.finish_step()
         for flat, local in self._local:
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
 
@@ -157,20 +155,21 @@ class Zero(Sharing):
             flat.reallocate()
 
     def close(self) -> None:
-        self._reducer.close()
+        self.reducer.close()
         for check in self._checks:
             check.remove()
+        super().close()
 
     # Gradients, in one agreed order.
 
     def _order(self, flats: list[FlatUnit]) -> None:
         self._reduced = flats
         self._flat_of = {p: flat for flat in flats for _, p in flat.parameters}
-        self._reducer.regroup([[p for _, p in flat.parameters] for flat in flats])
+        self.reducer.regroup([[p for _, p in flat.parameters] for flat in flats])
 
     def _by_arrival(self) -> list[FlatUnit]:
         """Units in the order in which the last of their gradients came."""
-        last_first = [self._flat_of[p] for p in reversed(self._reducer.agreed_order(self._group))]
+        last_first = [self._flat_of[p] for p in reversed(self.reducer.agreed_order(self._group))]
         return list(reversed(dict.fromkeys(last_first)))
 
     def _accumulate(self, parameter: nn.Parameter) -> None:

@@ -8,6 +8,7 @@ plan is said by the strategies that `parallelize` composes.
 import copy
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -132,7 +133,7 @@ class Engine:
 
     def owned(self) -> list[OwnedSlice]:
         """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
-        optimizer state, buffers, and the engine's own counters."""
+        optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
         parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
         return [*parts, *self._owned_buffers(), *self._owned_counters()]
 
@@ -145,7 +146,9 @@ class Engine:
         ]
 
     def _owned_counters(self) -> list[OwnedSlice]:
-        counters = {"steps": self.steps, "seed": self._scopes.seed}
+        # Asynchronous workers each have a number of steps of their own.
+        steps = f"steps of worker {self.replica}" if self.plan.sync == "async" else "steps"
+        counters = {steps: self.steps, "seed": self._scopes.seed}
         return [
             OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.tensor(-1 if value is None else value))
             for part, value in counters.items()
@@ -206,18 +209,25 @@ class Engine:
         """
         if self._is_closed:
             return
-        self.synchronize()
-        weights = self.full_state_dict() if restore and is_split(self.module) else None
-        self._release()
+        weights: dict[str, Tensor] | None = None
+        failed = True
+        try:
+            if not self._runner.is_broken:
+                self.synchronize()
+                weights = self.full_state_dict() if restore and is_split(self.module) else None
+            failed = False
+        finally:
+            self._release(failed=failed)
         if weights is not None:
             restore_weights(self.module, weights, self._names)
 
-    def _release(self) -> None:
+    def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
-        self._update.close()
-        self._wrapping.remove()
-        self.mesh.close()
+        with ExitStack() as stack:  # goes on to the next if one raises
+            stack.callback(self.mesh.close)
+            stack.callback(self._wrapping.remove)
+            stack.callback(self._update.close, failed=failed)
 
     def __enter__(self) -> "Engine":
         return self
@@ -228,7 +238,7 @@ class Engine:
         if kind is None:
             self.close()
         elif not self._is_closed:
-            self._release()
+            self._release(failed=True)
 
     def _check_open(self) -> None:
         if self._is_closed:

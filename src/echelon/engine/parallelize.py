@@ -1,6 +1,7 @@
 """parallelize(): composes the strategies of a plan around a model. Read top to bottom; each line one axis."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 from torch import nn
 
@@ -65,20 +66,25 @@ def parallelize(
     join()
     model = convert(model, this_device(), DTYPES[plan.precision])
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
-    mesh, wrapping = Mesh.join(plan), Wrapping()
     names = StateNames.of(model)
-    start_equal(model, mesh.group("all"))
-    scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-    layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
-    split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
-    mark_split(model, plan)
-    layers.assign_views(split.modules, wrapping)
-    layers.overlap(model, split.program)
-    local = share_stages(  # data, zero, sync
-        split, mesh, layers, wrapping, prefetch=prefetch, smallest_unit=smallest_unit
-    )
-    update = make_update(local, mesh, optimizer, clip, schedule)
-    if plan.compile:
-        compile_layers(local.modules, wrapping)
-    accumulate_gradients(local, plan, wrapping)
-    return Engine(model, names, mesh, local, update, layers, scopes, wrapping)
+    with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
+        mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), Wrapping()
+        undo.callback(wrapping.remove)
+        start_equal(model, mesh.group("all"))
+        scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
+        split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
+        mark_split(model, plan, split.temporary_buffers)
+        layers.assign_views(split.modules, wrapping)
+        layers.overlap(model, split.program)
+        local = share_stages(  # data, zero, sync
+            split, mesh, layers, wrapping, prefetch=prefetch, smallest_unit=smallest_unit
+        )
+        undo.callback(local.close)
+        update = make_update(local, mesh, optimizer, clip, schedule)
+        if plan.compile:
+            compile_layers(local.modules, wrapping)
+        accumulate_gradients(local, plan, wrapping)
+        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping)
+        undo.pop_all()
+    return engine

@@ -1,6 +1,7 @@
 """A model that was split over ranks, put together again when its engine closes."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,8 +11,16 @@ from echelon.errors import UserError
 from echelon.ownership import StateNames
 from echelon.plan import Plan
 
-# The models of which this process holds parts, each with the plan that has split it.
-_split: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
+
+class _Parts(NamedTuple):
+    """Who has split a model, and the buffers that this rank has dropped and no state dict has."""
+
+    plan: Plan
+    temporary_buffers: Mapping[str, Tensor]
+
+
+# The models of which this process holds parts.
+_split: "WeakKeyDictionary[nn.Module, _Parts]" = WeakKeyDictionary()
 
 
 def is_split(model: nn.Module) -> bool:
@@ -19,19 +28,19 @@ def is_split(model: nn.Module) -> bool:
     return model in _split
 
 
-def mark_split(model: nn.Module, plan: Plan) -> None:
+def mark_split(model: nn.Module, plan: Plan, temporary_buffers: Mapping[str, Tensor]) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
     if plan.zero == 3 or plan.tensor > 1 or plan.stages > 1:
-        _split[model] = plan
+        _split[model] = _Parts(plan, temporary_buffers)
 
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model of which this rank has a part."""
     if is_split(model):
         raise UserError(
-            f"the model is split over ranks by another engine (plan '{_split[model]}'), and this rank has a "
-            "part of it; close that engine first with engine.close(), which puts the model together, or "
-            "build the model again"
+            f"the model is split over ranks by another engine (plan '{_split[model].plan}'), and this rank "
+            "has a part of it; close an open engine with engine.close(), which puts the model together; if "
+            "that engine failed or was closed with restore=False, build the model again"
         )
 
 
@@ -39,19 +48,20 @@ def check_whole(model: nn.Module) -> None:
 def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], names: StateNames) -> None:
     """Give every parameter and buffer of `weights` its place in the model, tied ones together.
 
-    A parameter that is still there keeps its identity, whatever memory it had.
+    What is still there keeps its identity, whatever memory it had.
     """
     whole: dict[str, nn.Parameter] = {}
-    for name, tensor in weights.items():
+    for name, tensor in {**weights, **_split[model].temporary_buffers}.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         if name not in names.parameters:
-            if isinstance(tensor, Tensor) and attribute in module._buffers:
+            if attribute in module._buffers and module._buffers[attribute] is None:
                 module._buffers[attribute] = tensor
             continue
         first = names.parameters[name]
         if first not in whole:
             whole[first] = _parameter(module._parameters.get(attribute), tensor, first in names.trained)
+            whole[first].__dict__.update(names.attributes.get(first, {}))
         module._parameters[attribute] = whole[first]
     del _split[model]
 

@@ -36,12 +36,26 @@ def share_stages(
     smallest_unit: int,
 ) -> LocalStages:
     """This rank's stages, each with its parameter sets shared as the plan says."""
+    if mesh.plan.sync == "async":
+        return _worker_stages(split, mesh)
     stages = {}
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
+    return LocalStages(stages, split.program, split.boundaries)
+
+
+def _worker_stages(split: StageSplit, mesh: Mesh) -> LocalStages:
+    """The stages of an asynchronous worker, which pulls and pushes all of its parameters at once."""
+    group = mesh.group("weights")
+    parameters = {name: p for module in split.modules.values() for name, p in named_subset(module).items()}
+    gradients = WorkerGradients(ParameterSet("dense", parameters, group))
+    stages = {
+        number: Stage(number, module, [gradients], Buffers(module, group))
+        for number, module in split.modules.items()
+    }
     return LocalStages(stages, split.program, split.boundaries)
 
 
@@ -61,8 +75,6 @@ def parameter_sets(
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:
     """How the ranks of a set hold it, and agree on its gradients."""
-    if plan.sync == "async":
-        return WorkerGradients(parameter_set)
     if parameter_set.group.size == 1:
         return SingleReplica(parameter_set)
     if plan.zero and parameter_set.trained:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
@@ -32,6 +32,7 @@ class StageSplit(NamedTuple):
     shared_gradients: dict[int, list[SharedGradient]]
     program: Program  # of a step
     boundaries: list[int]  # the layers before which stages begin
+    temporary_buffers: dict[str, Tensor]  # of other stages, in no state dict
 
 
 def split_stages(
@@ -44,7 +45,7 @@ def split_stages(
     plan = mesh.plan
     program = step_program(plan, ties=False)
     if program.stages == 1:
-        return StageSplit({0: _undivided(model, plan, by_layers=by_layers)}, {0: []}, program, [])
+        return StageSplit({0: _undivided(model, plan, by_layers=by_layers)}, {0: []}, program, [], {})
     edges = even_boundaries(model, program.stages)
     if boundaries is not None:
         edges = check_boundaries(model, boundaries, program.stages)
@@ -57,8 +58,8 @@ def split_stages(
     shared = _shared_gradients(ties, list(local), program, mesh)
     if any(tie.parameter.requires_grad for tie in ties):
         program = step_program(plan, ties=True)
-    keep_only(model, stages, [stages[number] for number in local])
-    return StageSplit(local, shared, program, edges)
+    temporary = keep_only(model, stages, [stages[number] for number in local])
+    return StageSplit(local, shared, program, edges, temporary)
 
 
 def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:

@@ -25,7 +25,8 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
     if plan.schedule_is_file:
         program = load_schedule(plan.schedule, ties=ties)
         raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
-        program = add_gathers(program) if gather else program
+        own_gathers = any(i.op is Op.GATHER for rank in program.ranks for i in rank)
+        program = add_gathers(program) if gather and not own_gathers else program
     else:
         number = plan.microbatches if microbatches is None else microbatches
         program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, ties=ties)

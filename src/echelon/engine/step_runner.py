@@ -67,7 +67,7 @@ class StepRunner(ABC):
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         self._fixed_count = self._pipelined or local.lockstep or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
-        self._broken = False
+        self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         wire = Wire(mesh.group("pipeline"), mesh.backward_group, mesh.device)
         self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._make_versions())
@@ -103,7 +103,7 @@ class StepRunner(ABC):
         return self._interpreter.spans
 
     def _run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
-        if self._broken:
+        if self.is_broken:
             raise UserError(
                 "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
                 "again"
@@ -112,7 +112,7 @@ class StepRunner(ABC):
             return self._interpreter.run(script, feed, normaliser)
         except BaseException:
             self._interpreter.forget()
-            self._broken = self._pipelined
+            self.is_broken = self._pipelined
             raise
 
     def _script(self, key: object, make: Callable[[], Program]) -> Script:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from echelon.async_training import AsyncUpdate, WorkerGradients
-from echelon.data_parallel import Buffers
 from echelon.engine.arguments import check_optimizer
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
@@ -27,11 +26,11 @@ def make_update(
     stepper_kind = MasterStepper if DTYPES[plan.precision].itemsize < 4 else DirectStepper
     make = _checked(optimizer, whole=plan.stages == 1, tensor=plan.tensor)
     if plan.sync == "async":
-        (gradients,) = local.sharings
+        gradients = local.sharings[0]  # all stages of a worker have the same
         assert isinstance(gradients, WorkerGradients)
         return AsyncUpdate(
             gradients,
-            Buffers(local.stages[0].module, mesh.group("data")),
+            local.share_buffers,
             make,
             groups=mesh.layout.groups("data"),
             staleness=plan.staleness,

@@ -147,15 +147,24 @@ def _keeps_something(module: nn.Module) -> bool:
     return bool(own) or (isinstance(module, _DropoutNd) and module.p > 0)
 
 
-def keep_only(model: nn.Module, stages: Sequence[StageModule], kept: Sequence[StageModule]) -> None:
-    """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank."""
+def keep_only(
+    model: nn.Module, stages: Sequence[StageModule], kept: Sequence[StageModule]
+) -> dict[str, Tensor]:
+    """Drop all parameters and buffers of other stages; buffers that are in no layer stay on every rank.
+
+    Returns the buffers that no state dict has, by name: nobody could bring them back otherwise.
+    """
+    temporary: dict[str, Tensor] = {}
     modules = {module for stage in kept for module in stage.modules()}
     others = {module for stage in stages for module in stage.modules()} - modules
     parameters = {parameter for stage in kept for parameter in stage.parameters()}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in parameters:
                 module._parameters[name] = None
         if module in others:
-            for name in module._buffers:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name in module._non_persistent_buffers_set:
+                    temporary[f"{path}.{name}" if path else name] = buffer
                 module._buffers[name] = None
+    return temporary

@@ -311,8 +311,7 @@ class Interpreter:
         stage = self._stages[instruction.stage]
         if stage.lockstep:
             for _ in range(self._script.missing_rounds(instruction.stage)):
-                stage.start_backward(last=True)
-                stage.finish_backward()
+                stage.make_up_round()
         self._runtime.reduce(stage)
 
     def _stash(self, instruction: Instruction) -> None:

@@ -6,6 +6,7 @@ interpreter speaks to stages alone. What a rank does with all of its stages at o
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ class Stage:
 
     def __init__(self, index: int, module: nn.Module, sharings: Sequence[Sharing], buffers: Buffers) -> None:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
+        reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
+        for previous, following in pairwise(reducers):
+            following.follow(previous)
 
     @property
     def lockstep(self) -> bool:
@@ -38,6 +42,13 @@ class Stage:
         for sharing in self.sharings:
             sharing.finish_backward()
 
+    def make_up_round(self) -> None:
+        """Take part in a backward pass of other replicas, where they talk in every one."""
+        for sharing in self.sharings:
+            if sharing.lockstep:
+                sharing.start_backward(last=True)
+                sharing.finish_backward()
+
     def gather(self, *, backward: bool) -> None:
         for sharing in self.sharings:
             sharing.gather(backward=backward)
@@ -49,6 +60,8 @@ class Stage:
     def reduce(self) -> None:
         """Return when the gradients of the stage are summed."""
         for sharing in self.sharings:
+            sharing.start_reductions()
+        for sharing in self.sharings:
             sharing.reduce()
         sum_within_stage(self.sharings)
 
@@ -56,6 +69,9 @@ class Stage:
         """Bring new weights and buffers to all replicas."""
         for sharing in self.sharings:
             sharing.publish()
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
         self._buffers.share()
 
     def describe(self) -> str:
@@ -110,6 +126,10 @@ class LocalStages:
     def publish(self) -> None:
         for stage in self.stages.values():
             stage.publish()
+
+    def share_buffers(self) -> None:
+        for stage in self.stages.values():
+            stage.share_buffers()
 
     def reallocate(self) -> None:
         for sharing in self.sharings:

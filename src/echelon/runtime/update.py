@@ -89,8 +89,8 @@ class Update(ABC):
         """The tensors whose memory holds parameters, gradients and optimizer state now."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release hooks, threads and connections."""
+    def close(self, *, failed: bool = False) -> None:
+        """Release hooks, threads and connections. After a failure (`failed`) nobody is waited for."""
 
 
 @final
@@ -168,7 +168,7 @@ class SynchronousUpdate(Update):
         state = [tensor for each in local for tensor in self.stepper.state(each).values()]
         return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self._stages.close()
 
 
