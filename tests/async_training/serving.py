@@ -13,7 +13,7 @@ from echelon.async_training import connection, port
 from echelon.async_training.connection import Connection
 from echelon.async_training.host import Host, flat_buckets
 from echelon.async_training.port import RemotePort
-from echelon.async_training.server import Gradient, Landed, Server
+from echelon.async_training.server import Gradient, PushResult, Server
 from echelon.collectives import Ledger
 from echelon.precision import DirectStepper
 from tests.groups import QueueGroup, Queues
@@ -57,7 +57,7 @@ class Served:
         buckets[0].buffer.fill_(value)
         return Gradient(buckets, torch.tensor([used], dtype=torch.uint8), 0.0, count)
 
-    def push(self, worker: int, step: int, value: float, count: float = 1.0, used: bool = True) -> Landed:
+    def push(self, worker: int, step: int, value: float, count: float = 1.0, used: bool = True) -> PushResult:
         return self.server.push(worker, step, self.gradient(value, count, used))
 
     def synchronize(self, worker: int) -> tuple[int, list[float]]:

@@ -71,15 +71,18 @@ def ownership_errors(ranks: Sequence[Owned], expected: Mapping[Key, Tensor]) -> 
 
 
 def counter_errors(ranks: Sequence[Owned], case: Case) -> Iterator[str]:
-    """Every rank must own the engine's counters, and all must agree."""
+    """Every rank must own the engine's counters ("steps of worker 1" are one worker's own), and all agree."""
     values: defaultdict[str, Counter[float]] = defaultdict(Counter)
+    of_all_workers: defaultdict[str, Counter[float]] = defaultdict(Counter)
     for owned in ranks:
         for box, tensor in owned:
             if box.name == ENGINE:
                 values[box.part][tensor.item()] += 1
+                of_all_workers[box.part.partition(" of worker ")[0]][tensor.item()] += 1
     for part, expected in (("steps", case.steps), ("seed", case.seed)):
-        if values[part] != Counter({expected: len(ranks)}):
-            yield f"{ENGINE} {part} must be {expected} on {len(ranks)} ranks, but is {dict(values[part])}"
+        seen = of_all_workers[part]
+        if seen != Counter({expected: len(ranks)}):
+            yield f"{ENGINE} {part} must be {expected} on {len(ranks)} ranks, but is {dict(seen)}"
     yield from (f"{ENGINE} {part} differs: {dict(seen)}" for part, seen in values.items() if len(seen) > 1)
 
 
