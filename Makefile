@@ -29,7 +29,7 @@ fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number o
 	@$(BIN)/python -m pytest -m slow -rA
 	@$(BIN)/python -m tests.fuzz --plans 1000
 
-mutants: .venv/.installed-dev  ## planted mistakes, which the tests must find, about 15 minutes
+mutants: .venv/.installed-dev  ## planted mistakes, which the tests must find, about 10 minutes
 	@$(BIN)/python -m tests.mutants
 
 lint: .venv/.installed-dev  ## ruff and mypy
