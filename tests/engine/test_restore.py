@@ -17,12 +17,19 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 4, bias=False)
         self.last.weight = self.first.weight
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.first.weight.decays = False  # type: ignore[assignment] # of the user
         self.register_buffer("counter", torch.zeros(()))
+        self.register_buffer("here", torch.zeros(()))
+        self.register_buffer("rates", torch.ones(2), persistent=False)
 
 
 def split(model: Model) -> None:
-    """As ranks do: a part of one weight, nothing of another, and one whole in other memory."""
-    mark_split(model, Plan(tensor=2))
+    """As ranks do: a part of one weight, nothing of another, and one whole in other memory; no buffer but
+    one."""
+    rates = model._buffers["rates"]
+    assert rates is not None
+    mark_split(model, Plan(tensor=2), {"rates": rates})
+    model._buffers |= {"counter": None, "rates": None}
     model.first.weight = nn.Parameter(model.first.weight[:2].detach().clone())
     model.last._parameters["weight"] = None
     model._parameters["frozen"] = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -32,7 +39,7 @@ def split(model: Model) -> None:
 def test_weights_come_back_to_their_places() -> None:
     model = Model()
     names, whole = StateNames.of(model), {n: v.clone() for n, v in model.state_dict().items()}
-    kept = model.kept.weight
+    kept, here = model.kept.weight, model.here
     split(model)
     whole["counter"] = torch.tensor(7.0)
     restore_weights(model, whole, names)
@@ -41,6 +48,9 @@ def test_weights_come_back_to_their_places() -> None:
     }
     assert model.last.weight is model.first.weight, "tied as before"
     assert model.kept.weight is kept, "a parameter that was whole keeps its identity"
+    assert model.here is here, "and so does a buffer that was not dropped"
+    assert model.rates.tolist() == [1, 1], "which no state dict has"
+    assert model.first.weight.decays is False  # type: ignore[union-attr]
     assert model.first.weight.requires_grad
     assert not model.frozen.requires_grad
     assert [name for name, _ in model.named_parameters()] == ["frozen", "first.weight", "kept.weight"]
@@ -63,5 +73,5 @@ def test_a_model_in_parts_is_refused_until_it_is_whole_again() -> None:
 )
 def test_which_plans_leave_parts(plan: str, expected: bool) -> None:
     model = Model()
-    mark_split(model, Plan.parse(plan))
+    mark_split(model, Plan.parse(plan), {})
     assert is_split(model) == expected
