@@ -28,6 +28,6 @@ def alive_bytes() -> int:
     gc.collect()
     tensors = [candidate for candidate in gc.get_objects() if type(candidate) in (Tensor, nn.Parameter)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and type(tensor.grad) is Tensor]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
     sizes = {(s.device, s.data_ptr()): s.nbytes() for s in storages if s.resizable()}
     return sum(sizes.values())

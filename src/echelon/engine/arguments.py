@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from echelon.engine.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
@@ -148,6 +149,12 @@ def check_clip(plan: Plan, clip: float | None) -> None:
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that this rank has in parts, or in which nothing learns."""
+    check_whole(model)
+    check_trainable(model)
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -6,18 +6,18 @@ from contextlib import ExitStack, closing
 from torch import nn
 
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_clip, check_trainable
+from echelon.engine.arguments import check_arguments, check_clip, check_model
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.restore import check_whole, mark_split
+from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import convert, start_equal
-from echelon.engine.support import refuse_unsupported
+from echelon.engine.support import supported_plan
 from echelon.engine.updates import make_update
 from echelon.launching import join
 from echelon.mesh import Mesh, this_device
@@ -58,11 +58,9 @@ def parallelize(
     check_arguments(
         model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table
     )
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    refuse_unsupported(plan)
+    plan = supported_plan(plan)
     check_clip(plan, clip)
-    check_whole(model)
-    check_trainable(model)
+    check_model(model)
     join()
     model = convert(model, this_device(), DTYPES[plan.precision])
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
@@ -77,9 +75,7 @@ def parallelize(
         mark_split(model, plan, split.temporary_buffers)
         layers.assign_views(split.modules, wrapping)
         layers.overlap(model, split.program)
-        local = share_stages(  # data, zero, sync
-            split, mesh, layers, wrapping, prefetch=prefetch, smallest_unit=smallest_unit
-        )
+        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
         update = make_update(local, mesh, optimizer, clip, schedule)
         if plan.compile:

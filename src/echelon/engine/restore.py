@@ -1,6 +1,7 @@
 """A model that was split over ranks, put together again when its engine closes."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.ownership import StateNames
 from echelon.plan import Plan
+
+NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class _Parts(NamedTuple):
@@ -28,7 +31,7 @@ def is_split(model: nn.Module) -> bool:
     return model in _split
 
 
-def mark_split(model: nn.Module, plan: Plan, temporary_buffers: Mapping[str, Tensor]) -> None:
+def mark_split(model: nn.Module, plan: Plan, temporary_buffers: Mapping[str, Tensor] = NO_BUFFERS) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
     if plan.zero == 3 or plan.tensor > 1 or plan.stages > 1:
         _split[model] = _Parts(plan, temporary_buffers)

@@ -31,7 +31,6 @@ def share_stages(
     mesh: Mesh,
     layers: LayerSharding,
     wrapping: Wrapping,
-    *,
     prefetch: int,
     smallest_unit: int,
 ) -> LocalStages:

@@ -16,6 +16,13 @@ _RUNS: dict[str, tuple[object, ...]] = {
 }
 
 
+def supported_plan(plan: Plan | str) -> Plan:
+    """The plan, from its text if need be, if this version can run it."""
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    refuse_unsupported(plan)
+    return plan
+
+
 def refuse_unsupported(plan: Plan) -> None:
     """Raise one UserError that names every choice of `plan` which this version cannot run yet."""
     raise_errors(
