@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from echelon.async_training.host import flat_buckets
-from echelon.data_parallel import ParameterSet, Sharing, Storages
+from echelon.data_parallel import LocalSum, ParameterSet, Storages
 from echelon.data_parallel.buckets import Bucket, move_in
-from echelon.data_parallel.grad_accumulation import Accumulation, hook_gradient
+from echelon.data_parallel.grad_accumulation import hook_gradient
 from echelon.ownership import LocalParameter, OwnedSlice
 
 
 @final
-class WorkerGradients(Sharing):
+class WorkerGradients(LocalSum):
     """The weights as this worker pulled them, and the gradients that it will push. The server updates."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
@@ -24,7 +24,6 @@ class WorkerGradients(Sharing):
         for bucket in self._weights:
             move_in(bucket)
         self._used: set[nn.Parameter] = set()
-        self.accumulation = Accumulation()
         # Not of `self`: a parameter may outlive this.
         arrived = partial(_arrived, self._used, self.buckets)
         self._hooks = [hook_gradient(parameter, arrived) for parameter in self._trained]
@@ -41,14 +40,6 @@ class WorkerGradients(Sharing):
         self._used.clear()
         for bucket in self.buckets:
             bucket.open()
-
-    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
-        assert self.accumulation is not None
-        self.accumulation.is_open = True
-
-    def finish_backward(self) -> None:
-        assert self.accumulation is not None
-        self.accumulation.is_open = False
 
     def reduce(self) -> None:
         """The gradients are complete; the server adds them to those of others."""

@@ -7,7 +7,7 @@ from echelon.data_parallel.gradients import clip_factor, squared_norm
 from echelon.data_parallel.parameter_server import ParameterServer
 from echelon.data_parallel.parameter_set import ParameterSet, SharedGradient, Unit, named_subset
 from echelon.data_parallel.shared_gradients import sum_tied, sum_within_stage
-from echelon.data_parallel.sharing import Sharing, SingleReplica, Storages
+from echelon.data_parallel.sharing import LocalSum, Sharing, SingleReplica, Storages
 from echelon.data_parallel.units import SMALLEST as SMALLEST_UNIT
 from echelon.data_parallel.units import divide_units
 from echelon.data_parallel.zero import Zero
@@ -16,6 +16,7 @@ __all__ = [
     "SMALLEST_UNIT",
     "AllReduce",
     "Buffers",
+    "LocalSum",
     "ParameterServer",
     "ParameterSet",
     "SharedGradient",

@@ -100,14 +100,27 @@ class Sharing(ABC):
             parameter.grad = None
 
 
+class LocalSum(Sharing):
+    """Gradients only add up on this rank, in place where they can: nobody talks in the backward pass."""
+
+    def __init__(self, parameter_set: ParameterSet) -> None:
+        super().__init__(parameter_set)
+        self.accumulation: Accumulation = Accumulation()
+
+    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
+        self.accumulation.is_open = True
+
+    def finish_backward(self) -> None:
+        self.accumulation.is_open = False
+
+
 @final
-class SingleReplica(Sharing):
+class SingleReplica(LocalSum):
     """One rank holds the set: there is nobody to agree with."""
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)
         self._local = whole_parameters(parameter_set)
-        self.accumulation = Accumulation()
 
     def local_parameters(self) -> list[LocalParameter]:
         return self._local
@@ -115,14 +128,6 @@ class SingleReplica(Sharing):
     def start_step(self) -> None:
         for local in self._local:
             local.parameter.grad = None
-
-    def start_backward(self, *, last: bool) -> None:  # noqa: ARG002
-        assert self.accumulation is not None
-        self.accumulation.is_open = True
-
-    def finish_backward(self) -> None:
-        assert self.accumulation is not None
-        self.accumulation.is_open = False
 
     def reduce(self) -> None:
         pass

@@ -70,13 +70,14 @@ class StepRunner(ABC):
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         wire = Wire(mesh.group("pipeline"), mesh.backward_group, mesh.device)
-        self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._make_versions())
+        self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._prepare())
 
     @abstractmethod
     def train(self, batch: Batch, step: int) -> Outcome:
         """One training step, the first of which is 0."""
 
-    def _make_versions(self) -> Versions | None:
+    def _prepare(self) -> Versions | None:
+        """Begin what this kind of runner keeps between steps; returns the versions of weights, if any."""
         return None
 
     def drain(self) -> None:  # noqa: B027 (nothing is left where every step ends with an empty pipeline)
@@ -222,20 +223,13 @@ class FlushedRunner(StepRunner):
 class ContinuousRunner(StepRunner):
     """The pipeline is never empty between steps; each stage updates when its gradients are there."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        local: LocalStages,
-        update: Update,
-        layers: LayerSharding,
-        meter: Meter,
-        scopes: Scopes,
-    ) -> None:
+    def _prepare(self) -> Versions:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
         self._norm = 0.0
-        self._program_of = continuous_steps(mesh.plan)
-        super().__init__(mesh, local, update, layers, meter, scopes)
+        self._program_of = continuous_steps(self._mesh.plan)
         self._update.start_step()
+        self._versions = Versions(self._local.modules, self._local.reallocate)
+        return self._versions
 
     def train(self, batch: Batch, step: int) -> Outcome:
         feed = self._training_feed(batch, step, begin=self._taken)
@@ -257,10 +251,6 @@ class ContinuousRunner(StepRunner):
         self._run(Script(self._program_of(self._taken, 0), self._rank), {})
         self._taken = 0
         self._versions.restart()
-
-    def _make_versions(self) -> Versions:
-        self._versions = Versions(self._local.modules, self._local.reallocate)
-        return self._versions
 
     def storages(self) -> list[Tensor]:
         return self._versions.storages()

@@ -1,6 +1,7 @@
 """The learning rate of an optimizer, set by a schedule.
 
-The engine, asynchronous training and the replay of its log use this one class, so that all agree.
+The engine and the server of asynchronous training use this one class, so that both agree. `verify` computes
+the rate by itself: what is compared must not share the mistake.
 """
 
 from collections.abc import Callable
