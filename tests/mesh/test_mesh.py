@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 from echelon.mesh import Layout, Mesh
@@ -175,3 +176,40 @@ def test_a_pretended_mesh_can_be_closed() -> None:
     mesh.close()
     with pytest.raises(RuntimeError, match="the group is closed"):
         mesh.group("data").all_reduce(torch.ones(3))
+
+
+def edges_like_nccl() -> tuple[dict[int, int], dict[int, int], list[float]]:
+    """On three ranks, as if a wait did not block the host: each rank's edges, by the number of their group;
+    and what it received when all sent at once, in an order that one queue for all peers could not serve."""
+    mesh = Mesh.join(Plan.parse("pipeline=3"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(mesh.group("pipeline")), "waits_on_host", lambda *_: False)
+        edges = mesh.edges({(0, 1), (1, 0), (1, 2), (2, 1)})
+    numbers: dict[Group, int] = {}
+    groups = [
+        {peer: numbers.setdefault(edge.group, len(numbers)) for peer, edge in way.items()}
+        for way in (edges.outgoing, edges.incoming)
+    ]
+    received = []
+    pending = [(torch.empty(1), edge) for _, edge in sorted(edges.incoming.items(), reverse=True)]
+    receives = [(memory, edge.recv(memory, "test")) for memory, edge in pending]
+    sends = [edge.send(torch.tensor([float(mesh.rank)]), "test") for edge in edges.outgoing.values()]
+    for memory, handle in receives:
+        handle.wait()
+        received.append(memory.item())
+    for handle in sends:
+        handle.wait()
+    mesh.close()
+    return groups[0], groups[1], received
+
+
+def test_edges_have_a_group_for_each_direction_where_one_queue_serves_all_peers(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    results = warm_ranks(3).run(edges_like_nccl)
+    assert [sorted(outgoing) for outgoing, _, _ in results] == [[1], [0, 2], [1]]
+    assert [sorted(incoming) for _, incoming, _ in results] == [[1], [0, 2], [1]]
+    for outgoing, incoming, _ in results:
+        used = [*outgoing.values(), *incoming.values()]
+        assert len(used) == len(set(used)), "no two edges share a group"
+    assert [received for _, _, received in results] == [[1.0], [2.0, 0.0], [1.0]]

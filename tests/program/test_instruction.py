@@ -1,6 +1,6 @@
 """Instructions and programs as data: who holds what, and what a program contains."""
 
-from echelon.program import RANK_LEVEL, RECEIVES, SENDS, Op, Program
+from echelon.program import RANK_LEVEL, RECEIVES, SENDS, Op, Program, build
 from echelon.program.instruction import COMPUTE
 from tests.program.cases import program_of
 
@@ -34,3 +34,14 @@ def test_every_operation_is_of_one_kind() -> None:
     kinds = [COMPUTE, SENDS, RECEIVES, RANK_LEVEL, rest]
     assert frozenset().union(*kinds) == frozenset(Op)
     assert sum(map(len, kinds)) == len(Op)
+
+
+def test_pairs_are_all_that_ever_exchange_a_message() -> None:
+    program = build("1f1b", (3, 2), microbatches=1)
+    assert (program.placement[0], program.placement[1]) == ((0, 1, 2), (3, 4))
+    forward = {(first, second) for first in (0, 1, 2) for second in (3, 4)}
+    assert program.pairs == forward | {(b, a) for a, b in forward}
+    assert build("gpipe", (1, 1, 1), microbatches=2).pairs == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    ring = build("interleaved", (1, 1, 1), microbatches=3, chunks=2)
+    assert (2, 0) in ring.pairs, "the last rank of the first round passes on to the first"
+    assert build("gpipe", (1,), microbatches=2).pairs == frozenset()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from echelon.runtime.flight import Flight, Value, enter, wanted
-from echelon.runtime.message import NO_TALLY, Gradients
+from echelon.runtime.message import Gradients
 from echelon.runtime.structure import Spec
 from tests.cases import stop
 
@@ -20,7 +20,7 @@ def entered(*tensors: Tensor) -> tuple[list[Tensor], Flight]:
 
 
 def backward(flight: Flight, *gradients: Tensor | None) -> list[Any]:
-    outputs, known = flight.known(Gradients(list(gradients), NO_TALLY))
+    outputs, known = flight.known(Gradients(list(gradients)))
     torch.autograd.backward(outputs, known)
     return [None if gradient is None else gradient.tolist() for gradient in flight.take_gradients()]
 

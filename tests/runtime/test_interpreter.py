@@ -14,7 +14,7 @@ from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Instruction, build
 from echelon.runtime import Script, Spec
-from echelon.runtime.message import size
+from echelon.runtime.message import layout
 from tests.cases import mean_loss, sgd, vectors
 from tests.pipeline_parallel.models import perceptron
 
@@ -92,12 +92,12 @@ def counts(moves: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
 def message() -> tuple[int, int]:
     """Three of twelve samples of six float32 numbers: the bytes of a message, and of its description."""
     spec, _ = Spec.of(torch.zeros(3, 6, requires_grad=True))
-    return size(spec.leaves), len(spec.text)
+    return layout(spec.leaves, head_inside=True).size, len(spec.text)
 
 
 def test_the_ledger_has_every_message_with_its_bytes(warm_ranks: Warm) -> None:
     size, text = message()
-    assert size == 32 + 80
+    assert size == 16 + 80
     first, second = warm_ranks(2).run(moved, "pipeline=2 microbatches=4", 3)
     for forward, backward, steps in (("send", "recv", first), ("recv", "send", second)):
         described = {(forward, 8): 4, (forward, text): 4, (forward, size): 4, (backward, size): 4}
@@ -108,8 +108,9 @@ def test_the_ledger_has_every_message_with_its_bytes(warm_ranks: Warm) -> None:
 def test_an_endless_pipeline_moves_as_many(warm_ranks: Warm) -> None:
     size, _ = message()
     first, second = warm_ranks(2).run(moved, "pipeline=2 microbatches=4 schedule=pipedream", 3)
-    assert counts(first[2]) == {("send", size): 4, ("recv", size): 4}
-    assert counts(second[2]) == {("recv", size): 4, ("send", size): 4}
+    with_tally = size + 16  # the loss total and the count that an update is the mean of
+    assert counts(first[2]) == {("send", size): 4, ("recv", with_tally): 4}
+    assert counts(second[2]) == {("recv", size): 4, ("send", with_tally): 4}
 
 
 class Numbering(nn.Module):
@@ -141,8 +142,8 @@ def moved_with_numbers(plan: str) -> list[tuple[str, int]]:
 
 def test_what_wants_no_gradient_goes_one_way_only(warm_ranks: Warm) -> None:
     first = warm_ranks(2).run(moved_with_numbers, "pipeline=2 microbatches=4")[0]
-    forward = 32 + 80 + 32 + 80  # three samples: six numbers of 4 bytes, one of 8, six of 4; each up to 16
-    assert counts(first) == {("send", forward): 4, ("recv", 32 + 80): 4}
+    forward = 16 + 80 + 32 + 80  # three samples: six numbers of 4 bytes, one of 8, six of 4; each up to 16
+    assert counts(first) == {("send", forward): 4, ("recv", 16 + 80): 4}
 
 
 # Afterwards.

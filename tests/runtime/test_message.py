@@ -1,16 +1,12 @@
 """A message in one piece of memory comes out as it went in."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from echelon.runtime import message
+from echelon.runtime.message import Layout
 from echelon.runtime.structure import Leaf, Spec
-
-
-def memory_for(leaves: list[Leaf]) -> Tensor:
-    """With something of an earlier message in it."""
-    return torch.full((message.size(leaves),), 0xAB, dtype=torch.uint8)
-
 
 TENSORS = [
     torch.arange(3, dtype=torch.uint8),  # the next one begins at a multiple of 16 still
@@ -22,34 +18,48 @@ TENSORS = [
 ]
 
 
-def test_tensors_of_any_type_and_layout_come_out_as_they_went_in() -> None:
-    leaves = list(Spec.of(TENSORS)[0].leaves)
-    memory = memory_for(leaves)
-    message.write(memory, leaves, TENSORS)
-    assert message.code(memory) == 0
-    for received, sent in zip(message.tensors_of(memory, leaves), TENSORS, strict=True):
+def memory_for(layout: Layout) -> Tensor:
+    """With something of an earlier message in it."""
+    return torch.full((layout.size,), 0xAB, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("head_inside", [True, False])
+def test_tensors_of_any_type_and_layout_come_out_as_they_went_in(head_inside: bool) -> None:
+    layout = message.layout(Spec.of(TENSORS)[0].leaves, head_inside=head_inside)
+    memory = memory_for(layout)
+    layout.write(memory, TENSORS)
+    if head_inside:
+        message.write_bytes(memory, message.pack_code(0) + message.pack_flags(TENSORS))
+    for received, sent in zip(layout.tensors(memory), TENSORS, strict=True):
         assert received.dtype == sent.dtype
         assert torch.equal(received, sent)
 
 
-def test_gradients_that_are_none_stay_none_and_the_loss_comes_along() -> None:
-    leaves = [Leaf((2,), torch.float32, wants_gradient=True)] * 3
-    memory = memory_for(leaves)
-    message.write(memory, leaves, [torch.ones(2), None, torch.zeros(2)], tally=(3.25, 7.0))
-    tensors, tally = message.gradients_of(memory, leaves)
-    assert [None if tensor is None else tensor.tolist() for tensor in tensors] == [[1, 1], None, [0, 0]]
-    assert tally == (3.25, 7.0)
+def test_a_head_has_the_length_of_what_follows_and_a_flag_for_each_tensor() -> None:
+    tensors = [torch.ones(2), None, torch.zeros(2)]
+    head = message.pack_code(12345) + message.pack_flags(tensors)
+    layout = message.layout((Leaf((2,), torch.float32, wants_gradient=True),) * 3, head_inside=True)
+    memory = memory_for(layout)
+    message.write_bytes(memory, head)
+    read = message.read_bytes(memory, layout.head_size)
+    assert message.code_of(read) == 12345
+    assert [bool(flag) for flag in message.flags_of(read)] == [True, False, True]
+    assert message.read_bytes(message.host_bytes(head), len(head)) == head
 
 
-def test_an_announcement_has_the_length_of_what_follows() -> None:
-    memory = memory_for([])
-    message.announce(memory, 12345)
-    assert message.code(memory) == 12345
+@pytest.mark.parametrize(("head_inside", "first"), [(True, 16), (False, 0)])
+def test_tensors_do_not_overlap_and_are_aligned(head_inside: bool, first: int) -> None:
+    leaves = tuple(Leaf((count,), torch.uint8, wants_gradient=False) for count in (1, 15, 16, 17))
+    layout = message.layout(leaves, head_inside=head_inside)
+    memory = memory_for(layout)
+    starts = [each.data_ptr() - memory.data_ptr() for each in layout.tensors(memory)]
+    assert starts == [first, first + 16, first + 32, first + 48]
+    assert layout.size == first + 80
 
 
-def test_tensors_do_not_overlap_and_are_aligned() -> None:
-    leaves = [Leaf((count,), torch.uint8, wants_gradient=False) for count in (1, 15, 16, 17)]
-    memory = memory_for(leaves)
-    starts = [each.data_ptr() - memory.data_ptr() for each in message.tensors_of(memory, leaves)]
-    assert starts == [32, 48, 64, 80]
-    assert message.size(leaves) == 112
+def test_a_head_of_many_flags_takes_room_before_the_tensors() -> None:
+    leaves = (Leaf((1,), torch.complex128, wants_gradient=False),)
+    for count in range(40):
+        layout = message.layout(leaves * count, head_inside=True)
+        assert layout.size % 16 == 0
+        assert layout.size - 16 * count >= layout.head_size

@@ -3,26 +3,32 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives import Group, Ledger, RecordingGroup, group_over
+from echelon.collectives import Edge, Edges, Group, Ledger, RecordingGroup, edges_over, group_over
 from echelon.launching import Ranks
 from echelon.runtime import Spec, Wire
 from echelon.runtime.message import Gradients
-from echelon.runtime.message import size as message_size
 from echelon.runtime.structure import Leaf
 
 Warm = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 
 
-def a_wire() -> tuple[Group, Wire]:
-    """One way there and another back, as over NCCL, in one ledger."""
+def a_wire(*, by_itself: bool = False) -> tuple[Group, Wire]:
+    """One group for all, or as over NCCL: one there, one back, and another for heads, in one ledger."""
     ledger = Ledger()
-    group, back = (group_over("pipeline", dist.new_group([0, 1]), ledger) for _ in range(2))
-    return group, Wire(group, back, CPU)
+    group = group_over("pipeline", dist.new_group([0, 1]), ledger)
+    if not by_itself:
+        return group, Wire(edges_over(group, CPU), CPU)
+    up, down = (group_over("pipeline", dist.new_group([0, 1]), ledger) for _ in range(2))
+    peer = 1 - group.rank
+    first, second = (Edge(each, peer, Edge(group, peer)) for each in (up, down))
+    ways = (first, second) if group.rank == 0 else (second, first)
+    return group, Wire(Edges({peer: ways[0]}, {peer: ways[1]}), CPU)
 
 
 def values(step: int) -> list[Any]:
@@ -38,9 +44,9 @@ def values(step: int) -> list[Any]:
     ][step % 6]
 
 
-def exchange(steps: list[int]) -> list[Any]:
+def exchange(steps: list[int], by_itself: bool) -> list[Any]:
     """Rank 0 sends; rank 1 returns what it received, with the form that was expected."""
-    group, wire = a_wire()
+    group, wire = a_wire(by_itself=by_itself)
     received = []
     for step in steps:
         wire.start_step()
@@ -57,10 +63,11 @@ def exchange(steps: list[int]) -> list[Any]:
     return received
 
 
-def test_any_form_arrives_whatever_was_expected(warm_ranks: Warm) -> None:
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_any_form_arrives_whatever_was_expected(warm_ranks: Warm, by_itself: bool) -> None:
     steps = [0, 0, 1, 2, 2, 3, 3, 0, 4, 4, 5, 5, 11, 2]
     sent = [value for step in steps for value in values(step)]
-    received = warm_ranks(2).run(exchange, steps)[1]
+    received = warm_ranks(2).run(exchange, steps, by_itself)[1]
     assert len(received) == len(sent)
     assert [expected for expected, _, _ in received] == [False] + [True] * (len(sent) - 1)
     for (_, value, text), original in zip(received, sent, strict=True):
@@ -93,9 +100,9 @@ def counted(shapes: list[list[int]]) -> dict[str, list[int]]:
 
 
 def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
-    """A message is 24 bytes of head, a flag for each tensor, up to 16, and then each tensor, up to 16."""
+    """A message is 8 bytes of code, a flag for each tensor, up to 16, and then each tensor, up to 16."""
     first, second = warm_ranks(2).run(counted, [[3, 5], [3, 5], [2, 5]])
-    whole, other = 32 + 3 * 5 * 8, 32 + 2 * 5 * 8
+    whole, other = 16 + 3 * 5 * 8, 16 + 2 * 5 * 8
     text, other_text = (len(Spec.of(torch.ones(n, 5).double())[0].text) for n in (3, 2))
     described = [8, text, whole + 8]  # 15 numbers of 8 bytes are 120: up to 128
     expected = [
@@ -110,6 +117,7 @@ def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
     assert second == {"sent": [], "received": expected}
 
 
+TALLY = torch.tensor([3.25, 7.0], dtype=torch.float64)
 LEAVES = [
     Leaf((2, 2), torch.float64, wants_gradient=True),
     Leaf((3,), torch.float32, wants_gradient=True),
@@ -117,31 +125,38 @@ LEAVES = [
 ]
 
 
-def gradients_of(given: list[Tensor | None], tally: tuple[float, float]) -> tuple[Any, int]:
-    group, wire = a_wire()
+def gradients_of(given: list[Tensor | None], tally: Tensor | None, by_itself: bool) -> tuple[Any, int]:
+    group, wire = a_wire(by_itself=by_itself)
     wire.start_step()
     received = None
     if group.rank == 1:
         wire.send_gradients(LEAVES, Gradients(given, tally), peer=0)
     else:
-        received = wire.receive_gradients(wire.post_gradients(LEAVES, 1))
+        received = wire.receive_gradients(wire.post_gradients(LEAVES, 1, tally=tally is not None))
     wire.finish_step(emptied=True)
     return received, sum(move.traffic.payload for move in group.ledger.moves)
 
 
-def test_gradients_arrive_and_none_stays_none(warm_ranks: Warm) -> None:
+@pytest.mark.parametrize(
+    ("tally", "by_itself", "size"),
+    [(None, False, 16 + 32 + 16 + 16), (TALLY, False, 16 + 16 + 32 + 16 + 16), (TALLY, True, 12 + 16 + 64)],
+)
+def test_gradients_arrive_and_none_stays_none(
+    warm_ranks: Warm, tally: Tensor | None, by_itself: bool, size: int
+) -> None:
     matrix, number = torch.randn(2, 2).double(), torch.tensor(1.5, dtype=torch.bfloat16)
-    (received, size), _ = warm_ranks(2).run(gradients_of, [matrix, None, number], (3.25, 7.0))
+    (received, moved), _ = warm_ranks(2).run(gradients_of, [matrix, None, number], tally, by_itself)
     assert torch.equal(received.tensors[0], matrix)
     assert received.tensors[1] is None
     assert torch.equal(received.tensors[2], number)
-    assert received.tally == (3.25, 7.0)
-    assert size == message_size(LEAVES) == 32 + 32 + 16 + 16
+    assert received.tally is None if tally is None else torch.equal(received.tally, tally)
+    assert moved == size
 
 
 def test_gradients_of_nothing_still_tell_the_loss(warm_ranks: Warm) -> None:
-    (received, _), _ = warm_ranks(2).run(gradients_of, [None, None, None], (1.0, 2.0))
-    assert received == ([None, None, None], (1.0, 2.0))
+    (received, _), _ = warm_ranks(2).run(gradients_of, [None, None, None], TALLY, False)
+    assert received.tensors == [None, None, None]
+    assert torch.equal(received.tally, TALLY)
 
 
 def keeps_until_gone() -> tuple[int, int, int]:
@@ -172,14 +187,9 @@ def test_a_step_may_leave_messages_and_the_next_one_waits_for_them(warm_ranks: W
     assert after == 0
 
 
-def test_leaves_are_aligned_for_every_type() -> None:
-    for count in range(40):
-        assert message_size([Leaf((1,), torch.complex128, wants_gradient=False)] * count) % 16 == 0
-
-
 def recorded_wire() -> tuple[RecordingGroup, Wire]:
     group = RecordingGroup("pipeline", 0, 2)
-    return group, Wire(group, group, CPU)
+    return group, Wire(edges_over(group, CPU), CPU)
 
 
 def test_a_step_waits_for_every_message_before_their_memory_goes() -> None:
@@ -206,3 +216,18 @@ def test_a_form_is_remembered_when_other_forms_come_between() -> None:
     group.ledger.start_step()
     wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, "training"))
     assert len(group.ledger.moves) == 1, "without a description"
+
+
+def test_bytes_from_host_to_host_are_waited_for_a_step_later() -> None:
+    group, heads = RecordingGroup("pipeline", 0, 2), RecordingGroup("heads", 0, 2)
+    edge = Edge(group, 1, Edge(heads, 1))
+    wire = Wire(Edges({1: edge}, {1: edge}), CPU)
+    wire.start_step()
+    wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, ""))
+    wire.finish_step(emptied=True)
+    assert all(move.wait_start for move in group.ledger.moves)
+    assert not any(move.wait_start for move in heads.ledger.moves)
+    wire.start_step()
+    wire.finish_step(emptied=True)
+    assert all(move.wait_start for move in heads.ledger.moves)
+    assert [move.traffic.sent for move in group.ledger.moves] == [16], "tensors alone"

@@ -1,5 +1,6 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
+from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.group import Group, Handle, Reduction, Work
 from echelon.collectives.ledger import Ledger, Move, Total, Traffic
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
@@ -9,6 +10,8 @@ from echelon.collectives.torch_group import TorchGroup
 
 __all__ = [
     "CompletedWork",
+    "Edge",
+    "Edges",
     "Group",
     "Handle",
     "Ledger",
@@ -19,6 +22,8 @@ __all__ = [
     "Total",
     "Traffic",
     "Work",
+    "disjoint_pairs",
+    "edges_over",
     "group_over",
     "naive_all_reduce",
     "ring_all_reduce",

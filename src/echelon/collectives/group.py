@@ -91,6 +91,11 @@ class Group(ABC):
             self._is_closed = True
             self._close()
 
+    def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
+        """Whether the return of `wait` means that tensors on `device` are there; else only what this device
+        does next is ordered behind them, and the host must not look."""
+        return True
+
     # The same for every kind of group: check, count, begin, wait.
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:

@@ -37,6 +37,9 @@ class TorchGroup(Group):
         self.process_group = group
         self._scratch = _Scratch()
 
+    def waits_on_host(self, device: torch.device) -> bool:
+        return self.process_group._get_backend(device).name() == "gloo"
+
     def _close(self) -> None:
         process_group = self.process_group
         del self.process_group, self._scratch  # torch frees a process group with its last reference

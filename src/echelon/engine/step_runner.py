@@ -69,7 +69,7 @@ class StepRunner(ABC):
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
-        wire = Wire(mesh.group("pipeline"), mesh.backward_group, mesh.device)
+        wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._prepare())
 
     @abstractmethod

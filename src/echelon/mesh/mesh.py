@@ -6,7 +6,17 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Group, Ledger, RecordingGroup, group_over
+from echelon.collectives import (
+    Edge,
+    Edges,
+    Group,
+    Ledger,
+    RecordingGroup,
+    TorchGroup,
+    disjoint_pairs,
+    edges_over,
+    group_over,
+)
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
@@ -21,8 +31,6 @@ class Mesh:
         self.layout = Layout(plan)
         self.ledger = next(iter(groups.values())).ledger
         self._open_groups = list(groups.values())
-        # The same ranks as `pipeline`; for messages to lower ones.
-        self.backward_group = groups.pop("backward", groups["pipeline"])
         self._groups = groups
 
     @classmethod
@@ -79,6 +87,36 @@ class Mesh:
         self._open_groups.append(group)
         return group
 
+    def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
+        """The edges between this rank and others of its pipeline; `pairs` (sender, receiver) are all that
+        the program uses, as the pipeline numbers its ranks; every rank must call this."""
+        group = self.group("pipeline")
+        if group.size == 1 or group.waits_on_host(self.device):
+            return edges_over(group, self.device)
+        columns = self.layout.groups("pipeline")
+        host = self._open_group(columns, backend="gloo")
+        assert host is not None
+        edges = Edges({}, {})
+        for directed in disjoint_pairs(pairs):
+            two_ranks = [(column[a], column[b]) for column in columns for a, b in directed]
+            edge_group = self._open_group(two_ranks)
+            for sender, receiver in directed:
+                if edge_group is not None and group.rank in (sender, receiver):
+                    outgoing = group.rank == sender
+                    peer = receiver if outgoing else sender
+                    edge = Edge(edge_group, 1 - edge_group.rank, Edge(host, peer))
+                    edges.add(edge, peer, self.device, outgoing=outgoing)
+        return edges
+
+    def _open_group(self, groups: Iterable[Sequence[int]], backend: str | None = None) -> Group | None:
+        """This rank's group along `pipeline` among `groups`, which this mesh closes."""
+        process_group = _new_process_group(groups, self.rank, backend)
+        if process_group is None:
+            return None
+        group = TorchGroup("pipeline", process_group, self.ledger)
+        self._open_groups.append(group)
+        return group
+
     def close(self) -> None:
         """Close all groups of this mesh, any number of times, also when peers are gone.
 
@@ -113,8 +151,6 @@ def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
         for axis in _axes_of(layout):
             groups[axis] = _real_group(axis, layout, rank, ledger)
             stack.callback(groups[axis].close)
-        if layout.plan.stages > 1 and dist.get_backend() == "nccl":  # NCCL has one queue per pair of ranks
-            groups["backward"] = _real_group("pipeline", layout, rank, ledger)
         stack.pop_all()
     return groups
 
@@ -128,14 +164,16 @@ def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
     return group_over(axis, process_group, ledger)
 
 
-def _new_process_group(groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def _new_process_group(
+    groups: Iterable[Sequence[int]], rank: int, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """The process group of this rank, or None if it is in none of the `groups`.
 
     Every process makes every group, in the same order: torch names a group by the number of groups before it.
     """
     own_group: dist.ProcessGroup | None = None
     for ranks in groups:
-        process_group = dist.new_group(list(ranks))
+        process_group = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
             own_group = process_group
     return own_group

@@ -100,6 +100,16 @@ class Program:
         return replicas[microbatch % len(replicas)]
 
     @cached_property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """(sender, receiver), for every two ranks between which messages go: activations and gradients."""
+        forward = {
+            (self.holder(stage, microbatch), self.holder(stage + 1, microbatch))
+            for stage in range(self.stages - 1)
+            for microbatch in range(self.round)
+        }
+        return frozenset(way for a, b in forward if a != b for way in ((a, b), (b, a)))
+
+    @cached_property
     def round(self) -> int:
         """The number of microbatches after which the turns of all stages' replicas repeat."""
         return lcm(*(len(ranks) for ranks in self.placement))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from echelon.program import COMPUTE, Instruction, Op, Program, Span
 from echelon.runtime.flight import Flight, Value, enter, wanted
-from echelon.runtime.message import Gradients, Tally
+from echelon.runtime.message import Gradients
 from echelon.runtime.split_backward import SplitBackward
 from echelon.runtime.stage import Stage
 from echelon.runtime.structure import Leaf
@@ -126,7 +126,7 @@ class Interpreter:
             Op.PUBLISH: lambda _: self._runtime.publish(),
         }
 
-    def run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
+    def run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float | Tensor = 1.0) -> Tensor:
         """Execute; returns (loss total, count) of the microbatches whose loss was computed here.
 
         `feed` is what the program takes in, by microbatch; losses are divided by `normaliser` before the
@@ -185,16 +185,16 @@ class Interpreter:
 
     def _count(self, instruction: Instruction, total: Tensor, count: Tensor | float) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
-        tally = (0.0, 0.0)
-        if self._runtime.counts_loss:
-            self._tally[0] += total.detach()
-            self._tally[1] += count
-            if self._versions is not None:
-                tally = (float(total.detach()), float(count))
+        tally = None if self._versions is None else self._no_losses()
+        for counted in (self._tally, tally):
+            if counted is not None and self._runtime.counts_loss:
+                counted[0] += total.detach()
+                counted[1] += count
         if torch.is_grad_enabled():
             ones = [torch.ones_like(total)] if total.requires_grad else []
             self._gradients[_slot(instruction)] = Gradients([*ones], tally)
-        return total / self._normaliser
+        normaliser = self._normaliser
+        return total / (normaliser.to(total.dtype) if isinstance(normaliser, Tensor) else normaliser)
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
         if self._is_here(instruction.stage + 1, instruction):
@@ -286,7 +286,10 @@ class Interpreter:
         if instruction.op is Op.RECV_ACTIVATION:
             return self._wire.post(_peer(instruction), self._activation_key(instruction))
         flight = self._flights.get(_slot(instruction))
-        return None if flight is None else self._wire.post_gradients(flight.output_leaves, _peer(instruction))
+        if flight is None:
+            return None
+        tally = self._versions is not None
+        return self._wire.post_gradients(flight.output_leaves, _peer(instruction), tally=tally)
 
     def _activation_key(self, instruction: Instruction) -> tuple[int, str]:
         """What the form of an activation that is received follows from."""
@@ -330,10 +333,10 @@ class Interpreter:
             self._versions.newest += 1
             self._since_update.zero_()
 
-    def _add_up(self, tally: Tally) -> None:
+    def _add_up(self, tally: Tensor | None) -> None:
         """What the next update is the mean of, where every update has losses of its own."""
-        if self._versions is not None:
-            self._since_update += torch.tensor(tally, dtype=torch.float64, device=self._device)
+        if tally is not None:
+            self._since_update += tally
 
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
         """Whether this rank also does `stage` for the microbatch of an instruction."""

@@ -1,13 +1,17 @@
-"""A message between stages, in one piece of memory:
+"""A message between stages: tensors in one piece of memory, and a head of plain bytes.
 
-    | code | loss total, count | a flag for each tensor | tensor 0 | tensor 1 | …
+    head      | code | a flag for each tensor |
+    memory    | tensor 0 | tensor 1 | …
+
+The code says whether the message has the form that its receiver expects, the flags which tensors are there.
+In host memory the head lies in front of the tensors. Before tensors of another device it travels by itself,
+from host to host: to read it out of device memory, the host would have to wait for the device.
 
 Bytes of the host are moved as bytes: between the large operations of a model every small one on tensors takes
 as long as all that is moved.
 """
 
 import ctypes
-import struct
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,90 +23,92 @@ from torch import Tensor
 from echelon.runtime.structure import Leaf
 
 CODE_BYTES = 8
-_NUMBERS = struct.Struct("=qdd")  # the code, and the two numbers behind it
-
-Tally = tuple[float, float]  # loss total, count
-NO_TALLY: Tally = (0.0, 0.0)
 
 
 class Gradients(NamedTuple):
-    """The gradient of each tensor that wants one, or None, and the microbatch's loss total and count."""
+    """The gradient of each tensor that wants one, or None; and the microbatch's (loss total, count), where
+    updates have losses of their own."""
 
     tensors: list[Tensor | None]
-    tally: Tally
+    tally: Tensor | None = None
 
 
-class _Layout(NamedTuple):
-    """A message's size in bytes, and which of them each tensor has."""
+TALLY = Leaf((2,), torch.float64, wants_gradient=False)
 
+
+class Layout(NamedTuple):
+    """Where a message's tensors lie in its memory, behind the head where that is `head_inside`."""
+
+    leaves: tuple[Leaf, ...]
+    head_inside: bool
     size: int
-    bytes_of: list[slice]
+    places: list[slice]  # in bytes
+
+    def write(self, memory: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        for leaf, place, tensor in zip(self.leaves, self.places, tensors, strict=True):
+            if tensor is None:
+                continue
+            if memory.is_cpu and _is_plain(tensor, leaf):
+                ctypes.memmove(memory.data_ptr() + place.start, tensor.data_ptr(), leaf.num_bytes)
+            else:
+                _view(leaf, memory, place).copy_(tensor.detach())
+
+    def tensors(self, memory: Tensor) -> list[Tensor]:
+        """Each tensor's place, in its shape and type."""
+        return [_view(leaf, memory, place) for leaf, place in zip(self.leaves, self.places, strict=True)]
+
+    @property
+    def head_size(self) -> int:
+        return CODE_BYTES + len(self.leaves)
 
 
 @lru_cache(maxsize=1024)
-def _layout(leaves: tuple[Leaf, ...]) -> _Layout:
-    """The tensors lie behind a flag for each, aligned."""
-    end = -(-(_NUMBERS.size + len(leaves)) // 16) * 16
-    bytes_of = []
+def layout(leaves: tuple[Leaf, ...], *, head_inside: bool) -> Layout:
+    """The tensors one behind the other, aligned."""
+    end = -(-(CODE_BYTES + len(leaves)) // 16) * 16 if head_inside else 0
+    places = []
     for leaf in leaves:
-        bytes_of.append(slice(end, end + leaf.num_bytes))
+        places.append(slice(end, end + leaf.num_bytes))
         end += leaf.room
-    return _Layout(end, bytes_of)
+    return Layout(leaves, head_inside, end, places)
 
 
-def size(leaves: Sequence[Leaf]) -> int:
-    return _layout(tuple(leaves)).size
+# Heads.
 
 
-def write(
-    memory: Tensor, leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], tally: Tally = NO_TALLY
-) -> None:
-    _write_head(memory, _NUMBERS.pack(0, *tally) + bytes([tensor is not None for tensor in tensors]))
-    for leaf, each, tensor in zip(leaves, _layout(tuple(leaves)).bytes_of, tensors, strict=True):
-        if tensor is None:
-            continue
-        if memory.is_cpu and _is_plain(tensor, leaf):
-            ctypes.memmove(memory.data_ptr() + each.start, tensor.data_ptr(), leaf.num_bytes)
-        else:
-            _place(leaf, memory, each).copy_(tensor.detach())
+def pack_code(code: int) -> bytes:
+    return code.to_bytes(CODE_BYTES, sys.byteorder)
 
 
-def announce(memory: Tensor, length: int) -> None:
-    """Write a code that says: a description of this length comes instead."""
-    _write_head(memory, length.to_bytes(CODE_BYTES, sys.byteorder))
+def pack_flags(tensors: Sequence[Tensor | None]) -> bytes:
+    return bytes(tensor is not None for tensor in tensors)
 
 
-def code(memory: Tensor) -> int:
+def code_of(head: bytes) -> int:
     """0, or the length of the description that follows."""
-    return int.from_bytes(read(memory, CODE_BYTES), sys.byteorder)
+    return int.from_bytes(head[:CODE_BYTES], sys.byteorder)
 
 
-def tensors_of(memory: Tensor, leaves: Sequence[Leaf]) -> list[Tensor]:
-    """Each tensor's place, in its shape and type."""
-    bytes_of = _layout(tuple(leaves)).bytes_of
-    return [_place(leaf, memory, each) for leaf, each in zip(leaves, bytes_of, strict=True)]
+def flags_of(head: bytes) -> bytes:
+    return head[CODE_BYTES:]
 
 
-def gradients_of(memory: Tensor, leaves: Sequence[Leaf]) -> Gradients:
-    head = read(memory, _NUMBERS.size + len(leaves))
-    _, total, count = _NUMBERS.unpack_from(head)
-    flags = head[_NUMBERS.size :]
-    tensors = tensors_of(memory, leaves)
-    return Gradients(
-        [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)], (total, count)
-    )
+# Bytes in host memory.
 
 
-def read(memory: Tensor, length: int) -> bytes:
-    """The first bytes."""
-    return ctypes.string_at(memory.data_ptr(), length) if memory.is_cpu else bytes(memory[:length].tolist())
+def host_bytes(data: bytes) -> Tensor:
+    """A tensor that holds `data`."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _write_head(memory: Tensor, head: bytes) -> None:
-    if memory.is_cpu:
-        ctypes.memmove(memory.data_ptr(), head, len(head))
-    else:
-        memory[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+def write_bytes(memory: Tensor, data: bytes) -> None:
+    """Put `data` at the beginning of host memory."""
+    ctypes.memmove(memory.data_ptr(), data, len(data))
+
+
+def read_bytes(memory: Tensor, length: int) -> bytes:
+    """The first bytes of host memory."""
+    return ctypes.string_at(memory.data_ptr(), length)
 
 
 def _is_plain(tensor: Tensor, leaf: Leaf) -> bool:
@@ -111,5 +117,5 @@ def _is_plain(tensor: Tensor, leaf: Leaf) -> bool:
     return dense and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _place(leaf: Leaf, memory: Tensor, each: slice) -> Tensor:
-    return memory[each].view(leaf.dtype).view(leaf.shape)
+def _view(leaf: Leaf, memory: Tensor, place: slice) -> Tensor:
+    return memory[place].view(leaf.dtype).view(leaf.shape)

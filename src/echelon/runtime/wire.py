@@ -3,9 +3,9 @@
 A receiver that knows what will come takes memory for it and posts the receive long before. The form of a
 gradient is that of its activation. The form of an activation follows from what its microbatch's inputs look
 like, mostly: both sides remember it from earlier steps (and use from the next step on what they learn in
-one, so that they always agree). Then one message is enough. Its code is 0 if all is as remembered; else it
-is the length of the true description, which follows, and then the true message. What nobody remembers is
-described first.
+one, so that they always agree). Then one message is enough. The code in its head is 0 if all is as
+remembered; else it is the length of the true description, which follows, and then the true message. What
+nobody remembers is described first.
 """
 
 from collections.abc import Sequence
@@ -14,35 +14,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.collectives import Group, Handle
+from echelon.collectives import Edge, Edges, Handle
 from echelon.runtime import message
-from echelon.runtime.message import CODE_BYTES, NO_TALLY, Gradients, Tally
+from echelon.runtime.message import CODE_BYTES, TALLY, Gradients, Layout
 from echelon.runtime.structure import Leaf, Spec
 
 Key = tuple[int, str]  # the stage that sends, and what its microbatch's inputs look like
 Way = tuple[int, Key]  # and the rank at the other end
+Sent = tuple[Handle, Tensor]
+
+_SUBJECT, _HOST_SUBJECT = "activations", "heads of activations"  # in the ledger
 
 
 class Posted(NamedTuple):
-    """A receive that waits for its message."""
+    """A receive that waits for its message; `head` is where the head comes, if it comes by itself."""
 
-    spec: Spec | None  # of an activation
-    leaves: Sequence[Leaf]
+    layout: Layout
     memory: Tensor
     handle: Handle
+    head: tuple[Tensor, Handle] | None
+    spec: Spec | None = None  # of an activation
+
+    def wait(self) -> bytes:
+        """Return the head when the message is there, or, on a device, ordered before what follows."""
+        self.handle.wait()
+        if self.head is None:
+            return message.read_bytes(self.memory, self.layout.head_size)
+        memory, handle = self.head
+        handle.wait()
+        return message.read_bytes(memory, len(memory))
 
 
 class Wire:
     """The ways from this rank to the others of a pipeline, and back."""
 
-    def __init__(self, group: Group, back: Group, device: torch.device) -> None:
-        """`group` takes messages to higher ranks and `back` those to lower ones: over NCCL what two ranks do
-        on one communicator happens in one order, and each would wait for the other to receive first."""
-        self._group, self._back, self._device = group, back, device
+    def __init__(self, edges: Edges, device: torch.device) -> None:
+        self._edges, self._device = edges, device
         self._known: dict[Way, Spec] = {}
         self._learned: dict[Way, Spec] = {}
-        self._sent: list[tuple[Handle, Tensor]] = []  # in this step
-        self._earlier: list[tuple[Handle, Tensor]] = []  # in the one before
+        self._sent: list[Sent] = []  # in this step
+        self._earlier: list[Sent] = []  # in the one before
+        self._heads: list[Sent] = []  # from host to host, in this step
         self._spare: Tensor | None = None  # memory of a message that is gone: new memory takes long to touch
 
     def start_step(self) -> None:
@@ -52,78 +64,121 @@ class Wire:
 
     def finish_step(self, *, emptied: bool) -> None:
         """Return when all that was sent is gone; unless the pipeline is `emptied`, what was sent before this
-        step: the last messages of a step may be received in the next."""
+        step: the last messages of a step may be received in the next.
+
+        What went from host to host is waited for a step later, so that hosts need not keep step.
+        """
         gone = [*self._earlier, *self._sent] if emptied else self._earlier
         for handle, _ in gone:
             handle.wait()
-        self._earlier, self._sent = [] if emptied else self._sent, []
+        self._earlier = self._heads if emptied else [*self._sent, *self._heads]
+        self._sent, self._heads = [], []
 
     # Activations.
 
     def send(self, spec: Spec, tensors: Sequence[Tensor], peer: int, key: Key) -> None:
-        expected = self._known.get((peer, key))
+        edge, expected = self._edges.outgoing[peer], self._known.get((peer, key))
         self._learned[peer, key] = spec
         if expected != spec:
-            text = torch.frombuffer(bytearray(spec.text.encode()), dtype=torch.uint8).to(self._device)
-            first = self._memory(CODE_BYTES if expected is None else message.size(expected.leaves))
-            message.announce(first, len(text))
-            self._send(first, peer)
-            self._send(text, peer)
-        self._send_message(spec.leaves, tensors, NO_TALLY, peer)
+            self._announce(spec, expected, edge)
+        self._send_message(spec.leaves, tensors, edge)
 
     def post(self, peer: int, key: Key) -> Posted | None:
         """Be ready for an activation, if its form is remembered."""
         spec = self._known.get((peer, key))
-        return None if spec is None else self._post(spec, spec.leaves, peer)
+        return None if spec is None else self._post(spec.leaves, self._edges.incoming[peer], spec)
 
     def receive(self, posted: Posted | None, peer: int, key: Key) -> tuple[Spec, list[Tensor]]:
         """An activation, when it is there; `posted`, if its form was remembered."""
-        if posted is None:
-            length = message.code(self._receive(CODE_BYTES, peer))
+        edge = self._edges.incoming[peer]
+        head = self._receive_bytes(CODE_BYTES, edge) if posted is None else posted.wait()
+        length = message.code_of(head)
+        if posted is None or length:
+            spec = Spec(self._receive_bytes(length, edge).decode())
+            posted = self._post(spec.leaves, edge, spec)
+            posted.wait()
+        assert posted.spec is not None
+        self._learned[peer, key] = posted.spec
+        return posted.spec, posted.layout.tensors(posted.memory)
+
+    def _announce(self, spec: Spec, expected: Spec | None, edge: Edge) -> None:
+        """Describe what comes; first answer the receive that was posted for another form."""
+        text = spec.text.encode()
+        code = message.pack_code(len(text))
+        if expected is None:
+            self._send_bytes(code, edge)
         else:
-            posted.handle.wait()
-            length = message.code(posted.memory)
-        if posted is not None and length == 0:
-            assert posted.spec is not None
-            spec, memory = posted.spec, posted.memory
-        else:
-            spec = Spec(message.read(self._receive(length, peer), length).decode())
-            memory = self._receive(message.size(spec.leaves), peer)
-        self._learned[peer, key] = spec
-        return spec, message.tensors_of(memory, spec.leaves)
+            layout = self._layout(expected.leaves, edge)
+            self._send(layout, self._memory(layout.size), code + bytes(len(expected.leaves)), edge)
+        self._send_bytes(text, edge)
 
     # Gradients.
 
     def send_gradients(self, leaves: Sequence[Leaf], gradients: Gradients, peer: int) -> None:
-        self._send_message(leaves, *gradients, peer)
+        edge = self._edges.outgoing[peer]
+        if gradients.tally is None:
+            self._send_message(leaves, gradients.tensors, edge)
+        else:
+            self._send_message([TALLY, *leaves], [gradients.tally, *gradients.tensors], edge)
 
-    def post_gradients(self, leaves: Sequence[Leaf], peer: int) -> Posted:
-        return self._post(None, leaves, peer)
+    def post_gradients(self, leaves: Sequence[Leaf], peer: int, *, tally: bool) -> Posted:
+        """Be ready for gradients, and for a `tally` with them."""
+        return self._post([TALLY, *leaves] if tally else leaves, self._edges.incoming[peer])
 
     def receive_gradients(self, posted: Posted) -> Gradients:
-        posted.handle.wait()
-        return message.gradients_of(posted.memory, posted.leaves)
+        flags = message.flags_of(posted.wait())
+        tensors = posted.layout.tensors(posted.memory)
+        present = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
+        if posted.layout.leaves[:1] == (TALLY,):
+            return Gradients(present[1:], present[0])
+        return Gradients(present)
 
     # Bytes.
 
-    def _send_message(
-        self, leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], tally: Tally, peer: int
-    ) -> None:
+    def _send_message(self, leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], edge: Edge) -> None:
         self._let_go()
-        memory = self._memory(message.size(leaves))
-        message.write(memory, leaves, tensors, tally)
-        self._send(memory, peer)
+        layout = self._layout(leaves, edge)
+        memory = self._memory(layout.size)
+        layout.write(memory, tensors)
+        self._send(layout, memory, message.pack_code(0) + message.pack_flags(tensors), edge)
+
+    def _send(self, layout: Layout, memory: Tensor, head: bytes, edge: Edge) -> None:
+        if layout.head_inside:
+            message.write_bytes(memory, head)
+        else:
+            self._send_bytes(head, edge)
+        self._sent.append((edge.send(memory, _SUBJECT), memory))
+
+    def _send_bytes(self, data: bytes, edge: Edge) -> None:
+        memory = message.host_bytes(data)
+        if edge.host is None:
+            self._sent.append((edge.send(memory, _SUBJECT), memory))
+        else:
+            self._heads.append((edge.host.send(memory, _HOST_SUBJECT), memory))
+
+    def _receive_bytes(self, length: int, edge: Edge) -> bytes:
+        memory = torch.empty(length, dtype=torch.uint8)
+        way, subject = (edge, _SUBJECT) if edge.host is None else (edge.host, _HOST_SUBJECT)
+        way.recv(memory, subject).wait()
+        return message.read_bytes(memory, length)
+
+    def _post(self, leaves: Sequence[Leaf], edge: Edge, spec: Spec | None = None) -> Posted:
+        layout = self._layout(leaves, edge)
+        head = None
+        if edge.host is not None:
+            memory = torch.empty(layout.head_size, dtype=torch.uint8)
+            head = memory, edge.host.recv(memory, _HOST_SUBJECT)
+        memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
+        return Posted(layout, memory, edge.recv(memory, _SUBJECT), head, spec)
+
+    def _layout(self, leaves: Sequence[Leaf], edge: Edge) -> Layout:
+        return message.layout(tuple(leaves), head_inside=edge.host is None)
 
     def _memory(self, size: int) -> Tensor:
         spare, self._spare = self._spare, None
-        if spare is not None and spare.numel() == size:
+        if spare is not None and spare.numel() == size and spare.device == self._device:
             return spare
         return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _send(self, memory: Tensor, peer: int) -> None:
-        group = self._group if peer > self._group.rank else self._back
-        with group.ledger.about("activations"):
-            self._sent.append((group.send(memory, peer, wait=False), memory))
 
     def _let_go(self) -> None:
         """Free the memory of what is known to be gone, but for one piece."""
@@ -135,19 +190,3 @@ class Wire:
             else:
                 waiting.append((handle, memory))
         self._sent = waiting
-
-    def _post(self, spec: Spec | None, leaves: Sequence[Leaf], peer: int) -> Posted:
-        memory = torch.empty(message.size(leaves), dtype=torch.uint8, device=self._device)
-        group = self._from(peer)
-        with group.ledger.about("activations"):
-            return Posted(spec, leaves, memory, group.recv(memory, peer, wait=False))
-
-    def _receive(self, size: int, peer: int) -> Tensor:
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        group = self._from(peer)
-        with group.ledger.about("activations"):
-            group.recv(memory, peer)
-        return memory
-
-    def _from(self, peer: int) -> Group:
-        return self._group if peer < self._group.rank else self._back
