@@ -89,6 +89,17 @@ def test_finishing_enters_the_duration_and_the_wait() -> None:
     assert ledger.total().waited == move.waited
 
 
+def test_a_ledger_absorbs_the_totals_of_another() -> None:
+    ledger, other = entered((0.0, 1.0, 1.0, 0.0)), Ledger()
+    other.begin("data", "all_reduce", Traffic(5, 4, 3))
+    other.begin("data", "send", Traffic(2, 2, 0))
+    ledger.absorb(other)
+    assert ledger.total("data", "all_reduce").payload == 6
+    assert (ledger.total().count, ledger.total().sent) == (3, 7)
+    assert len(ledger.moves) == 1, "single moves stay with the step of their rank"
+    assert (other.rows(), other.moves) == ([], [])
+
+
 def completes_before_the_wait() -> bool:
     """Whether the time of the completion is entered, not the time of the wait."""
     group = TorchGroup("data", dist.group.WORLD, Ledger())  # type: ignore[arg-type]

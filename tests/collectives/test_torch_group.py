@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.collectives import Ledger, TorchGroup, naive_all_reduce, ring_all_reduce
+from echelon.collectives.backend import Backend
 from echelon.launching import Ranks
 
 Warm = Callable[[int], Ranks]
@@ -151,3 +152,43 @@ def closes_and_goes_on() -> None:
 
 def test_a_closed_group_is_refused_and_the_world_stays(warm_ranks: Warm) -> None:
     warm_ranks(2).run(closes_and_goes_on)
+
+
+def connects() -> tuple[list[str], int]:
+    """Over a backend of which the host does not wait: the operations of `connect`, in order."""
+    group = world()
+    assert group.waits_on_host(torch.device("cpu"))
+    group.connect(torch.device("cpu"))
+    group._backends["cpu"] = Backend("stand-in", False, False, False)
+    assert not group.waits_on_host(torch.device("cpu"))
+    calls: list[str] = []
+    begin = group._begin
+    group._begin = lambda call, *args, **kwargs: calls.append(call.__name__) or begin(call, *args, **kwargs)  # type: ignore[method-assign,func-returns-value]
+    group.connect(torch.device("cpu"))
+    return calls, len(group.ledger.rows())
+
+
+def test_a_group_connects_before_its_first_operation(warm_ranks: Warm) -> None:
+    """Two ranks also exchange a message: torch makes a communicator of its own for those."""
+    assert warm_ranks(2).run(connects) == [
+        (["all_reduce", "isend", "irecv"], 0),
+        (["all_reduce", "irecv", "isend"], 0),
+    ]
+    assert warm_ranks(3).run(connects) == [(["all_reduce"], 0)] * 3
+
+
+def asks_for_no_callback() -> list[bool]:
+    """Whether the time of completion comes from a callback: in threads of the host, and on a device."""
+    group = world()
+    results = []
+    for runs_on_host in (True, False):
+        group._backends["cpu"] = Backend("gloo", runs_on_host, runs_on_host, False)
+        work = group._all_reduce(torch.ones(3), "sum")
+        work.wait()
+        results.append(work.done_at() is not None)
+    return results
+
+
+def test_a_device_has_no_callbacks(warm_ranks: Warm) -> None:
+    """torch would run them on a stream that waits for the operation, and is another communicator's too."""
+    assert warm_ranks(2).run(asks_for_no_callback) == [[True, False]] * 2

@@ -151,13 +151,13 @@ class Server:
     def drain(self, ledger: Ledger) -> None:
         """Move what connections have counted so far into the rank's own ledger."""
         with self._changed:
-            _pour(self.traffic, ledger)
+            ledger.absorb(self.traffic)
 
     def count(self, ledger: Ledger) -> None:
         """A connection has answered one request, and `ledger` says what that moved."""
         with self._changed:
             self._num_requests += 1
-            _pour(ledger, self.traffic)
+            self.traffic.absorb(ledger)
 
     def linger(self, patience: float) -> None:
         """Serve on until all workers have left, or none has asked anything for `patience` seconds."""
@@ -239,13 +239,3 @@ def _sum(gradients: list[Gradient]) -> Gradient:
             total.buffer.add_(part.buffer)
         first.used |= other.used
     return first
-
-
-def _pour(source: Ledger, into: Ledger) -> None:
-    """Move the totals of one ledger into another. Single moves are a matter of a rank's step: not these."""
-    for key, part in source.totals.items():
-        total = into.totals[key]
-        for name in type(part).__slots__:
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-    source.totals.clear()
-    source.start_step()

@@ -1,12 +1,14 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
+from echelon.collectives.backend import without_serialization_warning
 from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
-from echelon.collectives.group import Group, Handle, Reduction, Work
+from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, Total, Traffic
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
 from echelon.collectives.shared.group import group_over
 from echelon.collectives.torch_group import TorchGroup
+from echelon.collectives.work import Work
 
 __all__ = [
     "CompletedWork",
@@ -27,4 +29,5 @@ __all__ = [
     "group_over",
     "naive_all_reduce",
     "ring_all_reduce",
+    "without_serialization_warning",
 ]

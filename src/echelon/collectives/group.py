@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.ledger import Ledger, Move, Traffic
+from echelon.collectives.timing import HOST_TIMING, Timing
+from echelon.collectives.work import Work
 from echelon.launching import pulse
 
 Reduction = Literal["sum", "mean", "min", "max"]
@@ -29,42 +31,24 @@ COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
-class Work(ABC):
-    """An operation that a subclass has begun."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when the operation is complete."""
-
-    def in_background(self) -> None:  # noqa: B027 (most operations advance anyway)
-        """Advance it while its caller does other work."""
-
-    def done_at(self) -> float | None:
-        """When it was complete (time.perf_counter); None if only the return of `wait` is known."""
-        return None
-
-    def done(self) -> bool:
-        """Whether it is known to be complete; does not wait."""
-        return False
-
-
 @final
 class Handle:
     """The caller's end of an operation. The first `wait()` closes its ledger entry; more are harmless."""
 
-    def __init__(self, work: Work | None, ledger: Ledger, move: Move | None) -> None:
-        self._work, self._ledger, self._move = work, ledger, move
+    __slots__ = ("_ledger", "_move", "_timing", "_work")
+
+    def __init__(self, work: Work | None, ledger: Ledger, move: Move | None, timing: Timing) -> None:
+        self._work, self._ledger, self._move, self._timing = work, ledger, move, timing
 
     def wait(self) -> None:
+        """Return when the tensors may be used: by the host, or by what it issues on the current stream."""
         if self._work is None or self._move is None:
             return
-        since = time.perf_counter()
         pulse.enter_operation(f"{self._move.operation} {self._move.axis}")
         try:
-            self._work.wait()
+            self._timing.wait(self._work, self._move, self._ledger)
         finally:
             pulse.leave_operation()
-        self._ledger.finish(self._move, waited_since=since, done=self._work.done_at())
         self._work = self._move = None
 
     def done(self) -> bool:
@@ -92,11 +76,21 @@ class Group(ABC):
             self._close()
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Whether the return of `wait` means that tensors on `device` are there; else only what this device
-        does next is ordered behind them, and the host must not look."""
+        """Whether `wait()` of an operation on tensors of `device` returns when it is complete.
+
+        If not (NCCL), only the current stream waits: what the host issues there afterwards sees the result,
+        and to read it on the host synchronises with the device.
+        """
         return True
 
-    # The same for every kind of group: check, count, begin, wait.
+    def connect(self, device: torch.device) -> None:  # noqa: B027 (most groups are connected when made)
+        """Make now what the first operation on `device` would make, which waits for peers to do the same.
+
+        All ranks must call this, for all their groups in the same order, before a first operation whose
+        order ranks do not share: a communicator of NCCL is made by all its ranks together.
+        """
+
+    # The same for every kind of group: check, count, begin, wait, measure.
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """Every rank ends with the reduction of all ranks' `tensor`, in place."""
@@ -242,18 +236,25 @@ class Group(ABC):
                     f"{tuple(tensor.shape)} with strides {tensor.stride()}; call .contiguous() first"
                 )
         if skip_empty and traffic.payload == 0:
-            return Handle(None, self.ledger, None)
+            return Handle(None, self.ledger, None, HOST_TIMING)
+        timing = self._timing(operation, tensors)
         start = time.perf_counter()
         work = begin()
         if self.size == 1:  # nothing leaves this rank, so the ledger has no entry
             work.wait()
-            return Handle(None, self.ledger, None)
-        handle = Handle(work, self.ledger, self.ledger.begin(self.axis, operation, traffic, start))
+            return Handle(None, self.ledger, None, timing)
+        move = self.ledger.begin(self.axis, operation, traffic, start)
+        handle = Handle(work, self.ledger, move, timing)
         if wait:
             handle.wait()
         else:
             work.in_background()
+            timing.overlap(work)
         return handle
+
+    def _timing(self, operation: str, tensors: Sequence[Tensor]) -> Timing:  # noqa: ARG002
+        """How to measure an operation on these tensors. Raises if the group cannot move them."""
+        return HOST_TIMING
 
     def _one_way(self, payload: int, *, outgoing: bool) -> Traffic:
         return Traffic(payload, payload if outgoing else 0, 0 if outgoing else payload)

@@ -14,11 +14,11 @@ Bytes follow from a rule, not from a look at the backend. `payload` is the whole
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 
 class Traffic(NamedTuple):
@@ -57,18 +57,54 @@ class Total:
     seconds: float = 0.0
     waited: float = 0.0
 
+    def add(self, other: "Total") -> None:
+        for name in Total.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
-@dataclass
+
+class Measurement(Protocol):
+    """The times of an operation on a device, which can be read when the device has come so far."""
+
+    def is_complete(self) -> bool:
+        """Whether `read` would return at once."""
+
+    def read(self) -> Move:
+        """The move, with its times; waits for the device if need be."""
+
+
 class Ledger:
-    """Everything that one rank moved: totals since the start, and each move of the current step."""
+    """Everything that one rank moved: totals since the start, and each move of the current step.
 
-    totals: dict[tuple[str, str, str], Total] = field(default_factory=lambda: defaultdict(Total))
-    moves: list[Move] = field(default_factory=list)
-    subject: str = ""
+    Bytes and counts are entered at once. Times of operations on a device are read when someone asks for
+    totals or moves, which waits for the device; or in a later `start_step`, without waiting.
+    """
+
+    def __init__(self) -> None:
+        self.subject = ""
+        self._totals: dict[tuple[str, str, str], Total] = defaultdict(Total)
+        self._moves: list[Move] = []
+        self._unread: deque[Measurement] = deque()
+
+    @property
+    def totals(self) -> dict[tuple[str, str, str], Total]:
+        """The sums since the start, by axis, operation and subject; waits for operations on a device."""
+        self._read_all()
+        return self._totals
+
+    @property
+    def moves(self) -> list[Move]:
+        """The operations of this step, in the order of their calls; waits for those on a device."""
+        self._read_all()
+        return self._moves
 
     def start_step(self) -> None:
-        """Drop the moves of the previous step; the totals stay."""
-        self.moves = []
+        """Drop the moves of the previous step; the totals stay.
+
+        Reads what the device has completed. The rest is at most what it has queued, and is read later.
+        """
+        while self._unread and self._unread[0].is_complete():
+            self._add_times(self._unread.popleft().read())
+        self._moves = []
 
     @contextmanager
     def about(self, subject: str) -> Iterator[None]:
@@ -82,8 +118,8 @@ class Ledger:
     def begin(self, axis: str, operation: str, traffic: Traffic, start: float | None = None) -> Move:
         """Enter an operation that began at `start` (or now)."""
         move = Move(axis, operation, self.subject, traffic, time.perf_counter() if start is None else start)
-        self.moves.append(move)
-        total = self._total_of(move)
+        self._moves.append(move)
+        total = self._totals[axis, operation, self.subject]
         total.count += 1
         total.payload += traffic.payload
         total.sent += traffic.sent
@@ -95,9 +131,11 @@ class Ledger:
         now = time.perf_counter()
         move.seconds = (now if done is None else done) - move.start
         move.wait_start, move.waited = waited_since, now - waited_since
-        total = self._total_of(move)
-        total.seconds += move.seconds
-        total.waited += move.waited
+        self._add_times(move)
+
+    def defer(self, measurement: Measurement) -> None:
+        """Close a move whose caller has waited, but whose times are not known yet."""
+        self._unread.append(measurement)
 
     def busy(self) -> float:
         """Seconds of this step in which an operation was unfinished; overlapping ones count once."""
@@ -105,8 +143,9 @@ class Ledger:
 
     def hidden(self) -> float:
         """Of the busy seconds, those in which no caller waited."""
-        busy = [(move.start, move.seconds) for move in self.moves]
-        waits = [(move.wait_start, move.waited) for move in self.moves]
+        moves = self.moves
+        busy = [(move.start, move.seconds) for move in moves]
+        waits = [(move.wait_start, move.waited) for move in moves]
         return _covered_seconds(busy + waits) - _covered_seconds(waits)
 
     def total(
@@ -117,8 +156,7 @@ class Ledger:
         for key, part in self.totals.items():
             pairs = zip((axis, operation, subject), key, strict=True)
             if all(wanted in (None, actual) for wanted, actual in pairs):
-                for name in Total.__slots__:
-                    setattr(result, name, getattr(result, name) + getattr(part, name))
+                result.add(part)
         return result
 
     def rows(self) -> list[dict[str, str | int | float]]:
@@ -129,8 +167,21 @@ class Ledger:
             for (axis, operation, subject), total in sorted(self.totals.items())
         ]
 
-    def _total_of(self, move: Move) -> Total:
-        return self.totals[move.axis, move.operation, move.subject]
+    def absorb(self, other: "Ledger") -> None:
+        """Move the totals of another ledger into this one; that one's moves are dropped."""
+        for key, part in other.totals.items():
+            self._totals[key].add(part)
+        other._totals.clear()
+        other.start_step()
+
+    def _read_all(self) -> None:
+        while self._unread:
+            self._add_times(self._unread.popleft().read())
+
+    def _add_times(self, move: Move) -> None:
+        total = self._totals[move.axis, move.operation, move.subject]
+        total.seconds += move.seconds
+        total.waited += move.waited
 
 
 def _covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:

@@ -4,8 +4,9 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.collectives.group import Group, Reduction, Work
+from echelon.collectives.group import Group, Reduction
 from echelon.collectives.ledger import Ledger
+from echelon.collectives.work import Work
 
 
 @final

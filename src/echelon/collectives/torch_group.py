@@ -1,18 +1,22 @@
 """A Group over torch.distributed: NCCL between GPUs, Gloo elsewhere."""
 
 import contextlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.group import COMBINE, Group, Reduction, Work
+from echelon.collectives.backend import Backend, backend_of
+from echelon.collectives.cuda_timing import EventTiming, cuda_clock
+from echelon.collectives.group import COMBINE, Group, Reduction
 from echelon.collectives.ledger import Ledger
-from echelon.launching import PeerLost
-from echelon.launching.failure import is_peer_error
+from echelon.collectives.timing import HOST_TIMING, Timing
+from echelon.collectives.torch_work import ChainedWork, CombinedWork, TorchWork, explained
+from echelon.collectives.work import Work
+from echelon.launching import pulse
 
 # torch 2.13 has new names for these two.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -35,10 +39,30 @@ class TorchGroup(Group):
     def __init__(self, axis: str, group: dist.ProcessGroup, ledger: Ledger) -> None:
         super().__init__(axis, group.rank(), group.size(), ledger)
         self.process_group = group
+        self._place = f"rank {self.rank} of {self.size} along {self.axis}"
         self._scratch = _Scratch()
+        self._backends: dict[str, Backend] = {}
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def waits_on_host(self, device: torch.device) -> bool:
-        return self.process_group._get_backend(device).name() == "gloo"
+        return self._backend(device.type).waits_on_host
+
+    def connect(self, device: torch.device) -> None:
+        if self.size == 1 or self.waits_on_host(device):
+            return
+        token = torch.zeros(1, device=device)
+        pulse.enter_operation(f"connect {self.axis}")
+        try:
+            self._all_reduce(token, "sum").wait()
+            if self.size == 2:
+                # Messages have a communicator of their own unless the group is bound to a device, and always
+                # a connection of their own in each direction.
+                calls = [self._send, self._recv]
+                for call in calls if self.rank == 0 else reversed(calls):
+                    call(token, 1 - self.rank).wait()
+            token.item()  # waits for the device
+        finally:
+            pulse.leave_operation()
 
     def _close(self) -> None:
         process_group = self.process_group
@@ -66,7 +90,7 @@ class TorchGroup(Group):
         parts = _movable(output).view(self.size, -1)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
             parts[self.rank].copy_(_movable(tensor))
-        return _CombinedWork(
+        return CombinedWork(
             [self._begin(dist.broadcast, part, group_src=rank) for rank, part in enumerate(parts)]
         )
 
@@ -113,15 +137,40 @@ class TorchGroup(Group):
             output.div_(self.size)
         self._scratch.give_back(parts)
 
+    def _timing(self, operation: str, tensors: Sequence[Tensor]) -> Timing:
+        for device in {tensor.device for tensor in tensors}:
+            if not self._backend(device.type, operation).waits_on_host and device.type == "cuda":
+                is_message = operation in ("send", "recv")
+                return EventTiming(cuda_clock(device), None if is_message else partial(self._side, device))
+        return HOST_TIMING
+
+    def _side(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which the completion of this group's collectives is recorded.
+
+        torch hands out the same 32 streams of a priority again and again. One of the other priority than the
+        backend's is none on which something is sent.
+        """
+        if device not in self._side_streams:
+            priority = 0 if self._backend(device.type).has_urgent_streams else -1
+            self._side_streams[device] = torch.cuda.Stream(device, priority=priority)
+        return self._side_streams[device]
+
+    def _backend(self, device_type: str, operation: str = "operations") -> Backend:
+        """What moves the tensors of this type of device."""
+        if device_type not in self._backends:
+            caller = f"{operation} along {self.axis}"
+            self._backends[device_type] = backend_of(self.process_group, device_type, caller)
+        return self._backends[device_type]
+
     def _host_only(self, tensor: Tensor) -> bool:
         """Whether the backend cannot access this memory: Gloo sends and receives in host memory only."""
-        return tensor.is_cuda and dist.get_backend(self.process_group) == "gloo"
+        return not tensor.is_cpu and self._backend(tensor.device.type).name == "gloo"
 
     def _reachable(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if self._host_only(tensor) else tensor
 
     def _over_gloo(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and dist.get_backend(self.process_group) == "gloo"
+        return tensor.is_cpu and self._backend("cpu").name == "gloo"
 
     def _split(self, whole: Tensor) -> list[Tensor]:
         return list(_movable(whole).chunk(self.size))
@@ -129,11 +178,14 @@ class TorchGroup(Group):
     def _begin(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         if call not in (dist.isend, dist.irecv):
             kwargs["async_op"] = True
+        # A barrier has no tensors, and its `wait` returns at its completion.
+        is_on_host = bool(args) and self._backend(args[0].device.type).runs_on_host
         try:
             # Keeps the tensors alive: a staging buffer must live as long as its message.
-            return _TorchWork(call(*args, group=self.process_group, **kwargs), self, args)
+            work = call(*args, group=self.process_group, **kwargs)
+            return TorchWork(work, args, self._place, is_on_host=is_on_host)
         except RuntimeError as error:
-            raise _explained(error, self) from error
+            raise explained(error, self._place) from error
 
 
 class _Scratch:
@@ -159,74 +211,6 @@ class _Scratch:
         free = self._free[memory.dtype]
         free.append(self._in_use.pop(memory.data_ptr()))
         self._free[memory.dtype] = sorted(free, key=Tensor.numel)[-_NUM_KEPT:]
-
-
-@final
-class _TorchWork(Work):
-    """A c10d work object, with the time of its completion where the backend reports it."""
-
-    def __init__(self, work: dist.Work, group: TorchGroup, tensors: tuple[Any, ...]) -> None:
-        self._work, self._group, self._tensors = work, group, tensors
-        self._done_at: float | None = None
-        # Sends, receives and Gloo's reduce-scatter have no future: the return of `wait` counts for them.
-        with contextlib.suppress(RuntimeError):
-            work.get_future().add_done_callback(self._record_time)
-
-    def _record_time(self, _: Any) -> None:
-        self._done_at = time.perf_counter()
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _explained(error, self._group) from error
-
-    def done_at(self) -> float | None:
-        return self._done_at
-
-    def done(self) -> bool:
-        return self._work.is_completed()  # always False for Gloo's sends and receives
-
-
-@final
-class _CombinedWork(Work):
-    """Several works: complete when the last one is."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def done_at(self) -> float | None:
-        times = [work.done_at() for work in self._works]
-        return max((time for time in times if time is not None), default=None)
-
-
-@final
-class ChainedWork(Work):
-    """A work, and then something on this rank, which `wait` does."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._finish()
-
-    def in_background(self) -> None:
-        self._work.in_background()
-
-    def done_at(self) -> float | None:
-        return None
-
-
-def _explained(error: RuntimeError, group: Group) -> RuntimeError:
-    """A PeerLost when a peer caused it, so that the launcher looks for the cause in another rank."""
-    if is_peer_error(error):
-        return PeerLost(f"rank {group.rank} of {group.size} along {group.axis} lost a peer: {error}")
-    return error
 
 
 # Gloo moves these types. It moves others as bytes, which can be copied but not reduced.

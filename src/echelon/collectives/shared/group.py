@@ -1,19 +1,24 @@
 """A Group whose CPU tensors go through shared memory, and the choice of it."""
 
 import weakref
+from collections.abc import Sequence
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.group import Group, Reduction, Work
+from echelon.collectives.backend import backends_of
+from echelon.collectives.group import Group, Reduction
 from echelon.collectives.ledger import Ledger
 from echelon.collectives.shared import operations
 from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import OperationQueue, Steps
 from echelon.collectives.shared.rendezvous import open_link
-from echelon.collectives.torch_group import ChainedWork, TorchGroup
+from echelon.collectives.timing import HOST_TIMING, Timing
+from echelon.collectives.torch_group import TorchGroup
+from echelon.collectives.torch_work import ChainedWork
+from echelon.collectives.work import Work
 
 _REDUCED = {
     torch.float64,
@@ -32,7 +37,8 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, Link | None]" = weakref.We
 
 
 def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
-    """The Group over `process_group`: through shared memory where that is Gloo on one host.
+    """The Group over `process_group`: CPU tensors go through shared memory where Gloo would move them on
+    one host.
 
     All ranks of the process group must call this, because the first call connects them.
     """
@@ -44,7 +50,7 @@ def group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> G
 
 
 def _new_link(process_group: dist.ProcessGroup) -> Link | None:
-    if dist.get_backend(process_group) != "gloo" or process_group.size() == 1:
+    if process_group.size() == 1 or backends_of(process_group).get("cpu") != "gloo":
         return None
     link = open_link(process_group)
     if link is not None:
@@ -64,6 +70,15 @@ class SharedGroup(Group):
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self._over_torch.process_group
+
+    def waits_on_host(self, device: torch.device) -> bool:
+        return self._over_torch.waits_on_host(device)
+
+    def connect(self, device: torch.device) -> None:
+        self._over_torch.connect(device)
+
+    def _timing(self, operation: str, tensors: Sequence[Tensor]) -> Timing:
+        return HOST_TIMING if _is_on_host(*tensors) else self._over_torch._timing(operation, tensors)
 
     def _close(self) -> None:
         _links.pop(self.process_group, None)
@@ -105,9 +120,12 @@ class SharedGroup(Group):
     def _gather(self, tensor: Tensor, output: Tensor | None, target: int) -> Work:
         return self._over_torch._gather(tensor, output, target)
 
-    # The two ends of a message may be on different devices, so all messages go through the host.
+    # Where Gloo moves the tensors of all devices, the two ends of a message may be on different devices. So
+    # all such messages go through the host.
 
     def _send(self, tensor: Tensor, target: int) -> Work:
+        if not tensor.is_cpu and not self.waits_on_host(tensor.device):
+            return self._over_torch._send(tensor, target)
         steps = operations.send(self._link, _resolved(tensor), target)
         return self._begin(self._link.sends[target], steps)
 
@@ -115,6 +133,8 @@ class SharedGroup(Group):
         queue = self._link.receives[source]
         if tensor.is_cpu:
             return self._begin(queue, operations.recv(self._link, tensor, source))
+        if not self.waits_on_host(tensor.device):
+            return self._over_torch._recv(tensor, source)
         destination = tensor.data  # the memory that it has now
         incoming = torch.empty_like(destination, device="cpu")
         work = self._begin(queue, operations.recv(self._link, incoming, source))

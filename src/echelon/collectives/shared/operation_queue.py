@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, NoReturn, Protocol, final
 
-from echelon.collectives.group import Work
 from echelon.collectives.shared.slots import Wait
+from echelon.collectives.work import Work
 from echelon.launching import PeerLost
 
 Steps = Coroutine[Any, None, None]

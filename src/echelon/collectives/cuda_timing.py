@@ -1,0 +1,201 @@
+"""Times of operations that run on a stream of a CUDA device, from events.
+
+The host issues such an operation and goes on. After `wait` it goes on too, because a stream waits and not the
+host, so the host's clock says nothing about the operation. Events are recorded around it:
+
+    compute stream   begin ─ other work ─ before ─ (waits) ─ after ─ work that needs the result
+    stream of NCCL     └───── a collective ─────┐
+    side stream                                 └ done
+
+`begin` is recorded when the operation is issued, and `done` on a side stream that waits for the collective,
+so that the compute stream is not held up. There is no `before` and no `done` where the caller waits at once:
+the compute stream waits from `begin` to `after`.
+
+A send or a receive has no `done`: `after` counts. It may be posted long before its peer posts the other end,
+and a side stream that waits for it can hold up other streams, because a GPU has few hardware queues (8, if
+CUDA_DEVICE_MAX_CONNECTIONS does not say more) and streams share them. If the peer needs what those send, no
+one can go on. A collective cannot wait for what this rank issues later: its ranks run the same program.
+
+Nothing here synchronises until someone reads the times. Events are reused.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+from echelon.collectives.ledger import Ledger, Move
+from echelon.collectives.timing import Timing
+from echelon.collectives.work import Work
+
+_ORIGIN_SECONDS = 1.0  # CUDA gives times as float32 milliseconds: exact to 0.1 µs after a second
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class Device(ABC):
+    """What is used of CUDA, for one device; tests have one without a GPU."""
+
+    @abstractmethod
+    def new_event(self) -> Event: ...
+
+    @abstractmethod
+    def record(self, event: Any) -> None:
+        """Record `event` on the current stream."""
+
+    @abstractmethod
+    def on_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Make `stream` the current one inside a `with`."""
+
+
+@final
+class CudaDevice(Device):
+    """A real CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new_event(self) -> Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def record(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self._device))
+
+    def on_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+
+@final
+class EventClock:
+    """Records events on one device, and puts them on the time axis of time.perf_counter.
+
+    All operations of a process on the device share it. To make one synchronises, once: `_origin` is an event
+    at a known time. The clocks of host and device drift apart by some microseconds per second.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[Event] = []
+        self._unfinished: list[tuple[Event, Work]] = []
+        self._origin = self.record()
+        self._origin.synchronize()
+        self._origin_seconds = time.perf_counter()
+
+    def record(self) -> Event:
+        """An event at the end of what the current stream has to do now."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = self._device.new_event()
+        self._device.record(event)
+        return event
+
+    def record_completion(self, work: Work, side_stream: Any) -> Event:
+        """An event at the completion of `work`; the current stream does not wait for it."""
+        with self._device.on_stream(side_stream):
+            work.wait()
+            return self.record()
+
+    def seconds_at(self, event: Event) -> float:
+        """When a completed event was, as of time.perf_counter."""
+        return self._origin_seconds + _seconds(self._origin, event)
+
+    def release(self, *events: Event) -> None:
+        """Reuse events whose times have been read."""
+        self._free.extend(events)
+
+    def release_last(self, event: Event, seconds: float) -> None:
+        """As `release`. If the origin is long ago, `event` becomes the origin, and the old one is reused."""
+        if seconds - self._origin_seconds > _ORIGIN_SECONDS:
+            event, self._origin, self._origin_seconds = self._origin, event, seconds
+        self.release(event)
+
+    def keep_until(self, done: Event, work: Work) -> None:
+        """Keep the tensors of an operation that no one will wait for until it is complete.
+
+        torch itself keeps them until the first wait, and that was the side stream's.
+        """
+        self._unfinished = [pair for pair in self._unfinished if not pair[0].query()]
+        self._unfinished.append((done, work))
+
+
+@final
+class EventTiming(Timing):
+    """Measures one operation by events; its completion on `side_stream`, if there is one."""
+
+    def __init__(self, clock: EventClock, side_stream: Callable[[], Any] | None) -> None:
+        self._clock, self._side_stream = clock, side_stream
+        self._overlaps = False
+        self._done: Event | None = None
+        self._work: Work | None = None  # keeps the tensors until the caller waits
+        self._begin = clock.record()
+
+    def overlap(self, work: Work) -> None:
+        self._overlaps = True
+        if self._side_stream is not None:
+            self._done = self._clock.record_completion(work, self._side_stream())
+            self._work = work
+
+    def wait(self, work: Work, move: Move, ledger: Ledger) -> None:
+        before = self._clock.record() if self._overlaps else None
+        work.wait()
+        after = self._clock.record()
+        ledger.defer(EventTimes(self._clock, move, self._begin, self._done, before, after))
+        self._work = None
+
+    def __del__(self) -> None:
+        if self._work is not None and self._done is not None:  # no one waited: the step has failed
+            self._clock.keep_until(self._done, self._work)
+
+
+class EventTimes(NamedTuple):
+    """The events of an operation that its caller has waited for, as a measurement for the ledger."""
+
+    clock: EventClock
+    move: Move
+    begin: Event
+    done: Event | None
+    before: Event | None
+    after: Event
+
+    def is_complete(self) -> bool:
+        return self.after.query() and (self.done is None or self.done.query())
+
+    def read(self) -> Move:
+        """The move, with its times; waits if the device has not come so far."""
+        clock, move, begin, after = self.clock, self.move, self.begin, self.after
+        after.synchronize()
+        end = clock.seconds_at(after)
+        move.seconds = move.waited = _seconds(begin, after)
+        move.start = end - move.seconds
+        if self.before is not None:
+            move.waited = _seconds(self.before, after)
+            clock.release(self.before)
+        if self.done is not None:
+            self.done.synchronize()
+            move.seconds = _seconds(begin, self.done)
+            clock.release(self.done)
+        move.wait_start = end - move.waited
+        clock.release(begin)
+        clock.release_last(after, end)
+        return move
+
+
+def _seconds(start: Event, end: Event) -> float:
+    return start.elapsed_time(end) / 1e3
+
+
+@cache
+def cuda_clock(device: torch.device) -> EventClock:
+    """The clock of a CUDA device in this process; the first call synchronises."""
+    return EventClock(CudaDevice(device))
