@@ -74,7 +74,7 @@ def test_tensors_on_a_device_without_a_backend_are_refused_before_anything_moves
 
 
 class StandIn:
-    """A process group with NCCL for CUDA tensors and Gloo for others."""
+    """A process group of two ranks with NCCL for CUDA tensors and Gloo for others."""
 
     class _Backend:
         def __init__(self, name: str) -> None:
@@ -84,6 +84,12 @@ class StandIn:
             return self._name
 
     _device_types = (CPU, CUDA)
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
 
     def _get_backend(self, device: torch.device) -> "StandIn._Backend":
         return self._Backend("nccl" if device.type == "cuda" else "gloo")

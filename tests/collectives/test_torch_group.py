@@ -1,14 +1,20 @@
 """Every collective over real processes: values for several rank counts, lengths and types."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Ledger, TorchGroup, naive_all_reduce, ring_all_reduce
+from echelon.collectives import Ledger, TorchGroup, naive_all_reduce, ring_all_reduce, torch_group
 from echelon.collectives.backend import Backend
+from echelon.collectives.cuda_timing import EventClock, EventTiming
+from echelon.collectives.timing import HOST_TIMING
 from echelon.launching import Ranks
+
+from .fake_device import FakeDevice
+from .test_backend import StandIn
 
 Warm = Callable[[int], Ranks]
 
@@ -192,3 +198,29 @@ def asks_for_no_callback() -> list[bool]:
 def test_a_device_has_no_callbacks(warm_ranks: Warm) -> None:
     """torch would run them on a stream that waits for the operation, and is another communicator's too."""
     assert warm_ranks(2).run(asks_for_no_callback) == [[True, False]] * 2
+
+
+class OnDevice(NamedTuple):
+    """As much of a tensor as decides how an operation is measured."""
+
+    device: torch.device
+
+
+def test_operations_over_nccl_are_measured_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives on a side stream of another priority than NCCL's, messages without one."""
+    clock = EventClock(FakeDevice())
+    monkeypatch.setattr(torch_group, "cuda_clock", lambda _device: clock)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
+    group = TorchGroup("data", StandIn(), Ledger())  # type: ignore[arg-type]
+    gpu = torch.device("cuda", 0)
+    collective, message = (group._timing(name, [OnDevice(gpu)]) for name in ("all_reduce", "recv"))  # type: ignore[list-item]
+    assert isinstance(collective, EventTiming)
+    assert isinstance(message, EventTiming)
+    assert collective._side_stream is not None
+    assert collective._side_stream() == (gpu, -1)
+    assert message._side_stream is None
+    assert group._timing("all_reduce", [torch.ones(2)]) is HOST_TIMING
+    assert group._timing("barrier", []) is HOST_TIMING
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    blocking = TorchGroup("data", StandIn(), Ledger())  # type: ignore[arg-type]
+    assert blocking._timing("all_reduce", [OnDevice(gpu)]) is HOST_TIMING  # type: ignore[list-item]
