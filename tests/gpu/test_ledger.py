@@ -48,7 +48,7 @@ def world() -> TorchGroup:
     assert dist.group.WORLD is not None
     group = TorchGroup("data", dist.group.WORLD, Ledger())
     group.connect(this_device())
-    group.all_reduce(torch.ones(1 << 20, device=this_device()))  # makes the clock, which synchronises
+    group.all_reduce(torch.ones(1 << 20, device=this_device()))
     torch.cuda.synchronize()
     group.ledger.start_step()
     return group

@@ -42,11 +42,12 @@ class Handle:
 
     def wait(self) -> None:
         """Return when the tensors may be used: by the host, or by what it issues on the current stream."""
-        if self._work is None or self._move is None:
+        work, move = self._work, self._move
+        if work is None or move is None:
             return
-        pulse.enter_operation(f"{self._move.operation} {self._move.axis}")
+        pulse.enter_operation(f"{move.operation} {move.axis}")
         try:
-            self._timing.wait(self._work, self._move, self._ledger)
+            self._timing.wait(work, move, self._ledger)
         finally:
             pulse.leave_operation()
         self._work = self._move = None

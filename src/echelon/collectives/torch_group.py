@@ -61,6 +61,8 @@ class TorchGroup(Group):
                 for call in calls if self.rank == 0 else reversed(calls):
                     call(token, 1 - self.rank).wait()
             token.item()  # waits for the device
+            if token.is_cuda:
+                cuda_clock(token.device)  # synchronises when it is made: here, and not in a step
         finally:
             pulse.leave_operation()
 
