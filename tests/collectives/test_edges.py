@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from echelon.collectives import Edge, Edges, Ledger, RecordingGroup, disjoint_pairs, edges_over
+from echelon.collectives import Edge, RecordingGroup, disjoint_pairs, edges_over
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
@@ -32,13 +32,3 @@ def test_one_group_serves_all_edges_and_tensors_of_a_device_have_their_heads_on_
     assert on_cpu.outgoing == on_cpu.incoming == {0: Edge(group, 0), 2: Edge(group, 2)}
     on_gpu = edges_over(group, torch.device("cuda"))
     assert on_gpu.outgoing == {0: Edge(group, 0, Edge(group, 0)), 2: Edge(group, 2, Edge(group, 2))}
-
-
-@pytest.mark.parametrize(("outgoing", "operation"), [(True, "send"), (False, "recv")])
-def test_an_edge_is_used_once_when_it_is_added(outgoing: bool, operation: str) -> None:
-    group = RecordingGroup("pipeline", 0, 2, Ledger())
-    edge, edges = Edge(group, 1), Edges({}, {})
-    edges.add(edge, 7, torch.device("cpu"), outgoing=outgoing)
-    assert (edges.outgoing, edges.incoming) == (({7: edge}, {}) if outgoing else ({}, {7: edge}))
-    (move,) = group.ledger.moves
-    assert (move.operation, move.subject, move.traffic.payload) == (operation, "connecting", 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.collectives import Group
+from echelon.collectives import Group, TorchGroup
 from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
 from echelon.mesh import Layout, Mesh
@@ -213,3 +213,24 @@ def test_edges_have_a_group_for_each_direction_where_one_queue_serves_all_peers(
         used = [*outgoing.values(), *incoming.values()]
         assert len(used) == len(set(used)), "no two edges share a group"
     assert [received for _, _, received in results] == [[1.0], [2.0, 0.0], [1.0]]
+
+
+def connected_groups() -> list[str]:
+    """The axes whose groups were connected, in order, for a pipeline whose edges have groups of their own."""
+    connected: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchGroup, "connect", lambda group, _: connected.append(group.axis))
+        mesh = Mesh.join(Plan.parse("pipeline=2"))
+        patch.setattr(type(mesh.group("pipeline")), "waits_on_host", lambda *_: False)
+        mesh.edges({(0, 1), (1, 0)})
+        mesh.group_of_stages([0, 1])
+    mesh.close()
+    return connected
+
+
+def test_every_group_is_connected_when_it_is_made_in_the_same_order(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    first, second = warm_ranks(2).run(connected_groups)
+    assert first == second
+    assert first == ["pipeline", "pipeline", "pipeline", "tied"], "the axis, an edge each way, tied weights"

@@ -38,14 +38,6 @@ class Edges(NamedTuple):
     outgoing: dict[int, Edge]
     incoming: dict[int, Edge]
 
-    def add(self, edge: Edge, peer: int, device: torch.device, *, outgoing: bool) -> None:
-        """Add an edge, and use it once, so that a communicator that is made at its first use is made now:
-        both ends wait for each other there."""
-        (self.outgoing if outgoing else self.incoming)[peer] = edge
-        memory = torch.zeros(1, dtype=torch.uint8, device=device)
-        move = edge.send if outgoing else edge.recv
-        move(memory, "connecting").wait()
-
 
 def disjoint_pairs(pairs: Collection[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """The pairs, in as few sets as a simple rule finds in which no rank appears twice."""

@@ -16,6 +16,7 @@ from echelon.collectives import (
     disjoint_pairs,
     edges_over,
     group_over,
+    without_serialization_warning,
 )
 from echelon.errors import UserError
 from echelon.launching import join
@@ -45,7 +46,8 @@ class Mesh:
                 f"torchrun --nproc-per-node {plan.ranks}"
             )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return cls(plan, _real_groups(Layout(plan), rank), rank, this_device())
+        device = this_device()
+        return cls(plan, _real_groups(Layout(plan), rank, device), rank, device)
 
     @classmethod
     def pretend(cls, plan: Plan, rank: int) -> "Mesh":
@@ -85,6 +87,7 @@ class Mesh:
             return RecordingGroup("tied", ledger=self.ledger)
         group = group_over("tied", process_group, self.ledger)
         self._open_groups.append(group)
+        group.connect(self.device)
         return group
 
     def edges(self, pairs: Collection[tuple[int, int]]) -> Edges:
@@ -100,17 +103,20 @@ class Mesh:
         for directed in disjoint_pairs(pairs):
             two_ranks = [(column[a], column[b]) for column in columns for a, b in directed]
             edge_group = self._open_group(two_ranks)
-            for sender, receiver in directed:
-                if edge_group is not None and group.rank in (sender, receiver):
-                    outgoing = group.rank == sender
-                    peer = receiver if outgoing else sender
-                    edge = Edge(edge_group, 1 - edge_group.rank, Edge(host, peer))
-                    edges.add(edge, peer, self.device, outgoing=outgoing)
+            if edge_group is None:
+                continue
+            edge_group.connect(self.device)
+            sender, receiver = next(pair for pair in directed if group.rank in pair)
+            outgoing = group.rank == sender
+            peer = receiver if outgoing else sender
+            edge = Edge(edge_group, 1 - edge_group.rank, Edge(host, peer))
+            (edges.outgoing if outgoing else edges.incoming)[peer] = edge
         return edges
 
     def _open_group(self, groups: Iterable[Sequence[int]], backend: str | None = None) -> Group | None:
         """This rank's group along `pipeline` among `groups`, which this mesh closes."""
-        process_group = _new_process_group(groups, self.rank, backend)
+        with without_serialization_warning():
+            process_group = _new_process_group(groups, self.rank, backend)
         if process_group is None:
             return None
         group = TorchGroup("pipeline", process_group, self.ledger)
@@ -144,13 +150,15 @@ def _first_equal_axis(layout: Layout, axis: str) -> str:
 _PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is a group along `data`
 
 
-def _real_groups(layout: Layout, rank: int) -> dict[str, Group]:
+def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, Group]:
+    """This rank's group along each axis, connected: in the same order on every rank."""
     ledger = Ledger()
     with ExitStack() as stack:  # closes what was made if a later group fails
         groups: dict[str, Group] = {}
         for axis in _axes_of(layout):
             groups[axis] = _real_group(axis, layout, rank, ledger)
             stack.callback(groups[axis].close)
+            groups[axis].connect(device)
         stack.pop_all()
     return groups
 
