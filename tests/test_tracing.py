@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ def test_a_number_is_not_traced_as_a_constant() -> None:
     assert results == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_decorated_function_imports_the_compiler_only_when_it_is_called() -> None:
     code = (
         "import sys, echelon.tracing as t; "

@@ -80,7 +80,9 @@ def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProce
 WHO_IS_DONE_FIRST = pytest.mark.parametrize(("longest", "engine"), [(0, "kept"), (2, "let-go"), (2, "kept")])
 
 
-@pytest.mark.parametrize(("longest", "engine"), [(0, "kept"), (2, "let-go")])
+@pytest.mark.parametrize(
+    ("longest", "engine"), [(0, "kept"), pytest.param(2, "let-go", marks=pytest.mark.slow)]
+)
 def test_a_script_ends_quietly_whoever_is_done_first(longest: int, engine: str, tmp_path: Path) -> None:
     assert_quiet(longest, run_forked_ranks(tmp_path, str(longest), engine))
 

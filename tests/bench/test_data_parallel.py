@@ -18,6 +18,7 @@ def fake_memory(contender: str, peer: Peer, _: ModelConfig) -> Footprint:
     return Footprint(peak=10 * dist.get_rank() + peer.level, state=len(contender))
 
 
+@pytest.mark.slow
 def test_rows_compare_echelon_with_a_peer_at_every_level(
     warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +62,7 @@ def test_a_loss_that_is_not_a_number_is_no_equal() -> None:
         check_equal(DDP, [{"echelon": [float("nan")], "torch DDP": [1.0]}])
 
 
-@pytest.mark.parametrize("contender", ["echelon", ZERO_1.name])
+@pytest.mark.parametrize("contender", ["echelon", pytest.param(ZERO_1.name, marks=pytest.mark.slow)])
 def test_memory_tells_what_a_level_shares_out(contender: str) -> None:
     """Of weights, gradients and AdamW's two moments, ZeRO-1 halves the last between two ranks."""
     weights = 4 * WIDE.num_parameters

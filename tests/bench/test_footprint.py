@@ -1,5 +1,6 @@
 """What counts as the memory of a process."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -8,6 +9,7 @@ from echelon.bench import footprint
 MIB = 2**20
 
 
+@pytest.mark.slow
 def test_alive_bytes_count_each_storage_once_with_gradients() -> None:
     before = footprint.alive_bytes()
     weight = nn.Parameter(torch.zeros(MIB // 4))

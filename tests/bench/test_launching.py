@@ -4,6 +4,7 @@ from echelon.bench import launching
 from echelon.launching import launch
 
 
+@pytest.mark.slow
 def test_launches_are_timed_here_and_in_a_fresh_process() -> None:
     assert launching.warm_seconds(1) > 0
     assert launching.first_seconds(1) > 0

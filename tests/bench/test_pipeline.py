@@ -28,6 +28,7 @@ def _warm(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pipeline, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
 
 
+@pytest.mark.slow
 def test_rows_compare_each_schedule_with_its_peer_and_have_two_bubbles() -> None:
     result = json.loads(json.dumps(run("pipeline", quick=True).to_dict()))
 

@@ -33,7 +33,12 @@ def computations(program: Program) -> list[list[Instruction]]:
     ("text", "program", "batches"),
     [
         ("schedule=interleaved chunks=2 microbatches=2", build("interleaved", (1, 1), 2, 2), 1),
-        ("schedule=pipedream microbatches=2", add_transfers(asynchronous("pipedream", 2, 2, taken=6)), 3),
+        pytest.param(
+            "schedule=pipedream microbatches=2",
+            add_transfers(asynchronous("pipedream", 2, 2, taken=6)),
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_turn_runs_the_program(

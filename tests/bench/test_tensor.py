@@ -22,6 +22,7 @@ def _warm(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tensor, "measuring_ranks", lambda count: nullcontext(warm_ranks(count)))
 
 
+@pytest.mark.slow
 def test_rows_compare_each_split_with_torch_and_count_what_is_sent() -> None:
     result = json.loads(json.dumps(run("tensor", quick=True).to_dict()))
 

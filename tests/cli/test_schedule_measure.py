@@ -22,8 +22,14 @@ def _measuring(warm_ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPat
     ("arguments", "costs"),
     [
         (["1f1b", "--stages", "2"], {"forward", "backward", "update"}),
-        (["zero-bubble", "--stages", "2"], {"forward", "backward_input", "backward_weight", "update"}),
-        (["pipedream", "--stages", "2"], {"forward", "backward", "update"}),
+        pytest.param(
+            ["zero-bubble", "--stages", "2"],
+            {"forward", "backward_input", "backward_weight", "update"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["pipedream", "--stages", "2"], {"forward", "backward", "update"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_measured_bubble_stands_beside_that_of_the_measured_costs(
@@ -41,6 +47,7 @@ def test_the_measured_bubble_stands_beside_that_of_the_measured_costs(
     assert summary["model"]["layers"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_measuring")
 def test_what_was_measured_is_drawn_above_the_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def test_where_python_hears_no_signals_nothing_is_changed(
     assert inside == [before]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         process.send_signal(2)

@@ -55,6 +55,7 @@ def test_a_refused_job_shows_nothing_but_its_errors(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:
     # An ASCII stream ended in UnicodeEncodeError, an ASCII locale at sample.txt, "[/x]" in MarkupError.
     out = tmp_path / "[/x]"

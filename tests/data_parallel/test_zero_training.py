@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("warm_contract")
 
 Warm = Callable[[int], Ranks]
 
-# Every model at every level, ranks and microbatches in turn, for as many steps as state needs to tell;
-# `make fuzz` runs them all against all, and for twenty.
+# Every model at every level, ranks and microbatches in turn, for as many steps as state needs to tell; those
+# on 8 ranks by `make fuzz`, which also runs them all against all, and for twenty.
 MATRIX = [
     (name, level, (2, 3, 4, 8)[(index + level) % 4], (1, 3)[(index + level // 2) % 2])
     for index, name in enumerate(CASES)
@@ -33,7 +33,10 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("name", "level", "ranks", "microbatches"), MATRIX)
+@pytest.mark.parametrize(
+    ("name", "level", "ranks", "microbatches"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[2] == 8 else []) for each in MATRIX],
+)
 def test_levels_are_equal_to_one_device(name: str, level: int, ranks: int, microbatches: int) -> None:
     case = dataclasses.replace(CASES[name], steps=6, options={"smallest_unit": 0})
     assert_equal(case, f"data={ranks} zero={level} microbatches={microbatches}")
@@ -135,23 +138,19 @@ def model_state(plan: str) -> tuple[dict[str, int], int]:
     return now, sum(now[category] for category in ("parameters", "gradients", "optimizer"))
 
 
-SOME_STATES = [(2, 0), (2, 1), (4, 2), (8, 3)]
-OTHER_STATES = [each for each in itertools.product((2, 4, 8), range(4)) if each not in SOME_STATES]
+STATES = list(itertools.product((2, 4, 8), range(4)))
 
 
-@pytest.mark.parametrize(("ranks", "level"), SOME_STATES)
+@pytest.mark.parametrize(
+    ("ranks", "level"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each != (2, 1) else []) for each in STATES],
+)
 def test_model_state_takes_the_bytes_of_the_formula(ranks: int, level: int) -> None:
     """Mixed-precision Adam, bytes per parameter: 16, 4 + 12/N, 2 + 14/N, 16/N; measured from storages."""
     assert STATE.num_parameters >= 19_900_000
     wanted = [16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks][level]
     for now, state in echelon.launch(model_state, ranks, f"data={ranks} zero={level} precision=bf16"):
         assert state / STATE.num_parameters == pytest.approx(wanted, rel=0.02), (level, now)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "level"), OTHER_STATES)
-def test_model_state_at_every_level_on_every_number_of_ranks(ranks: int, level: int) -> None:
-    test_model_state_takes_the_bytes_of_the_formula(ranks, level)
 
 
 class Fails(nn.Module):
@@ -232,9 +231,9 @@ def low_precision_losses(plan: str) -> list[float]:
     return [engine.step(engine.local(tokens(0))).loss for _ in range(30)]
 
 
-def test_bf16_with_masters_trains_like_fp32_at_every_level(warm_ranks: Warm) -> None:
+@pytest.mark.parametrize("level", [*(pytest.param(level, marks=pytest.mark.slow) for level in range(3)), 3])
+def test_bf16_with_masters_trains_like_fp32_at_every_level(warm_ranks: Warm, level: int) -> None:
     reference = low_precision_losses("precision=fp32")
-    for level in range(4):
-        losses = warm_ranks(2).run(low_precision_losses, f"data=2 zero={level} precision=bf16")[0]
-        assert losses[-1] < reference[0] / 2
-        assert losses[-1] == pytest.approx(reference[-1], abs=0.1)
+    losses = warm_ranks(2).run(low_precision_losses, f"data=2 zero={level} precision=bf16")[0]
+    assert losses[-1] < reference[0] / 2
+    assert losses[-1] == pytest.approx(reference[-1], abs=0.1)

@@ -93,10 +93,10 @@ def make_many(plan: str, number: int) -> tuple[tuple[int, int, int], tuple[int, 
     ("plan", "ranks", "number"),
     [
         ("data=2", 2, 200),
-        ("data=2 zero=3", 2, 20),
-        ("data=2 sync=async staleness=1", 2, 20),
-        ("pipeline=2 microbatches=2", 2, 20),
-        ("data=2 pipeline=2 zero=1 microbatches=2", 4, 10),
+        pytest.param("data=2 zero=3", 2, 20, marks=pytest.mark.slow),
+        pytest.param("data=2 sync=async staleness=1", 2, 20, marks=pytest.mark.slow),
+        pytest.param("pipeline=2 microbatches=2", 2, 20, marks=pytest.mark.slow),
+        pytest.param("data=2 pipeline=2 zero=1 microbatches=2", 4, 10, marks=pytest.mark.slow),
     ],
 )
 def test_many_engines_leave_no_threads_descriptors_or_shared_memory(
@@ -209,7 +209,7 @@ def fail_to_make(plan: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]
     return seen[1], seen[-1]
 
 
-@pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2"])
+@pytest.mark.parametrize("plan", ["data=2 zero=3", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_a_call_that_fails_leaves_nothing_behind(warm_ranks: Warm, plan: str) -> None:
     for second, last in warm_ranks(2).run(fail_to_make, plan):
         assert all(after <= before for before, after in zip(second, last, strict=True)), (second, last)

@@ -76,7 +76,7 @@ GPT = Case(dropping, twelve, token_loss, adamw, steps=2)
 BREAKING = Case(Breaking, vectors, class_loss, adamw, steps=3, options={"smallest_unit": 1})
 ENCODER = Case(Encoder, tokens, token_loss, adamw, steps=2, options={"smallest_unit": 1})
 
-FAST = ["data=2 zero=3", "pipeline=2 microbatches=2", "tensor=2 sequence=true", "context=2"]
+FAST = ["data=2 zero=3", "pipeline=2 microbatches=2"]
 MORE = [
     "data=2",
     "data=2 zero=1",
@@ -84,6 +84,8 @@ MORE = [
     "data=2 sync=parameter-server",
     "data=2 sync=async",
     "tensor=2",
+    "tensor=2 sequence=true",
+    "context=2",
     "pipeline=2 microbatches=2 schedule=gpipe",
     "pipeline=2 microbatches=2 schedule=interleaved chunks=2",
     "pipeline=2 microbatches=2 schedule=pipedream",

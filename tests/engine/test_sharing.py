@@ -87,8 +87,14 @@ def train(
         return engine.full_state_dict(), engine.full_optimizer_state(), norms, repr(engine)
 
 
-@pytest.mark.parametrize("name", ["gpt", "twice"])
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("level", "name"),
+    [
+        *((level, "gpt") for level in range(4)),
+        (1, "twice"),
+        *(pytest.param(level, "twice", marks=pytest.mark.slow) for level in (0, 2, 3)),
+    ],
+)
 def test_two_sets_over_different_groups_are_equal_to_one_device(
     warm_ranks: Callable[[int], Ranks], level: int, name: str
 ) -> None:

@@ -40,6 +40,7 @@ def test_random_orders_are_complete_programs(tmp_path_factory: pytest.TempPathFa
         assert load_schedule(path).microbatches == training.plan.microbatches
 
 
+@pytest.mark.slow
 def test_hypothesis_shrinks_to_the_smallest_training() -> None:
     quick = settings(database=None, suppress_health_check=list(HealthCheck), max_examples=200)
 

@@ -23,13 +23,22 @@ def prove(kind: str, plan: str, steps: int) -> None:
     print(f"{verdict.worst[1]:.1e} {kind} {verdict.plan}")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "data=2 zero=1"])
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("pipeline=2", "llama"),
+        ("tensor=2", "gpt2"),
+        pytest.param("tensor=2", "llama", marks=pytest.mark.slow),
+        pytest.param("pipeline=2", "gpt2", marks=pytest.mark.slow),
+        pytest.param("data=2 zero=1", "llama", marks=pytest.mark.slow),
+        pytest.param("data=2 zero=1", "gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_each_axis_alone(kind: str, plan: str) -> None:
     prove(kind, plan, steps=20)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_all_axes_together(kind: str) -> None:
     prove(kind, "data=2 tensor=2 pipeline=2 zero=1 sequence=true microbatches=2", steps=6)
 

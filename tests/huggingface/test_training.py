@@ -28,8 +28,19 @@ def prove(kind: str, plan: str, **changes: Any) -> None:
     print(f"{verdict.worst[1]:.1e} {kind} {verdict.plan}")
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("llama", PLANS[0]),
+        ("gpt2", PLANS[1]),
+        ("llama", PLANS[2]),
+        ("gpt2", PLANS[3]),
+        pytest.param("gpt2", PLANS[0], marks=pytest.mark.slow),
+        pytest.param("llama", PLANS[1], marks=pytest.mark.slow),
+        pytest.param("gpt2", PLANS[2], marks=pytest.mark.slow),
+        pytest.param("llama", PLANS[3], marks=pytest.mark.slow),
+    ],
+)
 def test_training_is_equal_to_one_device(kind: str, plan: str) -> None:
     prove(kind, plan, steps=3, tie_word_embeddings=True)
 

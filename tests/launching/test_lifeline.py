@@ -48,6 +48,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_through_their_parent(launched: Launched) -> None:
     assert len(still_alive(launched.pids, seconds=0)) == 6
     assert len(list(launched.temporary.glob("echelon-*"))) == 1
@@ -59,7 +60,7 @@ def test_ctrl_c_ends_the_ranks_through_their_parent(launched: Launched) -> None:
     assert launched.leaves_nothing()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_killed_parent_takes_its_ranks_along(launched: Launched, number: signal.Signals) -> None:
     launched.process.send_signal(number)
     assert launched.process.wait(timeout=10) == -number

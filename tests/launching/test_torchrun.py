@@ -44,6 +44,7 @@ def test_the_number_of_ranks_must_be_that_of_torchrun(monkeypatch: pytest.Monkey
         launch(tasks.rank, 3)
 
 
+@pytest.mark.slow
 def test_two_agents_on_loopback(tmp_path: Path) -> None:
     run_agents(tmp_path, "127.0.0.1", prefixes=[[], []], interface="lo")
     assert len(networks(tmp_path)) == 1

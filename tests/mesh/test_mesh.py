@@ -98,7 +98,9 @@ def makes_and_closes(text: str, count: int) -> tuple[Resources, Resources, Resou
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("text", ["data=2 tensor=2", "pipeline=2 data=2"])
+@pytest.mark.parametrize(
+    "text", [pytest.param("data=2 tensor=2", marks=pytest.mark.slow), "pipeline=2 data=2"]
+)
 def test_closed_meshes_leave_nothing_behind(text: str, count: int) -> None:
     """3,700 idle threads were seen where meshes were made one after the other and never closed."""
     with Ranks(4, deadline=300.0) as ranks:

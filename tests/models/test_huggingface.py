@@ -198,7 +198,16 @@ def test_transformers_is_not_needed():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["gpt-small", "gpt-xl", "llama2-70b", "llama3-8b", "llama3-405b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-small",
+        "gpt-xl",
+        pytest.param("llama2-70b", marks=pytest.mark.slow),
+        "llama3-8b",
+        pytest.param("llama3-405b", marks=pytest.mark.slow),
+    ],
+)
 def test_presets_are_what_transformers_would_build(name):
     """Same names and shapes as transformers makes from the config that we write, on the meta device."""
     config = preset(name)

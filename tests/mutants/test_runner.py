@@ -57,6 +57,7 @@ def test_outcomes(checkout: Path) -> None:
     assert (checkout / "src/echelon/toy.py").read_text() == _SOURCE, "the tree is not changed"
 
 
+@pytest.mark.slow
 def test_a_mutant_that_hangs_is_found(checkout: Path) -> None:
     with toy_runner(checkout, timeout=3.0) as runner:
         outcome = runner.run(toy_mutant("n += 1", "n += 0"))

@@ -97,16 +97,21 @@ def test_dropout_keeps_the_contract(schedule: str, replicas: str) -> None:
     prove(gpt_case(dropping_deep), f"pipeline=2 schedule={schedule} microbatches=4 {replicas}")
 
 
-# A few of each, with few steps: plans that share no line of code that another of them does not run.
+# A few of each, with few steps: plans that share no line of code that another of them does not run. Those
+# that take longest of a kind by `make fuzz`.
 
 FEW_FLUSHED = [
     "pipeline=2 schedule=naive microbatches=2",
     "pipeline=3 schedule=gpipe microbatches=7",
-    "pipeline=4 schedule=1f1b microbatches=2",
-    "pipeline=2 schedule=1f1b microbatches=7 data=2 zero=2",
-    "pipeline=2 schedule=1f1b microbatches=4 data=2 sync=parameter-server",
+    pytest.param("pipeline=4 schedule=1f1b microbatches=2", marks=pytest.mark.slow),
+    pytest.param("pipeline=2 schedule=1f1b microbatches=7 data=2 zero=2", marks=pytest.mark.slow),
+    pytest.param(
+        "pipeline=2 schedule=1f1b microbatches=4 data=2 sync=parameter-server", marks=pytest.mark.slow
+    ),
     "pipeline=2 schedule=1f1b microbatches=4 data=2 zero=3",
-    "pipeline=2 schedule=interleaved chunks=2 microbatches=4 data=2 zero=3",
+    pytest.param(
+        "pipeline=2 schedule=interleaved chunks=2 microbatches=4 data=2 zero=3", marks=pytest.mark.slow
+    ),
     "pipeline=3 schedule=zero-bubble microbatches=4",
     "pipeline=3-1 schedule=1f1b microbatches=7",
 ]
@@ -124,8 +129,8 @@ def test_some_uneven_stages_that_share_out_their_state() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "pipeline=4 schedule=pipedream microbatches=2",
-        "pipeline=2 schedule=pipedream microbatches=7 data=2 zero=2",
+        pytest.param("pipeline=4 schedule=pipedream microbatches=2", marks=pytest.mark.slow),
+        pytest.param("pipeline=2 schedule=pipedream microbatches=7 data=2 zero=2", marks=pytest.mark.slow),
         "pipeline=3 schedule=pipedream-vertical microbatches=3",
         "pipeline=2 schedule=pipedream-2bw microbatches=2 data=2 sync=parameter-server",
     ],
@@ -141,8 +146,8 @@ def test_some_pipelines_that_never_drain(plan: str) -> None:
     [
         "pipeline=2 schedule=1f1b microbatches=3",
         "pipeline=2 schedule=interleaved chunks=3 microbatches=2",
-        "pipeline=2 schedule=zero-bubble microbatches=3 data=2 zero=1",
-        "pipeline=3-1 microbatches=4",
+        pytest.param("pipeline=2 schedule=zero-bubble microbatches=3 data=2 zero=1", marks=pytest.mark.slow),
+        pytest.param("pipeline=3-1 microbatches=4", marks=pytest.mark.slow),
     ],
 )
 def test_some_pipelines_with_dropout(plan: str) -> None:

@@ -70,6 +70,7 @@ def computation(program: Program) -> list[list[Instruction]]:
     return [[instruction for instruction in rank if instruction.op not in stashing] for rank in program.ranks]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cuts())
 def test_steps_put_together_are_the_whole(cut: tuple[str, int, int, list[int]]) -> None:
@@ -79,6 +80,7 @@ def test_steps_put_together_are_the_whole(cut: tuple[str, int, int, list[int]]) 
     assert computation(together) == computation(whole)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(cuts())
 def test_steps_can_be_lowered_one_by_one(cut: tuple[str, int, int, list[int]]) -> None:

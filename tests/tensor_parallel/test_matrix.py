@@ -27,24 +27,29 @@ def prove(name: str, plan: str, steps: int = 20, clip: float | None = 1.0) -> No
 
 
 @pytest.mark.parametrize("sequence", ["false", "true"])
-@pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_tensor_ranks_are_equal_to_one_device(model: str, tensor: int, sequence: str) -> None:
     prove(model, f"tensor={tensor} sequence={sequence}")
 
 
-@pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None:
     prove(model, f"context={context}")
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "tensor=4 sequence=true", "context=2"])
+@pytest.mark.parametrize(
+    "plan", ["tensor=2", pytest.param("tensor=4 sequence=true", marks=pytest.mark.slow), "context=2"]
+)
 def test_masks_of_dropout_do_not_depend_on_the_split(plan: str) -> None:
     prove("dropping", plan, steps=8)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [*(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES[:-1]), SCHEDULES[-1]],
+)
 def test_three_axes_with_each_synchronous_schedule(schedule: str) -> None:
     prove("gpt", f"data=2 tensor=2 pipeline=2 schedule={schedule}", steps=8)
 
@@ -53,17 +58,24 @@ def test_three_axes_with_each_synchronous_schedule(schedule: str) -> None:
     "plan",
     [
         "data=2 tensor=2 zero=3 sequence=true",
-        "tensor=2 context=2 sequence=true data=2 zero=2",
-        "pipeline=2 context=2 tensor=2 microbatches=2",
-        "data=2 tensor=2 sync=parameter-server",
-        "pipeline=2-1 tensor=2 microbatches=3",
+        pytest.param("tensor=2 context=2 sequence=true data=2 zero=2", marks=pytest.mark.slow),
+        pytest.param("pipeline=2 context=2 tensor=2 microbatches=2", marks=pytest.mark.slow),
+        pytest.param("data=2 tensor=2 sync=parameter-server", marks=pytest.mark.slow),
+        pytest.param("pipeline=2-1 tensor=2 microbatches=3", marks=pytest.mark.slow),
     ],
 )
 def test_axes_compose(plan: str) -> None:
     prove("dropping", plan, steps=8)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical", "pipedream-2bw"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "pipedream",
+        pytest.param("pipedream-vertical", marks=pytest.mark.slow),
+        pytest.param("pipedream-2bw", marks=pytest.mark.slow),
+    ],
+)
 def test_pipelines_that_never_drain_have_tensor_ranks_too(schedule: str) -> None:
     prove("llama", f"pipeline=2 tensor=2 sequence=true microbatches=2 schedule={schedule}", 8, clip=None)
 

@@ -179,6 +179,7 @@ def test_a_run_that_breaks_is_marked_as_failed(tmp_path: Path) -> None:
     assert "seen enough" in kept["reason"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_that_are_there_train(tmp_path: Path) -> None:
     settings = [
         "steps=2",

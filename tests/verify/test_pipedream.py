@@ -241,8 +241,8 @@ def count_twice(engine: Engine) -> None:
     [
         (overwrite, "pipedream"),
         (always_newest, "pipedream-vertical"),
-        (always_newest, "pipedream-2bw"),
-        (count_twice, "pipedream"),
+        pytest.param(always_newest, "pipedream-2bw", marks=pytest.mark.slow),
+        pytest.param(count_twice, "pipedream", marks=pytest.mark.slow),
     ],
 )
 def test_injected_bugs_are_found(bug: Any, schedule: str) -> None:

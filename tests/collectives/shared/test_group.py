@@ -95,7 +95,7 @@ def movements(direct: bool) -> None:
             check_movements(group, length, dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_reductions(warm_ranks: Warm, size: int, direct: bool) -> None:
     warm_ranks(size).run(reductions, direct)
 

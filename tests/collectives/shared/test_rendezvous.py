@@ -109,7 +109,7 @@ def fill_queue() -> None:
         (no_sockets, "TorchGroup"),
         (no_mapping, "TorchGroup"),
         (no_descriptor_passing, "TorchGroup"),
-        (fill_queue, "TorchGroup"),
+        pytest.param(fill_queue, "TorchGroup", marks=pytest.mark.slow),
         (switch_off, "TorchGroup"),
         (another_host, "TorchGroup"),
         (another_network, "TorchGroup"),
