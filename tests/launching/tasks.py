@@ -1,5 +1,6 @@
 """Functions that the tests run in ranks. A rank finds them by name, so they are in a module."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,21 @@ import torch.distributed as dist
 from echelon.errors import UserError
 from echelon.launching import (
     PeerLost,
+    at_instruction,
     beat,
+    byte_collectives,
     channel,
     enter_operation,
+    group,
     is_launched_rank,
+    join,
     launch,
     leave_operation,
     send_message,
 )
-from echelon.launching.group import all_gather_bytes
+from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+from echelon.launching.placement import RankReport
+from echelon.launching.torchrun import share_results
 
 from .processes import wait_until
 
@@ -217,18 +225,75 @@ def send_from_a_fork() -> tuple[int, bool]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), is_launched_rank()
 
 
-def gather_bytes(lengths: list[int]) -> list[bytes]:
-    """Rank r gives `lengths[r]` bytes, no two neighbours of which are equal."""
-    length = lengths[dist.get_rank()]
-    return all_gather_bytes(bytes((dist.get_rank() + index) % 251 for index in range(length)))
+def bytes_of(rank: int, length: int) -> bytes:
+    """What `rank` gives: no two neighbours are equal."""
+    return bytes((rank + index) % 251 for index in range(length))
 
 
-def use_the_device() -> tuple[str, int, torch.Tensor]:
-    """The backend, the device that is current, and a sum made on it."""
-    total = torch.ones(3, device="cuda")
-    dist.all_reduce(total)
-    dist.barrier()
-    return dist.get_backend(), torch.cuda.current_device(), total
+def all_gather(lengths: list[int]) -> list[bytes]:
+    return all_gather_bytes(bytes_of(dist.get_rank(), lengths[dist.get_rank()]))
+
+
+def gather_and_broadcast(lengths: list[int], chunk: int) -> tuple[list[bytes], bytes]:
+    data = bytes_of(dist.get_rank(), lengths[dist.get_rank()])
+    with patch.object(byte_collectives, "_CHUNK_BYTES", chunk):
+        return gather_bytes(data, lengths), broadcast_bytes(data, lengths[0])
+
+
+def kinds_of_backends() -> list[str | None]:
+    """The backends for CPU and GPU tensors of the world, and of a group that has one for the CPU alone."""
+    world = dist.group.WORLD
+    cpu_group = dist.new_group(backend="cpu:gloo")
+    kinds = [group.backend_for(device, each) for each in (world, cpu_group) for device in ("cpu", "cuda")]
+    dist.destroy_process_group(cpu_group)
+    return kinds
+
+
+def join_on_gpus(gpus: list[str]) -> str:
+    """What `join` raises in a group of the user's, over NCCL, where rank r uses `gpus[r]`."""
+    report = RankReport("this host", "id", None, (gpus[dist.get_rank()],))
+    with (
+        patch.object(group, "_checked_world", None),
+        patch.object(group, "backend_for", lambda *_: "nccl"),
+        patch.object(group, "report_current", lambda: report),
+    ):
+        try:
+            join()
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def share(values: list[Any]) -> Any:
+    """What `share_results` makes of `values[r]`, or the text of its error."""
+    try:
+        return share_results(values[dist.get_rank()])
+    except UserError as error:
+        return str(error)
+
+
+def share_something_stubborn(failing_rank: int) -> Any:
+    return share([NotForSending() if rank == failing_rank else rank for rank in range(dist.get_world_size())])
+
+
+def hold_the_interpreter() -> None:
+    """Sleep in C, without letting any Python thread run."""
+    send_message("about to sleep")
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+
+
+def environment_of(names: list[str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
+def hang_at_an_instruction(sleeping_rank: int) -> None:
+    """As on a GPU: the host runs ahead of its operations, then waits for the device."""
+    at_instruction(f"RG5 of stage {dist.get_rank()}")
+    for _ in range(1 if dist.get_rank() == sleeping_rank else 2):
+        enter_operation("recv pipeline")
+        leave_operation()
+    sleep_through_the_step()
 
 
 def launch_again() -> None:

@@ -19,8 +19,10 @@ from echelon.launching.failure import (
 def test_a_death_comes_before_an_exception_and_a_lost_peer_last() -> None:
     lost = Failure(0, Kind.PEER_LOST, "", stamp=1.0)
     raised = Failure(1, Kind.RAISED, "", stamp=2.0)
-    died = Failure(2, Kind.DIED, "", stamp=3.0)
-    assert root_cause([lost, raised, died]) is died
+    aborted = Failure(3, Kind.ABORTED, "", stamp=3.0)
+    died = Failure(2, Kind.DIED, "", stamp=4.0)
+    assert root_cause([lost, raised, aborted, died]) is died
+    assert root_cause([lost, raised, aborted]) is aborted
     assert root_cause([lost, raised]) is raised
     assert root_cause([lost]) is lost
 
@@ -80,3 +82,10 @@ def test_exit_codes_in_words() -> None:
     assert "cannot import the main module" in from_exit_code(0, 1, while_starting=True).reason
     assert "memory runs out" in from_exit_code(0, -signal.SIGKILL, while_starting=False).reason
     assert "signal 63" in from_exit_code(0, -63, while_starting=False).reason
+
+
+def test_a_rank_that_aborts_is_a_consequence_of_one_that_was_killed() -> None:
+    """torch aborts a rank whose NCCL has lost a peer; both ends may be noticed at once, in rank order."""
+    aborted = from_exit_code(0, -signal.SIGABRT, while_starting=False)
+    killed = from_exit_code(1, -signal.SIGKILL, while_starting=False)
+    assert root_cause([aborted, killed]) is killed

@@ -1,50 +1,112 @@
+import itertools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
-from echelon.launching import Ranks, launch
-from echelon.launching.group import choose_backend, timeout
+from echelon.errors import UserError
+from echelon.launching import Ranks, group
+from echelon.launching.group import init_group, timeout
+from echelon.launching.placement import RankReport
 
 from . import tasks
 
 
-@pytest.mark.parametrize(
-    ("asked", "devices", "local_ranks", "chosen"),
-    [
-        (None, 0, 2, "gloo"),
-        (None, 2, 2, "nccl"),
-        (None, 1, 2, "gloo"),
-        ("gloo", 8, 2, "gloo"),
-    ],
-)
-def test_nccl_only_with_a_device_for_every_rank(
-    asked: str | None, devices: int, local_ranks: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+class Joins:
+    """Records what `init_group` does with GPUs and torch, for ranks that are threads of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options: dict[int, dict[str, Any]] = {}
+        self.devices: list[torch.device] = []
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is restored after the test
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+        monkeypatch.setattr(group, "_numbers", itertools.repeat(0))
+        monkeypatch.setattr(group, "_mark_checked", lambda: None)
+        monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
+        monkeypatch.setattr(dist, "init_process_group", self._init)
+        self._monkeypatch = monkeypatch
+
+    def _init(self, backend: str, **options: Any) -> None:
+        self.options[options["rank"]] = {"backend": backend, **options}
+
+    def join(self, gpus: list[str], backend: str | None = None) -> list[BaseException | None]:
+        """Rank r of one host sees the GPUs `gpus[r]`, each named by a letter; what each rank raised."""
+        store = HashStore()
+
+        def join_rank(rank: int) -> None:
+            init_group(store, rank, len(gpus), backend, timeout(60))
+
+        reports = iter([RankReport("a", "id", None, tuple(seen)) for seen in gpus])
+        self._monkeypatch.setattr(group, "report_visible", lambda: next(reports))
+        with ThreadPoolExecutor(len(gpus)) as pool:
+            return [future.exception() for future in [pool.submit(join_rank, r) for r in range(len(gpus))]]
+
+
+@pytest.fixture
+def joins(monkeypatch: pytest.MonkeyPatch) -> Joins:
+    return Joins(monkeypatch)
+
+
+def test_over_nccl_a_rank_binds_its_device(joins: Joins, capsys: pytest.CaptureFixture[str]) -> None:
+    assert joins.join(["xy", "xy"]) == [None, None]
+    bound = [(joins.options[rank]["backend"], joins.options[rank]["device_id"]) for rank in range(2)]
+    assert bound == [("nccl", torch.device("cuda", 0)), ("nccl", torch.device("cuda", 1))]
+    assert sorted(device.index for device in joins.devices) == [0, 1]
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_rank_0_says_so(
+    joins: Joins, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    assert choose_backend(asked, local_ranks) == chosen
+    assert joins.join(["x", "x"]) == [None, None]
+    assert [joins.options[rank]["device_id"] for rank in range(2)] == [None, None]
+    assert [device.index for device in joins.devices] == [0, 0], "they still compute on it"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("echelon: 2 ranks share 1 GPU on host a, so they use Gloo")
+    assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("lengths", [[0, 3, 6], [1024, 1025, 0], [5000, 1, 1024], [0, 0, 0]])
-def test_bytes_of_different_length_are_gathered(
-    lengths: list[int], warm_ranks: Callable[[int], Ranks]
-) -> None:
-    expected = [bytes((rank + index) % 251 for index in range(length)) for rank, length in enumerate(lengths)]
-    assert warm_ranks(3).run(tasks.gather_bytes, lengths) == [expected] * 3
+def test_without_gpus_nothing_is_said(joins: Joins, capsys: pytest.CaptureFixture[str]) -> None:
+    assert joins.join(["", ""]) == [None, None]
+    assert joins.options[1]["backend"] == "gloo"
+    assert joins.devices == []
+    assert capsys.readouterr().err == ""
 
 
-def test_never_is_a_long_time() -> None:
-    assert timeout(None).days >= 365
+def test_no_rank_joins_if_the_hosts_differ(joins: Joins) -> None:
+    errors = joins.join(["x", ""])
+    assert [type(error) for error in errors] == [UserError, UserError]
+    assert str(errors[0]) == str(errors[1])
+    assert joins.options == {}
+
+
+def test_cuda_gets_enough_queues_unless_the_user_chose(joins: Joins, monkeypatch: pytest.MonkeyPatch) -> None:
+    joins.join([""])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    joins.join([""])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_a_group_is_asked_for_its_backends(warm_ranks: Callable[[int], Ranks]) -> None:
+    assert warm_ranks(2).run(tasks.kinds_of_backends) == [["gloo", "gloo", "gloo", None]] * 2
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_every_rank(warm_ranks: Callable[[int], Ranks]) -> None:
+    first, second = warm_ranks(2).run(tasks.join_on_gpus, ["x", "x"])
+    assert first == second
+    assert "  - host this host (ranks 0, 1): 1 GPU, which ranks share" in first
+    assert warm_ranks(2).run(tasks.join_on_gpus, ["x", "y"]) == ["", ""]
+
+
+def test_no_timeout_overflows_poll() -> None:
+    """torch hands a timeout to poll() as milliseconds in 32 bits."""
+    for seconds in (None, 1e9, float("inf")):
+        assert 2e6 < timeout(seconds).total_seconds() < 2**31 / 1000
     assert timeout(2.5).total_seconds() == 2.5
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_every_rank_has_a_device_and_more_ranks_share_them() -> None:
-    devices = torch.cuda.device_count()
-    for ranks, backend in ((devices, "nccl"), (devices + 1, "gloo")):
-        results = launch(tasks.use_the_device, ranks)
-        assert [result[:2] for result in results] == [(backend, rank % devices) for rank in range(ranks)]
-        assert all(total.tolist() == [ranks] * 3 for _, _, total in results)
-    assert not torch.cuda.is_initialized(), "the parent needs no memory on a device"

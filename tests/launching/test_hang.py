@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launching import pulse
-from echelon.launching.hang import Watch, describe, rank_to_blame
+from echelon.launching.hang import Watch, describe, main_frame, rank_to_blame
 from echelon.launching.pulse import Board, Pulse
 
 
@@ -27,19 +27,53 @@ def works(operations: int) -> Pulse:
     ],
 )
 def test_the_rank_that_blocks_the_others(pulses: list[Pulse], returned: tuple[int, ...], blamed: int) -> None:
-    rank, why = rank_to_blame(pulses, returned)
-    assert rank == blamed
-    assert why == f"seems to block the others: it {describe(pulses[blamed], blamed in returned)}"
+    states = [f"state {rank}" for rank in range(len(pulses))]
+    assert rank_to_blame(pulses, returned, states) == (
+        blamed,
+        f"seems to block the others: it state {blamed}",
+    )
 
 
 def test_ranks_at_the_same_point_are_reported_as_equal() -> None:
-    assert rank_to_blame([waits(3)] * 3, ()) == (0, "is only the first: all ranks are at the same point")
+    assert rank_to_blame([waits(3)] * 3, (), ["waits"] * 3) == (
+        0,
+        "is only the first: all ranks are at the same point",
+    )
 
 
 def test_what_a_rank_does_in_words() -> None:
     assert describe(waits(12, "all_reduce data"), returned=False) == "waits in all_reduce data (operation 12)"
     assert describe(works(1), returned=False) == "works outside any operation, after 1 operation"
     assert describe(works(2), returned=True) == "has returned, after 2 operations"
+
+
+def test_the_instruction_and_the_frame_of_a_rank_in_words() -> None:
+    waiting = waits(12, "recv pipeline")._replace(instruction="RG5 of stage 1")
+    assert describe(waiting, False, "in wait (x.py:3)") == (
+        "is at RG5 of stage 1, waits in recv pipeline (operation 12)"
+    )
+    working = works(2)._replace(instruction="UPDATE")
+    assert describe(working, False, "in item (loop.py:88)") == (
+        "is at UPDATE, works outside any operation, after 2 operations, in item (loop.py:88)"
+    )
+    assert describe(working, True, "in receive (x.py:3)") == "has returned, after 2 operations"
+
+
+STACKS = """Thread 0x00007f01 (most recent call first):
+  File "/lib/threading.py", line 324 in wait
+  File "/lib/threading.py", line 1045 in _bootstrap
+
+Current thread 0x00007f00 (most recent call first):
+  File "/home/user/my project/loop.py", line 88 in read_loss
+  File "/home/user/train.py", line 12 in <module>
+"""
+
+
+def test_the_frame_of_the_main_thread_is_found() -> None:
+    """faulthandler writes the main thread last."""
+    assert main_frame(STACKS) == "in read_loss (loop.py:88)"
+    assert main_frame("") == ""
+    assert main_frame(STACKS + "...\n") == "", "of many threads the last ones are missing"
 
 
 def test_a_change_in_any_slot_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pulse.Board:
 
 def test_outside_a_rank_nothing_happens() -> None:
     pulse.beat()
+    pulse.at_instruction("F0")
     pulse.enter_operation("barrier")
     pulse.leave_operation()
 
@@ -42,3 +44,23 @@ def test_a_long_name_is_cut(board: pulse.Board) -> None:
     last = board.read()[1]
     assert last.name.startswith("ä" * 30)
     assert (last.beats, last.entered) == (1, 1)
+
+
+def test_the_instruction_stays_until_the_next_one(board: pulse.Board) -> None:
+    pulse.at_instruction("RG5 of stage 1")
+    pulse.enter_operation("recv pipeline")
+    assert board.read()[1] == pulse.Pulse(0, 1, 0, "recv pipeline", "RG5 of stage 1")
+    pulse.at_instruction("")
+    assert board.read()[1].instruction == ""
+
+
+def test_a_long_instruction_is_cut(board: pulse.Board) -> None:
+    pulse.at_instruction("B" * 100)
+    assert board.read()[1] == pulse.Pulse(0, 0, 0, "", "B" * 64)
+
+
+def test_an_instruction_of_another_thread_does_not_count(board: pulse.Board) -> None:
+    thread = threading.Thread(target=pulse.at_instruction, args=("F0",))
+    thread.start()
+    thread.join()
+    assert board.read()[1].instruction == ""

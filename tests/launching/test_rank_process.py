@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.launching import hang
 from echelon.launching.calls import pack_call
 from echelon.launching.channel import Answer, Message
 from echelon.launching.failure import Failure, Kind
@@ -30,6 +31,7 @@ def config(folder: Path, ranks: int) -> RankConfig:
         timeout_seconds=60.0,
         working_directory=os.getcwd(),
         environment=dict(os.environ),
+        overrides={},
     )
 
 
@@ -113,11 +115,14 @@ def test_a_rank_that_was_never_started_needs_no_killing(process: RankProcess) ->
     assert not process.is_started
 
 
-def test_stacks_have_a_heading_for_each_rank(process: RankProcess) -> None:
-    assert collect_stacks([]) == ""
+def test_stacks_of_a_rank_that_never_returns_from_c(process: RankProcess) -> None:
+    """As in a call of CUDA that waits for a kernel which never ends."""
+    assert collect_stacks([]) == []
     start(process)
-    process.call(pack_call(tasks.send_and_sleep, ()))
+    process.call(pack_call(tasks.hold_the_interpreter, ()))
     assert next_event(process) == Message("about to sleep")
-    stacks = collect_stacks([process])
-    assert stacks.startswith("stacks of rank 0:\n")
-    assert "send_and_sleep" in stacks
+    (stacks,) = collect_stacks([process])
+    assert "in hold_the_interpreter" in stacks
+    assert hang.main_frame(stacks).startswith("in hold_the_interpreter (tasks.py:")
+    kill_all([process])
+    assert not process.is_alive

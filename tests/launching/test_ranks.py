@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -150,13 +151,14 @@ def test_a_hang_names_the_rank_that_is_late_and_shows_all_stacks() -> None:
         ranks.run(tasks.hang, 1)
     error = caught.value
     assert error.rank == 1
+    (sleeping,) = re.findall(r", in sleep_through_the_step \(tasks\.py:\d+\)", error.reason)
     assert error.reason == (
-        "seems to block the others: it works outside any operation, after 1 operation; "
+        f"seems to block the others: it works outside any operation, after 1 operation{sleeping}; "
         "no rank gave a sign of life for 1 s"
     )
     assert error.others == (
         "rank 0 waits in barrier (operation 2)",
-        "rank 1 works outside any operation, after 1 operation",
+        f"rank 1 works outside any operation, after 1 operation{sleeping}",
         "rank 2 waits in barrier (operation 2)",
     )
     zero, one, two = error.traceback.split("stacks of rank ")[1:]
@@ -164,6 +166,17 @@ def test_a_hang_names_the_rank_that_is_late_and_shows_all_stacks() -> None:
     assert "in barrier" in zero
     assert "in barrier" in two
     assert "sleep_through_the_step" not in zero + two
+
+
+def test_a_hang_names_the_instruction_of_every_rank() -> None:
+    """On GPUs hosts run ahead: the rank that entered fewer operations is the one to look at."""
+    with pytest.raises(RankHung) as caught:
+        Ranks(2, deadline=0.5).run(tasks.hang_at_an_instruction, 1)
+    assert caught.value.rank == 1
+    zero, one = caught.value.others
+    words = "is at RG5 of stage {}, works outside any operation, after {}, in sleep_through_the_step"
+    assert zero.startswith("rank 0 " + words.format(0, "2 operations"))
+    assert one.startswith("rank 1 " + words.format(1, "1 operation"))
 
 
 def test_a_hang_of_equal_ranks_says_so() -> None:
@@ -220,9 +233,40 @@ def test_a_number_of_ranks_that_means_nothing_is_refused(ranks: int) -> None:
         Ranks(ranks)
 
 
-def test_a_deadline_that_means_nothing_is_refused() -> None:
+@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
+def test_a_deadline_that_means_nothing_is_refused(deadline: float) -> None:
     with pytest.raises(UserError, match="must be more than 0 seconds"):
-        Ranks(1, deadline=0)
+        Ranks(1, deadline=deadline)
+
+
+@pytest.mark.parametrize("deadline", [None, 1e8, float("inf")])
+def test_a_deadline_of_years_is_one(deadline: float | None) -> None:
+    with Ranks(2, deadline=deadline) as ranks:
+        assert ranks.run(tasks.rank) == [0, 1]
+
+
+def test_each_rank_has_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        "NCCL_HOSTID",
+        "LOCAL_RANK",
+        "RANK",
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    ]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def environment(rank: int) -> dict[str, str]:  # is called here, so it need not be sent
+        return {"NCCL_HOSTID": f"host {rank}", "LOCAL_RANK": "0"}
+
+    with Ranks(2, environment=environment) as ranks:
+        for rank, variables in enumerate(ranks.run(tasks.environment_of, names)):
+            assert list(variables.values()) == [f"host {rank}", "0", str(rank), "0", None]
+
+
+def test_an_environment_that_breaks_the_launch_is_refused() -> None:
+    with pytest.raises(UserError, match="RANK='7': the launcher sets this variable"):
+        Ranks(2, environment=lambda _: {"RANK": "7"})
 
 
 def test_all_errors_of_the_arguments_are_listed() -> None:

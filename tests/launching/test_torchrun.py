@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import UserError
-from echelon.launching import join, launch
+from echelon.launching import Ranks, RemoteResult, join, launch
+from echelon.launching import torchrun as torchrun_module
 
 from . import tasks
 
@@ -56,13 +57,43 @@ def test_two_machines_with_networks_of_their_own(tmp_path: Path, two_networks: l
 
 
 def networks(folder: Path) -> set[str]:
-    """Check that every rank has every rank's results of both launches; return the networks they ran in."""
-    everywhere = [torch.load(folder / f"results-{rank}.pt") for rank in range(RANKS)]
-    for first, second in everywhere:
-        assert [rank for rank, _, _ in first] == list(range(RANKS))
-        assert [total.tolist() for _, _, total in first] == [[10.0] * (rank + 1) for rank in range(RANKS)]
-        assert [total[0].item() for _, _, total in second] == [100.0] * RANKS
-    return {network for _, network, _ in everywhere[0][0]}
+    """Check which results of both launches each rank has; return the networks they ran in."""
+    networks = set()
+    for rank in range(RANKS):
+        launches = torch.load(folder / f"results-{rank}.pt")
+        for total, results in zip((10.0, 100.0), launches, strict=True):
+            assert set(results) == (set(range(RANKS)) if rank == 0 else {0, rank})
+            for source, (name, network, totals) in results.items():
+                assert (name, totals.tolist()) == (source, [total] * (source + 1))
+                networks.add(network)
+    return networks
+
+
+def test_rank_0_has_all_results_and_others_their_own_and_its(warm_ranks: Callable[[int], Ranks]) -> None:
+    values = [{"loss": 0.5}, (1, 2), None]
+    first, second, third = warm_ranks(3).run(tasks.share, values)
+    assert first == values
+    assert second == [*values[:2], RemoteResult(2)]
+    assert third == [values[0], RemoteResult(1), None]
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_on_every_rank(warm_ranks: Callable[[int], Ranks]) -> None:
+    """The others would wait for it forever."""
+    for said in warm_ranks(3).run(tasks.share_something_stubborn, 1):
+        assert said.startswith("1 error in the results:\n  - rank 1: the result is of type NotForSending")
+
+
+def test_the_environment_is_set_before_the_group_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("NCCL_HOSTID", "before")  # is restored after the test
+    hosts = []
+    monkeypatch.setattr(torchrun_module, "join", lambda *_: hosts.append(os.environ["NCCL_HOSTID"]))
+    monkeypatch.setattr(torchrun_module, "share_results", lambda value: [value])
+    assert launch(os.getpid, 2, environment=lambda rank: {"NCCL_HOSTID": f"host {rank}"}) == [os.getpid()]
+    assert hosts == ["host 1"]
 
 
 def run_agents(folder: Path, master: str, prefixes: Sequence[list[str]], interface: str) -> None:

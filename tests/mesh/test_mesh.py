@@ -14,7 +14,7 @@ import torch.distributed as dist
 from echelon.collectives import Group, TorchGroup
 from echelon.errors import UserError
 from echelon.launching import PeerLost, RankFailed, Ranks
-from echelon.mesh import Layout, Mesh
+from echelon.mesh import Layout, Mesh, this_device
 from echelon.plan import Plan
 
 
@@ -236,3 +236,16 @@ def test_every_group_is_connected_when_it_is_made_in_the_same_order(
     first, second = warm_ranks(2).run(connected_groups)
     assert first == second
     assert first == ["pipeline", "pipeline", "pipeline", "tied"], "the axis, an edge each way, tied weights"
+
+
+def test_the_device_is_a_gpu_only_if_the_group_moves_gpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert this_device() == torch.device("cuda", 1), "one process alone"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for backend, device in (("nccl", "cuda"), ("gloo", "cuda"), (None, "cpu")):
+        monkeypatch.setattr("echelon.mesh.mesh.backend_for", lambda *_, backend=backend: backend)
+        assert this_device().type == device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("echelon.mesh.mesh.backend_for", lambda *_: "gloo")
+    assert this_device() == torch.device("cpu")

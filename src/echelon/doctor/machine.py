@@ -123,6 +123,6 @@ def _backends() -> list[Finding]:
 
 
 def _launch_backend() -> list[Finding]:
-    from echelon.launching.group import choose_backend
+    from echelon.launching.group import launch_backend
 
-    return [Finding("launch of 2 ranks uses", choose_backend(None, local_ranks=2))]
+    return [Finding("launch of 2 ranks uses", launch_backend(2))]

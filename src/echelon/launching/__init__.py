@@ -8,8 +8,9 @@ from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.launcher import launch
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
-from echelon.launching.pulse import beat, enter_operation, leave_operation
+from echelon.launching.pulse import at_instruction, beat, enter_operation, leave_operation
 from echelon.launching.ranks import Ranks
+from echelon.launching.results import RemoteResult
 from echelon.launching.torchrun import join
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "RankFailed",
     "RankHung",
     "Ranks",
+    "RemoteResult",
+    "at_instruction",
     "beat",
     "enter_operation",
     "is_launched_rank",

@@ -32,8 +32,9 @@ class Kind(enum.IntEnum):
     """The lower, the more likely it is the root cause."""
 
     DIED = 0  # killed, or exited without an answer
-    RAISED = 1
-    PEER_LOST = 2  # raised because another rank was gone
+    ABORTED = 1  # by itself: torch ends a rank so whose NCCL has lost a peer
+    RAISED = 2
+    PEER_LOST = 3  # raised because another rank was gone
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
         reason += " (the system sends SIGKILL when memory runs out: see dmesg, or use less memory)"
     if while_starting and code == 1:
         reason += " (usually because it cannot import the main module; see its standard error)"
-    return Failure(rank, Kind.DIED, reason)
+    return Failure(rank, Kind.ABORTED if -code == signal.SIGABRT else Kind.DIED, reason)
 
 
 def is_peer_error(error: BaseException) -> bool:

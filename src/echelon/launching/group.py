@@ -1,55 +1,103 @@
-"""The torch process group of a rank: choose the backend and the device, join, leave.
+"""The torch process group of a rank: agree on backend and devices, join, leave.
 
-Of this package, only this module imports torch at once; the parent never needs it.
+Imports torch at once, as `rank_report.py` and `store_agreement.py` do; the parent needs none of them.
 """
 
+import itertools
+import os
+import sys
+import weakref
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not marked so
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
-_FOREVER = timedelta(days=365)
-_SHORT_BYTES = 1024  # gathered in one operation
+from echelon.launching.placement import Placement, RankReport, check_devices, place
+from echelon.launching.rank_report import report_current, report_visible
+from echelon.launching.store_agreement import agree
+
+# torch hands timeouts to poll() as milliseconds in 32 bits: 24.8 days.
+_LONGEST = timedelta(days=24)
+
+# With the default of 8, the streams of several NCCL communicators share a hardware queue, and a receive that
+# waits for its peer blocks the kernels behind it.
+_CUDA_QUEUES = "32"
+
+_numbers = itertools.count()  # keeps the keys of one agreement in a store apart from those of the next
+_checked_world: "weakref.ref[dist.ProcessGroup] | None" = None
 
 
 def timeout(seconds: float | None) -> timedelta:
     """A timeout for torch, which has no value that means never."""
-    return _FOREVER if seconds is None else timedelta(seconds=seconds)
+    return _LONGEST if seconds is None else timedelta(seconds=min(seconds, _LONGEST.total_seconds()))
 
 
-def choose_backend(requested: str | None, local_ranks: int) -> str:
-    """NCCL if every rank of this machine has a CUDA device of its own, else gloo."""
-    if requested is not None:
-        return requested
-    return "nccl" if torch.cuda.is_available() and local_ranks <= torch.cuda.device_count() else "gloo"
-
-
-def init_group(backend: str | None, local_rank: int, local_ranks: int, **options: Any) -> None:
-    """Select this rank's device, then join; `options` go to `init_process_group`."""
-    chosen = choose_backend(backend, local_ranks)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+def init_group(store: Store, rank: int, ranks: int, backend: str | None, limit: timedelta) -> None:
+    """Agree with all ranks on backend and devices, select this rank's device, then join."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # CUDA reads it when it starts
+    store.set_timeout(limit)
+    keys = _new_keys("placement", store)
+    placement = Placement(
+        *agree(keys, rank, ranks, report_visible, lambda reports: place(_parse(reports), backend))
+    )
+    if placement.note and rank == 0:
+        print(f"echelon: {placement.note}", file=sys.stderr, flush=True)
+    index = placement.devices[rank]
+    device = None if index is None else torch.device("cuda", index)
+    if device is not None:
         torch.cuda.set_device(device)
-        if chosen == "nccl":
-            options["device_id"] = device  # otherwise NCCL guesses it, with a warning
-    dist.init_process_group(chosen, **options)
+    dist.init_process_group(
+        placement.backend,
+        store=PrefixStore("default_pg", store),
+        rank=rank,
+        world_size=ranks,
+        timeout=limit,
+        device_id=device if placement.uses_nccl else None,  # otherwise NCCL guesses it, with a warning
+    )
+    _mark_checked()
+
+
+def check_world() -> None:
+    """Check the devices of a process group that the user initialised; every rank must call this.
+
+    NCCL itself fails late and unclearly where two ranks use one GPU. Does nothing for other backends, and for
+    a group that was checked before.
+    """
+    world = _world()
+    if _checked_world is not None and _checked_world() is world:
+        return
+    if backend_for("cuda") == "nccl":
+        keys = _new_keys("devices", dist.distributed_c10d._get_default_store())
+        agree(
+            keys, world.rank(), world.size(), report_current, lambda reports: check_devices(_parse(reports))
+        )
+    _mark_checked()
+
+
+def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """The name of the backend that moves tensors of this kind of device; None if the group has none.
+
+    Without `group`, that of all ranks. The name of a group's backend ('cpu:gloo,cuda:nccl') says less.
+    """
+    try:
+        return str((group or _world())._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return None
+
+
+def launch_backend(ranks: int) -> str:
+    """The backend of `launch` with so many ranks on this machine."""
+    here = report_visible()
+    return place([here._replace(local_rank=rank) for rank in range(ranks)], None).backend
 
 
 def join_by_file(
     path: str, rank: int, ranks: int, backend: str | None, timeout_seconds: float | None
 ) -> None:
     """Join the ranks of this machine through a file, so that no port is opened."""
-    init_group(
-        backend,
-        local_rank=rank,
-        local_ranks=ranks,
-        store=FileStore(path, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timeout(timeout_seconds),
-    )
+    init_group(FileStore(path, ranks), rank, ranks, backend, timeout(timeout_seconds))
 
 
 def leave() -> None:
@@ -58,21 +106,28 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def all_gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The `data` of every rank of `group` (None: of all ranks), in rank order."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    ranks = dist.get_world_size(group)
+def leave_together() -> None:
+    """As `leave`, when all ranks leave at once: a rank that ends early may lose its last NCCL sends."""
+    if dist.is_initialized() and backend_for("cuda") == "nccl":
+        torch.cuda.synchronize()
+        dist.barrier()
+    leave()
 
-    def all_gather(part: bytes, size: int) -> list[bytes]:
-        padded = bytearray(part.ljust(size, b"\0"))  # torch wants the same size on all ranks
-        local = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-        gathered = [torch.empty_like(local) for _ in range(ranks)]
-        dist.all_gather(gathered, local, group=group)
-        return [each.cpu().numpy().tobytes() for each in gathered]
 
-    # With 32 ranks on 2 cores one operation takes 0.1 s, so short data goes along with its length.
-    first = all_gather(len(data).to_bytes(8, "little") + data[:_SHORT_BYTES], 8 + _SHORT_BYTES)
-    lengths = [int.from_bytes(each[:8], "little") for each in first]
-    missing = max(lengths) - _SHORT_BYTES
-    rest = all_gather(data[_SHORT_BYTES:], missing) if missing > 0 else [b""] * ranks
-    return [(head[8:] + tail)[:length] for head, tail, length in zip(first, rest, lengths, strict=True)]
+def _parse(reports: list[Any]) -> list[RankReport]:
+    return [RankReport(*report) for report in reports]
+
+
+def _new_keys(name: str, store: Store) -> PrefixStore:
+    return PrefixStore(f"echelon/{name}/{next(_numbers)}", store)
+
+
+def _mark_checked() -> None:
+    global _checked_world
+    _checked_world = weakref.ref(_world())
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "no process group is initialised"
+    return world

@@ -3,8 +3,10 @@
 `Watch` has the clock; the rest are pure functions of the pulses.
 """
 
+import re
 import time
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 
 from echelon.launching.pulse import Board, Pulse
 
@@ -43,8 +45,10 @@ class Watch:
         return time.monotonic() - self._last_sign > self._deadline
 
 
-def rank_to_blame(pulses: Sequence[Pulse], returned: Collection[int]) -> tuple[int, str]:
-    """The rank that the others seem to wait for, and why ('rank 1 …').
+def rank_to_blame(
+    pulses: Sequence[Pulse], returned: Collection[int], states: Sequence[str]
+) -> tuple[int, str]:
+    """The rank that the others seem to wait for, and why ('rank 1 …'); `states` has what `describe` says.
 
     First comes a rank that works while others wait, then one that has returned while others wait, then the
     one that is furthest behind. If all are equal, it is the lowest rank.
@@ -57,16 +61,30 @@ def rank_to_blame(pulses: Sequence[Pulse], returned: Collection[int]) -> tuple[i
     rank = min(range(len(pulses)), key=priority)
     if len(pulses) > 1 and len({priority(each) for each in range(len(pulses))}) == 1:
         return rank, "is only the first: all ranks are at the same point"
-    return rank, f"seems to block the others: it {describe(pulses[rank], rank in returned)}"
+    return rank, f"seems to block the others: it {states[rank]}"
 
 
-def describe(pulse: Pulse, returned: bool) -> str:
-    """'waits in all_reduce data (operation 12)': follows 'rank 0 …' or 'it …'."""
+def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
+    """'is at RG5 of stage 1, waits in recv pipeline (operation 12)': follows 'rank 0 …' or 'it …'.
+
+    `frame` says where the rank's host is; a host that waits for its GPU is inside no operation.
+    """
     if returned:
         return f"has returned, after {_operations(pulse.left)}"
+    instruction = f"is at {pulse.instruction}, " if pulse.instruction else ""
     if pulse.waits:
-        return f"waits in {pulse.name} (operation {pulse.entered})"
-    return f"works outside any operation, after {_operations(pulse.left)}"
+        return f"{instruction}waits in {pulse.name} (operation {pulse.entered})"
+    place = f", {frame}" if frame else ""
+    return f"{instruction}works outside any operation, after {_operations(pulse.left)}{place}"
+
+
+def main_frame(stacks: str) -> str:
+    """Where the main thread is ('in item (loop.py:88)'), from what faulthandler wrote; '' if unclear."""
+    threads = re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE)
+    if stacks.rstrip().endswith("..."):  # too many threads: the main thread, which comes last, is missing
+        return ""
+    frame = re.search(r'File "([^"]*)", line (\d+) in (\S+)', threads[-1])
+    return f"in {frame[3]} ({PurePath(frame[1]).name}:{frame[2]})" if frame else ""
 
 
 def _operations(count: int) -> str:

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from echelon.launching import guard, torchrun
 from echelon.launching.calls import pack_call
+from echelon.launching.environment import Environment
 from echelon.launching.ranks import Ranks
 
 T = TypeVar("T")
@@ -16,20 +17,24 @@ def launch(
     *args: object,
     backend: str | None = None,
     deadline: float | None = 1800.0,
+    environment: Environment | None = None,
 ) -> list[T]:
     """Call `fn(*args)` in `ranks` processes of one process group; return the results in rank order.
 
         results = launch(train, 4, config)
 
-    Under torchrun this process is a rank already: `fn` runs here, among its peers, and every rank
-    returns all results. An error in one rank ends them all and is raised as `RankFailed`, with that
-    rank's traceback; a `UserError` is raised unchanged.
+    `environment(rank)` has more environment variables for a rank, set before CUDA and the process group
+    start there. An error in one rank ends them all and is raised as `RankFailed`, with that rank's
+    traceback; a `UserError` is raised unchanged.
+
+    Under torchrun this process is a rank already: `fn` runs here, among its peers. Rank 0 returns all
+    results; every other rank returns its own and rank 0's, and a `RemoteResult` in place of the others.
     """
     if torchrun.is_under_torchrun():
-        return torchrun.run_among_peers(fn, ranks, args, backend, deadline)
+        return torchrun.run_among_peers(fn, ranks, args, backend, deadline, environment)
     guard.refuse_while_main_is_imported()
     call = pack_call(fn, args)  # before any process starts
-    with Ranks(ranks, backend=backend, deadline=deadline) as started:
+    with Ranks(ranks, backend=backend, deadline=deadline, environment=environment) as started:
         started.run(request_training_modules)  # for the next launch
         return started.run_packed(call)
 

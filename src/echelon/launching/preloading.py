@@ -12,9 +12,10 @@ from multiprocessing.forkserver import ensure_running
 TRAINING_MODULES = ("echelon.engine", "torch._dynamo")
 
 _modules = [
+    "echelon.launching.no_cuda",
     "torch",
     "torch.distributed",
-    "echelon.launching.fork_server",
+    "echelon.launching.fork_server",  # after torch: before a fork it must take its lock ahead of all others
     "echelon.launching.group",
     "echelon.launching.worker",
 ]

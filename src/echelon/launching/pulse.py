@@ -1,7 +1,7 @@
 """Signs of life: each rank has a small slot in a memory-mapped file, which the parent reads.
 
-A rank writes to it with `beat`, `enter_operation` and `leave_operation`. Outside a launched rank (torchrun,
-a plain script) they do nothing. `hang.py` decides what silence means.
+A rank writes to it with `beat`, `at_instruction`, `enter_operation` and `leave_operation`. Outside a launched
+rank (torchrun, a plain script) they do nothing. `hang.py` decides what silence means.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-_NAME_BYTES = 64
+_TEXT_BYTES = 64
 
 
 class _Slot(ctypes.Structure):
@@ -18,17 +18,20 @@ class _Slot(ctypes.Structure):
         ("beats", ctypes.c_uint64),
         ("entered", ctypes.c_uint64),
         ("left", ctypes.c_uint64),
-        ("name", ctypes.c_char * _NAME_BYTES),
+        ("name", ctypes.c_char * _TEXT_BYTES),
+        ("instruction", ctypes.c_char * _TEXT_BYTES),
     )
 
 
 class Pulse(NamedTuple):
-    """What one rank's slot held: numbers of beats and operations, and the name of the last operation."""
+    """What one rank's slot held: numbers of beats and operations, the name of the last operation, and the
+    instruction of the step's program that the rank's host is at ('' outside a step)."""
 
     beats: int
     entered: int
     left: int
     name: str
+    instruction: str = ""
 
     @property
     def waits(self) -> bool:
@@ -45,13 +48,23 @@ def beat() -> None:
         _slot.beats += 1
 
 
+def at_instruction(text: str) -> None:
+    """Note which instruction of the step's program this rank's host begins ('RG5 of stage 1'); '' for none.
+
+    On a GPU, waiting for an operation does not block the host. It blocks later, where it needs a result, so
+    the last operation does not say where a rank hangs; the instruction does.
+    """
+    if _slot is not None and threading.current_thread() is threading.main_thread():
+        _slot.instruction = text.encode()[:_TEXT_BYTES]
+
+
 def enter_operation(name: str) -> None:
     """Note that this rank now waits for others in operation `name`. Operations do not nest.
 
     Only the main thread counts: a server's threads wait for requests all the time.
     """
     if _slot is not None and threading.current_thread() is threading.main_thread():
-        _slot.name = name.encode()[:_NAME_BYTES]
+        _slot.name = name.encode()[:_TEXT_BYTES]
         _slot.entered += 1
 
 
@@ -70,16 +83,18 @@ class Board:
 
     def read(self) -> list[Pulse]:
         """What every slot holds now, in rank order."""
-        return [
-            Pulse(slot.beats, slot.entered, slot.left, slot.name.decode(errors="replace"))
-            for slot in self._slots
-        ]
+        return [_read(slot) for slot in self._slots]
 
 
 def take_slot(path: Path, rank: int) -> None:
-    """Let `beat`, `enter_operation` and `leave_operation` of this process write to the slot of `rank`."""
+    """Let the functions of this module write to the slot of `rank` in this process."""
     global _slot
     _slot = _open_slot(path, rank)
+
+
+def _read(slot: _Slot) -> Pulse:
+    name, instruction = (text.decode(errors="replace") for text in (slot.name, slot.instruction))
+    return Pulse(slot.beats, slot.entered, slot.left, name, instruction)
 
 
 def _open_slot(path: Path, rank: int) -> _Slot:

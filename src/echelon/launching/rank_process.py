@@ -21,6 +21,7 @@ Event = Answer | Message | Failure
 _TERM_SECONDS = 1.0  # for SIGTERM handlers that a user's function may have installed
 _STOP_SECONDS = 10.0  # for a rank that was asked to stop
 _STACKS_SECONDS = 1.0
+_REAP_SECONDS = 10.0  # a process that was killed inside the driver of a GPU ends when the driver lets it
 
 
 class RankProcess:
@@ -114,8 +115,8 @@ class RankProcess:
             send(self.process.pid, number)
 
     def reap(self) -> None:
-        """Wait for the end of the process, which has been killed."""
-        self.process.join()
+        """Wait for the end of the process, which has been killed, but not long: its error must be raised."""
+        self.process.join(_REAP_SECONDS)
         self._rank_connection.close()
         self._connection.close()
 
@@ -140,15 +141,18 @@ def kill_all(processes: Sequence[RankProcess]) -> None:
         process.reap()
 
 
-def collect_stacks(processes: Sequence[RankProcess]) -> str:
-    """Where every thread of every rank is now, with a heading for each rank."""
+def collect_stacks(processes: Sequence[RankProcess]) -> list[str]:
+    """Where every thread of every rank is now, in rank order; '' for a rank that does not write it in time.
+
+    A signal handler in C writes them, so the rank may be inside a call that never returns.
+    """
     for process in processes:
         process.request_stacks()
     give_up = time.monotonic() + _STACKS_SECONDS
     while time.monotonic() < give_up and not all(process.stacks() for process in processes):
         time.sleep(0.02)
     time.sleep(0.1)  # for the ranks to finish what they have begun to write
-    return "\n\n".join(f"stacks of rank {process.rank}:\n{process.stacks()}" for process in processes)
+    return [process.stacks() for process in processes]
 
 
 def _await_end(processes: Sequence[RankProcess], seconds: float) -> None:

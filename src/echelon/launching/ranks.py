@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -21,6 +21,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching import guard, hang
 from echelon.launching.calls import pack_call
 from echelon.launching.channel import Answer, Message, is_launched_rank
+from echelon.launching.environment import Environment, variables_of
 from echelon.launching.errors import RankFailed, RankHung
 from echelon.launching.failure import Failure, root_cause
 from echelon.launching.pulse import Board
@@ -50,12 +51,21 @@ class Ranks:
             scores = ranks.run(evaluate, config)    # the same processes, still warm
 
     `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit).
+    `environment(rank)` has more environment variables for a rank, for example settings of NCCL.
     A failure in a run ends all ranks, and then these `Ranks` cannot be used again.
     """
 
-    def __init__(self, ranks: int, *, backend: str | None = None, deadline: float | None = 1800.0) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        backend: str | None = None,
+        deadline: float | None = 1800.0,
+        environment: Environment | None = None,
+    ) -> None:
         guard.refuse_while_main_is_imported()
         _check_arguments(ranks, deadline)
+        overrides = [variables_of(environment, rank) for rank in range(ranks)]
         self._deadline = deadline
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-"))
         self._processes: list[RankProcess] = []
@@ -63,7 +73,7 @@ class Ranks:
         # Runs before multiprocessing's own handler, which would wait for the ranks forever.
         atexit.register(self.close)
         with self._kill_on_error():
-            self._start(ranks, backend)
+            self._start(backend, overrides)
 
     def run(self, fn: Callable[..., T], *args: object, on_message: OnMessage | None = None) -> list[T]:
         """Call `fn(*args)` in every rank; return the results in rank order.
@@ -101,16 +111,17 @@ class Ranks:
         else:
             self.kill()
 
-    def _start(self, ranks: int, backend: str | None) -> None:
+    def _start(self, backend: str | None, overrides: Sequence[dict[str, str]]) -> None:
         """Start the processes and wait until they have joined their group."""
-        configs = [self._config(rank, ranks, backend) for rank in range(ranks)]
+        ranks = len(overrides)
+        configs = [self._config(rank, ranks, backend, overrides[rank]) for rank in range(ranks)]
         self._board = Board(configs[0].board, ranks)
         self._processes = [RankProcess(config) for config in configs]
         for process in self._processes:
             process.start()
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
 
-    def _config(self, rank: int, ranks: int, backend: str | None) -> RankConfig:
+    def _config(self, rank: int, ranks: int, backend: str | None, overrides: Mapping[str, str]) -> RankConfig:
         # torch's own timeout is much longer than the deadline, whose error says more.
         timeout = None if self._deadline is None else 2 * self._deadline + 60
         return RankConfig(
@@ -122,6 +133,7 @@ class Ranks:
             timeout_seconds=timeout,
             working_directory=os.getcwd(),
             environment=dict(os.environ),
+            overrides=dict(overrides),
         )
 
     @contextmanager
@@ -195,13 +207,20 @@ class Ranks:
         return lines[:root] + lines[root + 1 :]
 
     def _hang_error(self, replies: _Replies, reason: str) -> RankHung:
-        rank, why = hang.rank_to_blame(self._board.read(), replies.answers)
-        lines = [f"rank {each} {state}" for each, state in enumerate(self._states(replies))]
-        return RankHung(rank, f"{why}; {reason}", collect_stacks(self._processes), lines)
+        stacks = collect_stacks(self._processes)
+        states = self._states(replies, [hang.main_frame(text) for text in stacks])
+        rank, why = hang.rank_to_blame(self._board.read(), replies.answers, states)
+        lines = [f"rank {each} {state}" for each, state in enumerate(states)]
+        texts = [f"stacks of rank {each}:\n{text}" for each, text in enumerate(stacks)]
+        return RankHung(rank, f"{why}; {reason}", "\n\n".join(texts), lines)
 
-    def _states(self, replies: _Replies) -> list[str]:
+    def _states(self, replies: _Replies, frames: Sequence[str] = ()) -> list[str]:
+        """What each rank does, in words; `frames` say where their hosts are."""
         pulses = self._board.read()
-        return [hang.describe(pulse, rank in replies.answers) for rank, pulse in enumerate(pulses)]
+        return [
+            hang.describe(pulse, rank in replies.answers, frame)
+            for rank, (pulse, frame) in enumerate(zip(pulses, frames or [""] * len(pulses), strict=True))
+        ]
 
 
 def _check_arguments(ranks: int, deadline: float | None) -> None:
@@ -210,6 +229,6 @@ def _check_arguments(ranks: int, deadline: float | None) -> None:
     errors = []
     if not isinstance(ranks, int) or ranks < 1:
         errors.append(f"ranks={ranks!r}: must be an integer of at least 1")
-    if deadline is not None and deadline <= 0:
+    if deadline is not None and not deadline > 0:  # NaN is no deadline either
         errors.append(f"deadline={deadline!r}: must be more than 0 seconds, or None for no deadline")
     raise_errors("the arguments of the launch", errors)

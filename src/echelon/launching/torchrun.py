@@ -1,15 +1,16 @@
 """Ranks that torchrun started, on one machine or several: join them, run a function among them."""
 
 import atexit
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from echelon.errors import UserError, raise_errors
 from echelon.launching.channel import is_launched_rank
-from echelon.launching.errors import RankFailed
-from echelon.launching.transport import pack, unpack
+from echelon.launching.environment import Environment, variables_of
+from echelon.launching.results import RemoteResult, decode, encode
 
 T = TypeVar("T")
 
@@ -22,49 +23,78 @@ def is_under_torchrun() -> bool:
 
 
 def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
-    """Join the process group that the environment describes, with one CUDA device per local rank.
+    """Join the process group that the environment describes; select this rank's CUDA device, if there is one.
 
-    Does nothing in a plain script (RANK is not set), or if this process has joined a group already.
-    Nothing supervises these ranks here, so `deadline` is torch's own timeout of one operation.
+    Does nothing in a plain script (RANK is not set). If this process has a group already, this checks only
+    that no two of its ranks use one GPU over NCCL. Nothing supervises these ranks here, so `deadline` is
+    torch's own timeout of one operation.
     """
     if "RANK" not in os.environ:
         return
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    from echelon.launching import group
 
     if dist.is_initialized():
+        group.check_world()
         return
     missing = [name for name in _REQUIRED if name not in os.environ]
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
-    from echelon.launching import group
-
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    group.init_group(backend, local_rank, local_ranks, timeout=group.timeout(deadline))
+    limit = group.timeout(deadline)
+    store, rank, ranks = next(rendezvous("env://", timeout=limit))
+    group.init_group(store, rank, ranks, backend, limit)
     atexit.register(_leave)
 
 
 def run_among_peers(
-    fn: Callable[..., T], ranks: int, args: Sequence[object], backend: str | None, deadline: float | None
+    fn: Callable[..., T],
+    ranks: int,
+    args: Sequence[object],
+    backend: str | None,
+    deadline: float | None,
+    environment: Environment | None,
 ) -> list[T]:
-    """Run `fn(*args)` in this process; return every rank's result, on every rank."""
+    """Run `fn(*args)` in this process. Rank 0 returns all results, others their own and that of rank 0."""
     world = int(os.environ["WORLD_SIZE"])
     if ranks != world:
         raise UserError(
             f"launch(ranks={ranks}) runs under torchrun with WORLD_SIZE={world}: they must be equal. "
             f"Use launch(ranks={world}), or start torchrun with {ranks} processes in total."
         )
+    os.environ.update(variables_of(environment, int(os.environ["RANK"])))
     join(backend, deadline)
-    from echelon.launching import group
-
-    return [unpack(data) for data in group.all_gather_bytes(_pack_result(fn(*args)))]
+    return share_results(fn(*args))
 
 
-def _pack_result(value: object) -> bytes:
+def share_results(value: object) -> list[Any]:
+    """A list with the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
+
+    Every rank must call this. Each result comes from its bytes, also that of this rank, so it is the same
+    wherever it is used.
+    """
+    import torch.distributed as dist
+
+    from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
+
+    data, error = _try_encode(value)
+    states = [json.loads(state) for state in all_gather_bytes(json.dumps([len(data), error]).encode())]
+    raise_errors("the results", [f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error])
+    lengths = [length for length, _ in states]
+    gathered = gather_bytes(data, lengths)
+    first = broadcast_bytes(data, lengths[0])
+    if dist.get_rank() == 0:
+        return [decode(each) for each in gathered]
+    local = {0: first, dist.get_rank(): data}
+    return [decode(local[rank]) if rank in local else RemoteResult(rank) for rank in range(len(states))]
+
+
+def _try_encode(value: object) -> tuple[bytes, str]:
+    """The bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
     try:
-        return pack(value)
+        return encode(value), ""
     except Exception as error:
-        reason = f"returned a {type(value).__name__}, which cannot be sent to the other ranks: {error}"
-        raise RankFailed(int(os.environ["RANK"]), reason) from error
+        return b"", str(error) or type(error).__name__
 
 
 def _leave() -> None:

@@ -31,6 +31,7 @@ class RankConfig:
     timeout_seconds: float | None
     working_directory: str
     environment: dict[str, str]
+    overrides: dict[str, str]  # the user's, for this rank alone
 
     @property
     def board(self) -> Path:
@@ -77,7 +78,7 @@ def _set_up_process(config: RankConfig) -> None:
     fork_server.leave_server()
     os.chdir(config.working_directory)
     os.environ.clear()
-    os.environ.update(config.environment | _rank_environment(config))
+    os.environ.update(config.environment | _rank_environment(config) | config.overrides)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     pulse.take_slot(config.board, config.rank)
@@ -87,15 +88,21 @@ def _set_up_process(config: RankConfig) -> None:
 
 def _rank_environment(config: RankConfig) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
+    defaults = {
+        # Nothing listens beyond this machine, unless the user names another interface.
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        # torch would abort a rank whose NCCL watchdog is stuck for 8 minutes. The launcher watches the ranks
+        # itself: it must find them alive when the deadline has passed, to name what each one waits for.
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
     return {
+        **{name: config.environment.get(name, value) for name, value in defaults.items()},
         "RANK": str(config.rank),
         "LOCAL_RANK": str(config.rank),
         "WORLD_SIZE": str(config.ranks),
         "LOCAL_WORLD_SIZE": str(config.ranks),
         "OMP_NUM_THREADS": "1",
-        # Nothing listens beyond this machine, unless the user names another interface.
-        "GLOO_SOCKET_IFNAME": config.environment.get("GLOO_SOCKET_IFNAME", loopback),
-        "NCCL_SOCKET_IFNAME": config.environment.get("NCCL_SOCKET_IFNAME", loopback),
     }
 
 
@@ -118,4 +125,4 @@ def _flush() -> None:
 def _leave() -> None:
     from echelon.launching import group
 
-    group.leave()
+    group.leave_together()

@@ -20,6 +20,7 @@ from echelon.collectives import (
 )
 from echelon.errors import UserError
 from echelon.launching import join
+from echelon.launching.group import backend_for
 from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
 from echelon.plan import Plan
 
@@ -188,7 +189,7 @@ def _new_process_group(
 
 
 def this_device() -> torch.device:
-    """The device on which this process computes."""
-    if torch.cuda.is_available():
+    """The device on which this process computes: the current GPU, if its group moves GPU tensors."""
+    if torch.cuda.is_available() and (not dist.is_initialized() or backend_for("cuda") is not None):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from echelon.launching import launch
+from echelon.launching import RemoteResult, launch
 
 
 def work(scale: float) -> tuple[int, str, torch.Tensor]:
@@ -21,4 +21,8 @@ if __name__ == "__main__":
     ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
     first = launch(work, ranks, 1.0)
     second = launch(work, ranks, 10.0)
-    torch.save([first, second], folder / f"results-{os.environ['RANK']}.pt")
+    had = [
+        {rank: result for rank, result in enumerate(results) if not isinstance(result, RemoteResult)}
+        for results in (first, second)
+    ]
+    torch.save(had, folder / f"results-{os.environ['RANK']}.pt")

@@ -1,0 +1,158 @@
+"""Which GPU each rank uses and how the ranks communicate: a pure function of what every rank reports.
+
+`rank_report.py` makes the reports, `store_agreement.py` brings them to rank 0 and the decision to every rank.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from echelon.errors import UserError
+
+
+class RankReport(NamedTuple):
+    """What one rank knows of its host. It is sent as JSON."""
+
+    host: str  # the name to show
+    host_id: str  # ranks with the same one are on one host, as NCCL sees it
+    local_rank: int | None  # the number that the launcher gave this rank on its host
+    gpus: Sequence[str]  # identities of the GPUs that this rank sees, in CUDA's order
+
+
+class Placement(NamedTuple):
+    """The decision for all ranks. `devices[r]` is the CUDA device of rank r, or None."""
+
+    backend: str
+    devices: Sequence[int | None]
+    note: str = ""  # what rank 0 tells the user
+
+    @property
+    def uses_nccl(self) -> bool:
+        return "nccl" in self.backend  # also in 'cpu:gloo,cuda:nccl'
+
+
+class _Host(NamedTuple):
+    name: str
+    ranks: list[int]
+    num_gpus: int
+    gpu_use: str  # 'none': no rank has a GPU; 'own': each has its own; 'shared'; 'some': only some have one
+
+
+def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
+    """NCCL if every rank has a GPU of its own, else Gloo; a `backend` that is given is kept.
+
+    Raises UserError where the hosts differ, or where NCCL is asked for and ranks lack a GPU of their own.
+    """
+    devices = [
+        local_rank % len(report.gpus) if report.gpus else None
+        for report, local_rank in zip(reports, _local_ranks(reports), strict=True)
+    ]
+    hosts = _hosts(reports, devices)
+    uses = {host.gpu_use for host in hosts}
+    if backend is not None:
+        placement = Placement(backend, devices)
+        if placement.uses_nccl and uses != {"own"}:
+            raise UserError(
+                f"backend={backend!r} needs a GPU for every rank that no other rank uses. Start one rank per "
+                "GPU, or use backend='gloo':",
+                _describe(hosts),
+            )
+        return placement
+    if uses == {"none"}:
+        return Placement("gloo", devices)
+    if uses == {"own"}:
+        return Placement("nccl", devices)
+    if uses == {"shared"}:
+        return Placement("gloo", devices, _sharing_note(hosts))
+    raise UserError(
+        "The hosts of this job differ: either every rank must have a GPU of its own, or no rank may have "
+        "one. Start one rank per GPU on every host, or hide the GPUs (CUDA_VISIBLE_DEVICES=''), or use "
+        "backend='gloo':",
+        _describe(hosts),
+    )
+
+
+def check_devices(reports: Sequence[RankReport]) -> None:
+    """Check a group that the user initialised with NCCL; `gpus` holds the current device of each rank."""
+    hosts = _hosts(reports, [0 if report.gpus else None for report in reports])
+    if {host.gpu_use for host in hosts} != {"own"}:
+        raise UserError(
+            "The process group uses NCCL, which needs a GPU for every rank that no other rank uses. Call "
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, '
+            "and start one rank per GPU:",
+            _describe(hosts),
+        )
+
+
+def _local_ranks(reports: Sequence[RankReport]) -> list[int]:
+    """The number of each rank on its host: what its launcher said, else the ranks of a host are counted."""
+    counts: Counter[str] = Counter()
+    local_ranks = []
+    for report in reports:
+        local_ranks.append(counts[report.host_id] if report.local_rank is None else report.local_rank)
+        counts[report.host_id] += 1
+    return local_ranks
+
+
+def _hosts(reports: Sequence[RankReport], devices: Sequence[int | None]) -> list[_Host]:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        ranks_of.setdefault(report.host_id, []).append(rank)
+    return [
+        _Host(
+            reports[ranks[0]].host,
+            ranks,
+            len({gpu for rank in ranks for gpu in reports[rank].gpus}),
+            _gpu_use([_used_gpu(reports[rank], devices[rank]) for rank in ranks]),
+        )
+        for ranks in ranks_of.values()
+    ]
+
+
+def _used_gpu(report: RankReport, device: int | None) -> str | None:
+    return None if device is None else report.gpus[device]
+
+
+def _gpu_use(used: Sequence[str | None]) -> str:
+    if None in used:
+        return "none" if set(used) == {None} else "some"
+    return "own" if len(set(used)) == len(used) else "shared"
+
+
+_WORDS = {
+    "none": "no GPU",
+    "own": "each rank has its own",
+    "shared": "which ranks share",
+    "some": "which some ranks do not see",
+}
+
+
+def _describe(hosts: Sequence[_Host]) -> list[str]:
+    return [_describe_host(host) for host in hosts]
+
+
+def _describe_host(host: _Host) -> str:
+    gpus = "" if host.gpu_use == "none" else f"{_count(host.num_gpus, 'GPU')}, "
+    return f"host {host.name} ({_name_ranks(host.ranks)}): {gpus}{_WORDS[host.gpu_use]}"
+
+
+def _sharing_note(hosts: Sequence[_Host]) -> str:
+    first = hosts[0]
+    where = f"host {first.name}" if len(hosts) == 1 else f"each of {len(hosts)} hosts"
+    return (
+        f"{_count(len(first.ranks), 'rank')} share {_count(first.num_gpus, 'GPU')} on {where}, so they use "
+        "Gloo, which is much slower than NCCL. Start one rank per GPU, or choose backend='gloo' yourself."
+    )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0 to 3' or 'ranks 0, 2, 5'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(str(rank) for rank in ranks)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,129 @@
+"""Ranks on a GPU, over NCCL and Gloo: devices, deaths and hangs. Run by hand: pytest -m gpu tests/gpu
+
+Each rank has an NCCL_HOSTID of its own, so that NCCL takes it for a host of its own and several ranks can use
+one GPU, over loopback sockets.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from echelon.launching import RankFailed, RankHung, Ranks, enter_operation, leave_operation
+from echelon.mesh import this_device
+from tests.launching.processes import still_alive
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+RANKS = 4
+DEADLINE = 5.0
+SPARE = 5.0  # seconds after the deadline, or after a death, until the launcher has raised
+
+
+def host_of_its_own(rank: int) -> dict[str, str]:
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"host-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+@contextmanager
+def nccl_ranks() -> Iterator[Ranks]:
+    with Ranks(RANKS, deadline=DEADLINE, environment=host_of_its_own) as ranks:
+        yield ranks
+
+
+def test_every_rank_has_a_device_and_more_ranks_share_them() -> None:
+    """In a process of its own: in this one other tests have started CUDA, and a launch must not need it."""
+    script = Path(__file__).parents[1] / "launching" / "scripts" / "uses_devices.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    devices = torch.cuda.device_count()
+    alone, together, is_initialized = json.loads(done.stdout)
+    assert alone == [["nccl", rank, [devices] * 3] for rank in range(devices)]
+    assert together == [["gloo", rank % devices, [devices + 1] * 3] for rank in range(devices + 1)]
+    assert not is_initialized, "the parent needs no memory on a device"
+    assert f"echelon: {devices + 1} ranks share {devices} GPU" in done.stderr
+
+
+def sum_over_nccl() -> tuple[str, str, float, str | None]:
+    total = torch.ones(1, device=this_device())
+    dist.all_reduce(total)
+    return dist.get_backend(), this_device().type, total.item(), os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_ranks_with_a_host_each_use_nccl_on_one_gpu() -> None:
+    with nccl_ranks() as ranks:
+        assert ranks.run(sum_over_nccl) == [("nccl", "cuda", RANKS, "32")] * RANKS
+
+
+def os_pid() -> int:
+    return os.getpid()
+
+
+def kill_one(victim: int) -> None:
+    """All ranks are in one all-reduce but the victim, which dies; the hosts wait for their devices."""
+    total = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(total)
+    torch.cuda.synchronize()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)
+    torch.cuda.synchronize()
+
+
+def test_the_rank_that_was_killed_is_named_and_all_are_ended() -> None:
+    with nccl_ranks() as ranks:
+        pids = ranks.run(os_pid)
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match="rank 2 was killed by SIGKILL"):
+            ranks.run(kill_one, 2)
+        assert time.monotonic() - start < SPARE
+    assert still_alive(pids) == []
+
+
+def sleep_before_a_collective(sleeper: int) -> None:
+    for step in range(2):
+        if dist.get_rank() == sleeper and step == 1:
+            time.sleep(600)
+        total = torch.ones(1, device="cuda")
+        enter_operation("all_reduce data")  # as Handle.wait does it: over NCCL the host does not wait there
+        dist.all_reduce(total)
+        leave_operation()
+        read_result(total)
+
+
+def read_result(total: torch.Tensor) -> float:
+    return total.item()
+
+
+def test_the_rank_that_sleeps_is_named_while_the_others_wait_for_their_devices() -> None:
+    with nccl_ranks() as ranks:
+        pids = ranks.run(os_pid)
+        start = time.monotonic()
+        with pytest.raises(RankHung) as caught:
+            ranks.run(sleep_before_a_collective, 1)
+        assert time.monotonic() - start < DEADLINE + SPARE
+    assert caught.value.rank == 1
+    assert "in sleep_before_a_collective (test_launching.py:" in caught.value.reason
+    others = [line for line in caught.value.others if not line.startswith("rank 1")]
+    assert all("in read_result (test_launching.py:" in line for line in others), others
+    assert still_alive(pids) == []

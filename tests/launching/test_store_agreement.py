@@ -1,0 +1,86 @@
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from echelon.errors import UserError
+from echelon.launching import store_agreement
+from echelon.launching.store_agreement import agree
+
+RANKS = 3
+
+
+def report(rank: int) -> dict[str, int]:
+    return {"rank": rank}
+
+
+def agree_on_all_ranks(
+    decide: Callable[[list[Any]], object], report: Callable[[int], object] = report
+) -> list[Future[Any]]:
+    store = HashStore()
+    with ThreadPoolExecutor(RANKS) as pool:
+        return [
+            pool.submit(agree, store, rank, RANKS, partial(report, rank), decide)
+            for rank in reversed(range(RANKS))
+        ]
+
+
+def test_every_rank_has_the_decision_about_all_reports() -> None:
+    calls = []
+
+    def decide(reports: list[Any]) -> object:
+        calls.append(reports)
+        return ("chosen", len(reports))
+
+    futures = agree_on_all_ranks(decide)
+    assert [future.result() for future in futures] == [["chosen", RANKS]] * RANKS
+    assert calls == [[{"rank": rank} for rank in range(RANKS)]], "rank 0 alone decides, once"
+
+
+def test_every_rank_raises_the_same_error() -> None:
+    def decide(_: list[Any]) -> object:
+        raise UserError("The hosts differ:", ["host a: 2 GPUs", "host b: none"])
+
+    for future in agree_on_all_ranks(decide):
+        error = future.exception()
+        assert isinstance(error, UserError)
+        assert (error.title, error.errors) == ("The hosts differ:", ("host a: 2 GPUs", "host b: none"))
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank() -> None:
+    """The others would wait for its report."""
+
+    def fail_on_rank_1(rank: int) -> object:
+        if rank == 1:
+            raise UserError("LOCAL_RANK='x': must be an integer")
+        return rank
+
+    errors = [future.exception() for future in agree_on_all_ranks(len, fail_on_rank_1)]
+    assert [str(error) for error in errors] == ["LOCAL_RANK='x': must be an integer"] * RANKS
+
+
+def test_rank_0_keeps_the_store_until_every_rank_has_read_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may hold the store in its own process: if it ended first, the others would see a lost store."""
+
+    def decide(_: list[Any]) -> object:
+        raise UserError("no")
+
+    class WatchedStore(HashStore):
+        waited_for: tuple[str, ...] = ()
+
+        def wait(self, keys: list[str], *limit: Any) -> None:
+            self.waited_for = tuple(keys)
+            super().wait(keys, *limit)
+
+    store = WatchedStore()
+    store.set("report-1", '{"value": 1}')
+    monkeypatch.setattr(store_agreement, "_READ_SECONDS", 0.01)
+    with pytest.raises(UserError, match="no"):  # although rank 1 never reads
+        agree(store, 0, 2, int, decide)
+    assert store.waited_for == ("all have read",)
+    with pytest.raises(UserError, match="no"):
+        agree(store, 1, 2, int, decide)
+    store.wait(["all have read"])
