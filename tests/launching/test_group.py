@@ -79,6 +79,14 @@ def test_without_gpus_nothing_is_said(joins: Joins, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
+def test_ranks_with_one_environment_need_no_exchange(joins: Joins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "report_visible", lambda: RankReport("a", "id", 7, ("x", "y", "z")))
+    monkeypatch.setattr(group, "agree", None)
+    init_group(HashStore(), 2, 3, None, timeout(60), same_host=True)
+    assert joins.options[2]["backend"] == "nccl"
+    assert joins.devices == [torch.device("cuda", 2)]
+
+
 def test_no_rank_joins_if_the_hosts_differ(joins: Joins) -> None:
     errors = joins.join(["x", ""])
     assert [type(error) for error in errors] == [UserError, UserError]

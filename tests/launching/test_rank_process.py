@@ -17,7 +17,7 @@ from echelon.launching.rank_process import Event, RankProcess, collect_stacks, k
 from echelon.launching.worker import RankConfig
 
 from . import tasks
-from .processes import alive
+from .processes import alive, wait_until
 
 
 def config(folder: Path, ranks: int) -> RankConfig:
@@ -32,6 +32,7 @@ def config(folder: Path, ranks: int) -> RankConfig:
         working_directory=os.getcwd(),
         environment=dict(os.environ),
         overrides={},
+        same_environment=True,
     )
 
 
@@ -121,8 +122,11 @@ def test_stacks_of_a_rank_that_never_returns_from_c(process: RankProcess) -> Non
     start(process)
     process.call(pack_call(tasks.hold_the_interpreter, ()))
     assert next_event(process) == Message("about to sleep")
-    (stacks,) = collect_stacks([process])
-    assert "in hold_the_interpreter" in stacks
-    assert hang.main_frame(stacks).startswith("in hold_the_interpreter (tasks.py:")
+
+    def is_seen() -> bool:  # not at once: the rank may still return from sending its message
+        (stacks,) = collect_stacks([process])
+        return hang.main_frame(stacks).startswith("in hold_the_interpreter (tasks.py:")
+
+    assert wait_until(is_seen, 60)
     kill_all([process])
     assert not process.is_alive

@@ -34,14 +34,23 @@ def timeout(seconds: float | None) -> timedelta:
     return _LONGEST if seconds is None else timedelta(seconds=min(seconds, _LONGEST.total_seconds()))
 
 
-def init_group(store: Store, rank: int, ranks: int, backend: str | None, limit: timedelta) -> None:
-    """Agree with all ranks on backend and devices, select this rank's device, then join."""
+def init_group(
+    store: Store, rank: int, ranks: int, backend: str | None, limit: timedelta, *, same_host: bool = False
+) -> None:
+    """Agree with all ranks on backend and devices, select this rank's device, then join.
+
+    With `same_host` all ranks run on this host, with the same environment, numbered as in the job. Then each
+    knows what the others would report, and decides the same without them.
+    """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # CUDA reads it when it starts
     store.set_timeout(limit)
-    keys = _new_keys("placement", store)
-    placement = Placement(
-        *agree(keys, rank, ranks, report_visible, lambda reports: place(_parse(reports), backend))
-    )
+    if same_host:
+        placement = place(_reports_of_this_host(ranks), backend)
+    else:
+        keys = _new_keys("placement", store)
+        placement = Placement(
+            *agree(keys, rank, ranks, report_visible, lambda reports: place(_parse(reports), backend))
+        )
     if placement.note and rank == 0:
         print(f"echelon: {placement.note}", file=sys.stderr, flush=True)
     index = placement.devices[rank]
@@ -89,15 +98,14 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
 
 def launch_backend(ranks: int) -> str:
     """The backend of `launch` with so many ranks on this machine."""
-    here = report_visible()
-    return place([here._replace(local_rank=rank) for rank in range(ranks)], None).backend
+    return place(_reports_of_this_host(ranks), None).backend
 
 
 def join_by_file(
-    path: str, rank: int, ranks: int, backend: str | None, timeout_seconds: float | None
+    path: str, rank: int, ranks: int, backend: str | None, limit: timedelta, *, same_environment: bool
 ) -> None:
     """Join the ranks of this machine through a file, so that no port is opened."""
-    init_group(FileStore(path, ranks), rank, ranks, backend, timeout(timeout_seconds))
+    init_group(FileStore(path, ranks), rank, ranks, backend, limit, same_host=same_environment)
 
 
 def leave() -> None:
@@ -112,6 +120,11 @@ def leave_together() -> None:
         torch.cuda.synchronize()
         dist.barrier()
     leave()
+
+
+def _reports_of_this_host(ranks: int) -> list[RankReport]:
+    here = report_visible()
+    return [here._replace(local_rank=rank) for rank in range(ranks)]
 
 
 def _parse(reports: list[Any]) -> list[RankReport]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -113,27 +113,27 @@ class Ranks:
 
     def _start(self, backend: str | None, overrides: Sequence[dict[str, str]]) -> None:
         """Start the processes and wait until they have joined their group."""
-        ranks = len(overrides)
-        configs = [self._config(rank, ranks, backend, overrides[rank]) for rank in range(ranks)]
-        self._board = Board(configs[0].board, ranks)
+        configs = [self._config(rank, backend, overrides) for rank in range(len(overrides))]
+        self._board = Board(configs[0].board, len(overrides))
         self._processes = [RankProcess(config) for config in configs]
         for process in self._processes:
             process.start()
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
 
-    def _config(self, rank: int, ranks: int, backend: str | None, overrides: Mapping[str, str]) -> RankConfig:
+    def _config(self, rank: int, backend: str | None, overrides: Sequence[dict[str, str]]) -> RankConfig:
         # torch's own timeout is much longer than the deadline, whose error says more.
         timeout = None if self._deadline is None else 2 * self._deadline + 60
         return RankConfig(
             rank=rank,
-            ranks=ranks,
+            ranks=len(overrides),
             folder=self._folder,
             server_folder=Path(get_temp_dir()),
             backend=backend,
             timeout_seconds=timeout,
             working_directory=os.getcwd(),
             environment=dict(os.environ),
-            overrides=dict(overrides),
+            overrides=overrides[rank],
+            same_environment=not any(overrides),
         )
 
     @contextmanager

@@ -32,6 +32,7 @@ class RankConfig:
     working_directory: str
     environment: dict[str, str]
     overrides: dict[str, str]  # the user's, for this rank alone
+    same_environment: bool  # no rank has overrides
 
     @property
     def board(self) -> Path:
@@ -113,7 +114,9 @@ def _join(config: RankConfig) -> None:
 
     torch.set_num_threads(1)
     store = str(config.folder / "store")
-    group.join_by_file(store, config.rank, config.ranks, config.backend, config.timeout_seconds)
+    limit = group.timeout(config.timeout_seconds)
+    same = config.same_environment
+    group.join_by_file(store, config.rank, config.ranks, config.backend, limit, same_environment=same)
 
 
 def _flush() -> None:
