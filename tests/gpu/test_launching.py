@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.launching import RankFailed, RankHung, Ranks, enter_operation, leave_operation
+from echelon.errors import UserError
+from echelon.launching import RankFailed, RankHung, Ranks, enter_operation, join, leave_operation
 from echelon.mesh import this_device
 from tests.launching.processes import still_alive
 
@@ -73,6 +74,36 @@ def sum_over_nccl() -> tuple[str, str, float, str | None]:
 def test_ranks_with_a_host_each_use_nccl_on_one_gpu() -> None:
     with nccl_ranks() as ranks:
         assert ranks.run(sum_over_nccl) == [("nccl", "cuda", RANKS, "32")] * RANKS
+
+
+def join_own_group(folder: str, backend: str) -> tuple[str, str]:
+    """What `join` raises, and the device, in a process group that the user initialised."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks
+    )
+    try:
+        join()
+    except UserError as error:
+        return str(error), this_device().type
+    return "", this_device().type
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("cpu:gloo,cuda:nccl", "cuda"), ("gloo", "cuda"), ("cpu:gloo", "cpu")]
+)
+def test_a_group_of_the_user_may_have_any_backend(backend: str, device: str, tmp_path: Path) -> None:
+    with nccl_ranks() as ranks:
+        assert ranks.run(join_own_group, str(tmp_path), backend) == [("", device)] * RANKS
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_fails(tmp_path: Path) -> None:
+    with Ranks(2, backend="gloo", deadline=60.0, environment=lambda _: {"LOCAL_RANK": "0"}) as ranks:
+        (first, _), (second, _) = ranks.run(join_own_group, str(tmp_path), "cpu:gloo,cuda:nccl")
+    assert first == second
+    assert "(ranks 0, 1): 1 GPU, which ranks share" in first
 
 
 def os_pid() -> int:
