@@ -138,6 +138,7 @@ def kill_all(processes: Sequence[RankProcess]) -> None:
     _await_end(started, _TERM_SECONDS)
     for process in started:
         process.send_signal(signal.SIGKILL)  # dead ranks too: their data workers may still live
+    for process in started:  # all are killed before one is waited for: leaving a GPU takes time
         process.reap()
 
 
