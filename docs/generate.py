@@ -434,10 +434,10 @@ def _draw_backward(
 
 
 def draw_zero() -> str:
-    """Four ranks at each level; filled is what a rank holds, of 2 + 2 + 12 bytes per parameter."""
+    """Four ranks at each level; filled is what a rank holds, of 2 + 4 + 12 bytes per parameter."""
     picture = Drawing(900, 330, "What each of four ranks holds, in bytes per parameter (bf16, Adam)")
-    kinds = (("weights", 2, BLUE), ("gradients", 2, ORANGE), ("optimizer state and masters", 12, GREEN))
-    unit, top = 11.0, 92
+    kinds = (("weights", 2, BLUE), ("gradients", 4, ORANGE), ("optimizer state and masters", 12, GREEN))
+    unit, top = 10.5, 92
     for level in range(4):
         left = 30 + level * 216
         held = [size if level < 3 - place else size / 4 for place, (_, size, _) in enumerate(kinds)]

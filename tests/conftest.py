@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.data_parallel import layout
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.verify import Case, contract
@@ -30,6 +31,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat memory without gaps in this process, so that a test can list all of it."""
+    monkeypatch.setattr(layout, "ALIGNMENT", 1)
 
 
 @pytest.fixture(scope="session")

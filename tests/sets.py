@@ -17,3 +17,8 @@ def set_of(
     """All parameters of a module, or `only` some, over a group."""
     units = divide_units(module, smallest=0, only=only)
     return ParameterSet("dense", named_subset(module, only), group, units, shared_gradients)
+
+
+def padded_bytes(module: nn.Module, itemsize: int = 4) -> int:
+    """What the trained parameters of a module take in flat memory: blocks of 256 bytes for each."""
+    return sum(-(-p.numel() * itemsize // 256) * 256 for p in module.parameters() if p.requires_grad)

@@ -10,6 +10,8 @@ from echelon.launching import PeerLost
 from echelon.runtime import Push
 from tests.async_training.serving import Remote
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def pulled(remote: Remote, step: int) -> tuple[int, list[float]]:
     into = torch.empty(2)

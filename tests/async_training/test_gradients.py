@@ -1,5 +1,6 @@
 """A worker's gradients: they add up until the push, and say which parameters were used."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -7,6 +8,8 @@ from echelon.async_training import WorkerGradients
 from echelon.collectives import RecordingGroup
 from tests.cases import stop
 from tests.sets import set_of
+
+pytestmark = pytest.mark.usefixtures("packed")
 
 
 def make_worker() -> tuple[WorkerGradients, nn.ParameterList]:

@@ -13,6 +13,8 @@ from echelon.async_training.host import Host, flat_buckets
 from echelon.precision import DirectStepper, MasterStepper
 from tests.async_training.serving import Remote, Served, sgd
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def tensors(served: Served) -> list[Tensor]:
     return [owned.tensor for owned in served.host.owned()]

@@ -11,6 +11,8 @@ from echelon.collectives import Ledger, Traffic
 from tests.async_training.serving import Remote, Served
 from tests.groups import QueueGroup
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def conversation(worker: Port, served: Served) -> list[object]:
     into = torch.empty(2)

@@ -11,6 +11,8 @@ from echelon.launching import PeerLost
 from echelon.runtime import Push
 from tests.async_training.serving import Served
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def test_every_push_is_an_update_of_its_own_mean() -> None:
     served = Served(2, staleness=float("inf"))

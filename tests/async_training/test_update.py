@@ -30,6 +30,7 @@ from tests.cases import (
     signed_vectors,
     vectors,
 )
+from tests.sets import padded_bytes
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2", "data=3 microbatches=2", "data=4"])
@@ -157,7 +158,7 @@ def cost_of_steps(steps: int) -> tuple[dict[tuple[str, str], tuple[int, int]], d
 
 def test_what_the_server_moves_and_holds() -> None:
     (server, server_memory), *workers = echelon.launch(cost_of_steps, 3, 4)
-    size = 8 * sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
+    size = padded_bytes(Perceptron(), itemsize=8)
     flags = sum(p.requires_grad for p in Perceptron().parameters())
     assert server["recv", "gradients"] == (0, 2 * 4 * (size + flags))
     assert server["send", "parameters"][0] >= 2 * 4 * size

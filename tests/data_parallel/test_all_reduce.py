@@ -14,7 +14,7 @@ from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.cases import Branching, Perceptron, adamw, mean_loss, signed_vectors, vectors
 from tests.groups import DeferredGroup
-from tests.sets import set_of
+from tests.sets import padded_bytes, set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -70,11 +70,11 @@ def moved(microbatches: int) -> list[tuple[str, str, int, int]]:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches: int) -> None:
-    size = sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
+    size = padded_bytes(Perceptron())
     flags = sum(1 for p in Perceptron().parameters() if p.requires_grad)
     for rows in warm_ranks(3).run(moved, microbatches):
         assert rows == [
-            ("all_reduce", "gradients", 1, 2 * 2 * 4 * size // 3),
+            ("all_reduce", "gradients", 1, 2 * 2 * size // 3),
             ("all_reduce", "metrics", 1, 2 * 2 * 24 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),
         ]

@@ -1,11 +1,14 @@
 """Gradients in buckets: how many there are, when each is complete, and what a step leaves."""
 
+import pytest
 import torch
 from torch import nn
 
 from echelon.data_parallel import AllReduce
 from tests.groups import DeferredGroup
 from tests.sets import set_of
+
+pytestmark = pytest.mark.usefixtures("packed")
 
 
 def model_of(*sizes: int) -> nn.ParameterList:

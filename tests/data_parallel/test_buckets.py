@@ -1,9 +1,14 @@
 """Buckets hold gradients where they are reduced."""
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
 from echelon.data_parallel.buckets import Bucket, fill_buckets
+from echelon.data_parallel.grad_dtype import set_gradient_dtype, weight_dtype
+from echelon.data_parallel.layout import Layout
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -17,7 +22,7 @@ def test_parameters_fill_buckets_in_order_up_to_the_limit() -> None:
 
 def test_a_parameter_above_the_limit_has_a_bucket_alone() -> None:
     buckets = fill_buckets(parameters(1, 100, 1), limit=8)
-    assert [bucket.buffer.numel() for bucket in buckets] == [1, 100, 1]
+    assert [[p.numel() for p in bucket.views] for bucket in buckets] == [[1], [100], [1]]
 
 
 def test_types_do_not_share_a_bucket() -> None:
@@ -25,6 +30,27 @@ def test_types_do_not_share_a_bucket() -> None:
     assert [bucket.buffer.dtype for bucket in fill_buckets(mixed, 1000)] == [torch.float64, torch.float32]
 
 
+def test_gradients_of_low_precision_fill_buckets_of_float32() -> None:
+    low, high = parameters(3, 3, dtype=torch.bfloat16), parameters(3)
+    for parameter in low:
+        set_gradient_dtype(parameter, in_float32=True)
+    assert [bucket.buffer.dtype for bucket in fill_buckets([*low, *high], 1000)] == [torch.float32]
+    assert len(fill_buckets(low, limit=4 * 5)) == 2, "which are filled by the bytes of gradients"
+    (weights,) = fill_buckets(low, 1000, weight_dtype)
+    assert weights.buffer.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_view_begins_at_a_multiple_of_256_bytes(dtype: torch.dtype) -> None:
+    (bucket,) = fill_buckets(parameters(3, 200, 128, 1, dtype=dtype), 100_000)
+    starts = [view.storage_offset() * dtype.itemsize for view in bucket.views.values()]
+    assert starts[0] == 0
+    assert all(start % 256 == 0 for start in starts)
+    bucket.reallocate()
+    assert [view.storage_offset() * dtype.itemsize for view in bucket.views.values()] == starts
+
+
+@pytest.mark.usefixtures("packed")
 def test_gradients_land_in_the_buffer_and_add_up_there() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     (bucket,) = fill_buckets([weight], 1000)
@@ -38,6 +64,7 @@ def test_gradients_land_in_the_buffer_and_add_up_there() -> None:
         assert weight.grad.data_ptr() == bucket.buffer.data_ptr()
 
 
+@pytest.mark.usefixtures("packed")
 def test_a_sparse_gradient_lands_too() -> None:
     table = nn.Embedding(3, 2, sparse=True)
     (bucket,) = fill_buckets([table.weight], 1000)
@@ -47,10 +74,13 @@ def test_a_sparse_gradient_lands_too() -> None:
     assert bucket.close().tolist() == [0, 0, 0, 0, 4, 4]
 
 
-def test_what_got_no_gradient_is_zero_and_padding_too() -> None:
+def test_what_got_no_gradient_is_zero_and_gaps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that somebody had before holds anything."""
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
     weights = parameters(2, 3)
-    bucket = Bucket(weights, size=8)
-    bucket.buffer.narrow(0, 0, 5).fill_(7.0)  # of the step before
+    bucket = Bucket(weights, torch.float32, Layout([(0, 2), (4, 7)], 8))
+    for view in bucket.views.values():
+        view.fill_(7.0)  # of the step before
     bucket.open()
     weights[0].grad = torch.ones(2)
     bucket.accumulate(weights[0])

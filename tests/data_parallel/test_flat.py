@@ -7,8 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup
+from echelon.data_parallel import layout
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.grad_dtype import set_gradient_dtype
 from tests.groups import DeferredGroup
+
+pytestmark = pytest.mark.usefixtures("packed")
 
 
 def flat_unit(group: Group, *sizes: int, resident: bool = False) -> FlatUnit:
@@ -44,6 +48,52 @@ def test_every_rank_has_an_equal_part_and_no_run_reaches_into_the_padding(
 
 def test_a_part_that_is_only_padding_has_no_runs() -> None:
     assert flat_unit(RecordingGroup("data", 3, 4), 2).local_parameters() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_parameters_parts_and_gradients_begin_at_multiples_of_256_bytes(
+    dtype: torch.dtype, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both buffers, though their types differ; and gaps are zeros in all memory."""
+    monkeypatch.setattr(layout, "ALIGNMENT", 256)
+    monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
+    sizes = (5, 300, 128, 77, 1)
+    named = [(f"p{size}", nn.Parameter(torch.full((size,), 2.0, dtype=dtype))) for size in sizes]
+    for _, parameter in named:
+        set_gradient_dtype(parameter, in_float32=True)
+    unit = FlatUnit("unit", named, RecordingGroup("data", rank, 3), resident=True)
+    gradient = unit.close_gradient()
+    for (_, parameter), view in zip(named, unit._weights, strict=True):
+        assert parameter.data_ptr() == view.data_ptr()
+        assert parameter.storage_offset() * dtype.itemsize % 256 == 0
+        assert parameter.grad is not None
+        assert parameter.grad.storage_offset() == parameter.storage_offset(), "one layout for both"
+        assert parameter.grad.storage_offset() * gradient.itemsize % 256 == 0
+    part = unit.new_part(in_place=True)
+    assert unit.shard.storage_offset() * dtype.itemsize % 256 == 0
+    assert part.storage_offset() * part.itemsize % 256 == 0
+    assert part.shape == unit.shard.shape
+    assert float(unit.flat.double().sum()) == 2 * sum(sizes)
+    assert int(gradient.count_nonzero()) == 0
+
+
+def test_gradients_of_low_precision_are_float32_in_every_memory() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    set_gradient_dtype(weight, in_float32=True)
+    unit = FlatUnit("unit", [("w", weight)], RecordingGroup("data", 1, 2), resident=False)
+    weight.sum().backward()
+    unit.accumulate(weight)
+    assert unit.take_gradient().dtype == torch.float32
+    first, second = unit.new_part(in_place=False), unit.new_part(in_place=False)
+    first.fill_(1.0)
+    second.fill_(2.0**-9)
+    unit.add_part(first)
+    unit.add_part(second)
+    (run,) = unit.local_parameters()
+    run.tensor.grad = unit.part_of_gradient(run)
+    assert run.tensor.dtype == torch.bfloat16
+    assert run.tensor.grad.tolist() == [1 + 2.0**-9] * 2
 
 
 def test_parameters_are_views_of_the_buffer() -> None:

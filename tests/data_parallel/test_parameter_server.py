@@ -25,7 +25,7 @@ from tests.cases import (
     vectors,
 )
 from tests.groups import DeferredGroup
-from tests.sets import set_of
+from tests.sets import padded_bytes, set_of
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -123,7 +123,7 @@ def cost_of_a_step() -> tuple[dict[tuple[str, str], tuple[int, int]], int, int]:
 
 def test_the_server_carries_the_bytes_and_alone_the_optimizer(warm_ranks: Warm) -> None:
     server, *workers = warm_ranks(3).run(cost_of_a_step)
-    size = 4 * sum(p.numel() for p in Perceptron().parameters() if p.requires_grad)
+    size = padded_bytes(Perceptron())
     assert server[0]["send", "parameters"] == (2 * size, 0)
     assert server[0]["recv", "gradients"] == (0, 2 * size)
     assert server[1] > 0

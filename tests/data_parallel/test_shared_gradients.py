@@ -8,6 +8,7 @@ from torch import nn
 
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.data_parallel import SharedGradient, SingleReplica, sum_tied, sum_within_stage
+from echelon.data_parallel.shared_gradients import _gradients
 from echelon.launching import Ranks
 from tests.sets import set_of
 
@@ -79,6 +80,23 @@ def test_ties_are_summed_in_their_order_whatever_the_stages() -> None:
         module.weight.grad = torch.ones(2, 2)
     sum_tied(sharings)
     assert list(dict.fromkeys(move.axis for move in ledger.moves)) == ["tie 0", "tie 1", "tie 2"]
+
+
+def test_gradients_of_low_precision_are_summed_in_float32() -> None:
+    """Also where this rank has none, or holds nothing of the parameter and brings zeros."""
+    group = RecordingGroup("tensor", 0, 2)
+    module = nn.ParameterList([torch.zeros(2, dtype=torch.bfloat16) for _ in range(3)])
+    shared = [SharedGradient(parameter, group) for parameter in module]
+    sharing = SingleReplica(set_of(module, RecordingGroup("data"), shared_gradients=shared))
+    module[0].grad = torch.ones(2)
+    gradients = [
+        gradient
+        for each, held in zip(shared, sharing.local_parameters(), strict=True)
+        for gradient in _gradients(each, [held] if each.parameter is not module[2] else [])
+    ]
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+    sum_within_stage([sharing])
+    assert [move.traffic.payload for move in group.ledger.moves] == [3, 4 * (2 + 2)]
 
 
 def test_what_one_group_sums_is_one_message_of_each_type() -> None:

@@ -17,6 +17,8 @@ from tests.cases import mean_loss, vectors
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 def ones(layers: int = 5) -> nn.Sequential:
     """Layers of two features each, all weights 1."""

@@ -43,6 +43,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "sequence": (False, True),
     "compile": (*(False,) * 79, True),  # it takes seconds on every rank
     "precision": ("fp32", "fp64", "fp32", "fp64", "bf16", "fp16"),  # bf16 is compared in bf16, others in fp64
+    "gradients": ("fp32", "same"),
     "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
     "offload": ((), ("optimizer",), ("parameters",), ("activations",), ("optimizer", "activations")),
     "compress": ("none", "gist"),  # the others are not exact

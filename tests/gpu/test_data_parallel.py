@@ -39,7 +39,7 @@ def states(plan: str) -> dict[str, int]:
     return engine.memory().now
 
 
-@pytest.mark.parametrize(("level", "bytes_each"), [(0, 16.0), (1, 10.0), (2, 9.0), (3, 8.0)])
+@pytest.mark.parametrize(("level", "bytes_each"), [(0, 18.0), (1, 12.0), (2, 10.0), (3, 9.0)])
 def test_model_state_takes_the_bytes_of_the_formula(level: int, bytes_each: float) -> None:
     for now in echelon.launch(states, 2, f"data=2 zero={level} precision=bf16"):
         state = now["parameters"] + now["gradients"] + now["optimizer"]

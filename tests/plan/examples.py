@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import UserError
 from echelon.plan import Plan
-from echelon.plan.fields import COMPRESSIONS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SYNCS
+from echelon.plan.fields import COMPRESSIONS, GRADIENTS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SYNCS
 
 degree = st.integers(1, 8)
 plan_values = st.fixed_dictionaries(
@@ -27,6 +27,7 @@ plan_values = st.fixed_dictionaries(
         "sequence": st.booleans(),
         "compile": st.booleans(),
         "precision": st.sampled_from(PRECISIONS),
+        "gradients": st.sampled_from(GRADIENTS),
         "recompute": st.sampled_from([*RECOMPUTES, "budget:1024"]),
         "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
         "compress": st.sampled_from(COMPRESSIONS),

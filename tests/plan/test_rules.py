@@ -113,6 +113,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "pipeline=2 schedule=1f1b compile=true",
         ),
     ],
+    "same_gradients_need_low_precision": [
+        ("gradients=same", "drop gradients, or use precision=bf16", "gradients=same precision=bf16"),
+        ("data=2 gradients=same precision=fp64", "precision=fp64: only", "data=2 precision=fp64"),
+    ],
     "auto_needs_one_stage_per_rank": [
         (
             "pipeline=auto schedule=interleaved chunks=2",
@@ -161,6 +165,8 @@ def test_a_rule_refuses_its_examples_and_they_pass_without_it(
         "data=2 sync=async staleness=0 schedule=gpipe",
         "pipeline=auto zero=3 schedule=gpipe",
         "compile=true schedule=gpipe",
+        "gradients=fp32 precision=fp64",
+        "gradients=same precision=fp16",
     ],
 )
 def test_what_is_just_inside_a_rule_is_accepted(text: str) -> None:

@@ -10,6 +10,7 @@ from echelon.async_training.host import flat_buckets
 from echelon.data_parallel import LocalSum, ParameterSet, Storages
 from echelon.data_parallel.buckets import Bucket, move_in
 from echelon.data_parallel.grad_accumulation import hook_gradient
+from echelon.data_parallel.grad_dtype import weight_dtype
 from echelon.ownership import LocalParameter, OwnedSlice
 
 
@@ -20,7 +21,8 @@ class WorkerGradients(LocalSum):
     def __init__(self, parameter_set: ParameterSet) -> None:
         super().__init__(parameter_set)
         self._trained = [parameter for _, parameter in parameter_set.trained]
-        self._weights, self.buckets = flat_buckets(self._trained), flat_buckets(self._trained)
+        self._weights = flat_buckets(self._trained, dtype_of=weight_dtype)
+        self.buckets = flat_buckets(self._trained)
         for bucket in self._weights:
             move_in(bucket)
         self._used: set[nn.Parameter] = set()

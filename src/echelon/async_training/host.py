@@ -16,6 +16,7 @@ from echelon.async_training.connection import Connection
 from echelon.async_training.server import Server
 from echelon.data_parallel import Storages
 from echelon.data_parallel.buckets import Bucket, fill_buckets
+from echelon.data_parallel.grad_dtype import gradient_dtype, weight_dtype
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make
 from echelon.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
@@ -42,7 +43,7 @@ class Host:
         schedule: Callable[[int], float] | None,
     ) -> None:
         self._parameters = [p for _, p in named]
-        self._weights = flat_buckets(self._parameters)
+        self._weights = flat_buckets(self._parameters, dtype_of=weight_dtype)
         local = _copy_into(self._weights, named)
         self._stepper = stepper(make, self._parameters, local, in_parts=False)
         self.optimizer = self._stepper.optimizer
@@ -103,7 +104,10 @@ def _copy_into(weights: list[Bucket], named: Sequence[tuple[str, nn.Parameter]])
     with torch.no_grad():
         for _, parameter in named:
             views[parameter].copy_(parameter)
-    return [LocalParameter(name, p, nn.Parameter(views[p])) for name, p in named]
+    local = [LocalParameter(name, p, nn.Parameter(views[p])) for name, p in named]
+    for each in local:
+        each.tensor.grad_dtype = gradient_dtype(each.parameter)
+    return local
 
 
 def _serve_on(reference: weakref.ref[Server]) -> None:

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from torch import Tensor, nn
 
 from echelon.data_parallel.buckets import Bucket, fill_buckets
+from echelon.data_parallel.grad_dtype import gradient_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
 from echelon.data_parallel.reducer import Reducer
 from echelon.data_parallel.sharing import Sharing, whole_parameters
@@ -25,7 +26,7 @@ class Bucketed(Sharing):
         self._group = parameter_set.group
         self._whole = whole_parameters(parameter_set)
         trained = [parameter for _, parameter in parameter_set.trained]
-        total = sum(p.numel() * p.element_size() for p in trained)
+        total = sum(p.numel() * gradient_dtype(p).itemsize for p in trained)
         self._bucket_bytes = min(bucket_bytes, max(2**20, total // _FEWEST_BUCKETS))
         self.reducer: Reducer = Reducer(trained, self._accumulate, self._complete_bucket)
         self.accumulation = self.reducer.accumulation

@@ -6,30 +6,33 @@ have autograd add the first gradient too would move twice the memory.) Buckets a
 which gradients are expected.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
+from echelon.data_parallel.grad_dtype import gradient_dtype
+from echelon.data_parallel.layout import Layout, block_size, lay_out
+
 
 class Bucket:
-    """A buffer, and for each parameter the view that is its gradient; the rest of `size` is zeros."""
+    """A buffer, and for each parameter the view that is its gradient; what lies between views is zeros."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
-        first = parameters[0]
-        used = sum(parameter.numel() for parameter in parameters)
-        self.buffer = torch.empty(size or used, dtype=first.dtype, device=first.device)
-        self.buffer[used:].zero_()
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, layout: Layout | None = None
+    ) -> None:
+        self._layout = layout or lay_out((p.numel() for p in parameters), block_size(dtype))
+        self.buffer = torch.empty(self._layout.size, dtype=dtype, device=parameters[0].device)
+        for begin, end in self._layout.gaps():
+            self.buffer[begin:end].zero_()
         self.views = self._cut(parameters)
 
     def _cut(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        views: dict[nn.Parameter, Tensor] = {}
-        end = 0
-        for parameter in parameters:
-            begin, end = end, end + parameter.numel()
-            views[parameter] = self.buffer[begin:end].view_as(parameter)
-        return views
+        return {
+            parameter: self.buffer[begin:end].view_as(parameter)
+            for parameter, (begin, end) in zip(parameters, self._layout.places, strict=True)
+        }
 
     def reallocate(self) -> None:
         """Move to new memory; whoever has a view of the old keeps that."""
@@ -58,19 +61,24 @@ class Bucket:
         return self.buffer
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` bytes (or one parameter), in the order given, one type a bucket."""
+def fill_buckets(
+    parameters: Sequence[nn.Parameter],
+    limit: int,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = gradient_dtype,
+) -> list[Bucket]:
+    """Buckets of at most `limit` bytes (or one parameter), in the order given, one type per bucket."""
     buckets = []
-    for _, alike in groupby(parameters, key=lambda p: (p.dtype, p.device)):
+    for (dtype, _), alike in groupby(parameters, key=lambda p: (dtype_of(p), p.device)):
         taken: list[nn.Parameter] = []
         size = 0
         for parameter in alike:
-            if taken and size + _bytes(parameter) > limit:
-                buckets.append(Bucket(taken))
+            added = parameter.numel() * dtype.itemsize
+            if taken and size + added > limit:
+                buckets.append(Bucket(taken, dtype))
                 taken, size = [], 0
             taken.append(parameter)
-            size += _bytes(parameter)
-        buckets.append(Bucket(taken))
+            size += added
+        buckets.append(Bucket(taken, dtype))
     return buckets
 
 
@@ -80,10 +88,6 @@ def put(place: Tensor, gradient: Tensor) -> None:
         place.copy_(gradient)
     else:
         place.zero_().add_(gradient)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def move_in(bucket: Bucket) -> None:

@@ -4,7 +4,8 @@
     parts    |     rank 0    |     rank 1     |  rank 2  …     equal parts; `shard` is this rank's
     gradient                 the same layout; gradients land in it and it is what is reduced
 
-Padding fills the last part. It is never part of a parameter, so no norm and no state ever sees it.
+Parameters and parts begin at multiples of 256 bytes, in both buffers. Padding fills the gaps and the last
+parts. It is zeros and never part of a parameter, so no norm and no state ever sees it.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket
+from echelon.data_parallel.grad_dtype import gradient_dtype
+from echelon.data_parallel.layout import block_size, lay_out, round_up
 from echelon.ownership import LocalParameter
 
 
@@ -29,8 +32,12 @@ class FlatUnit:
         self.name, self.parameters, self._group, self.resident = name, parameters, group, resident
         first = parameters[0][1]
         self.trainable = first.requires_grad
-        self._part_size = -(-sum(p.numel() for _, p in parameters) // group.size)
-        self.flat = torch.zeros(self._part_size * group.size, dtype=first.dtype, device=first.device)
+        self._gradient_dtype = gradient_dtype(first)
+        block = block_size(first.dtype, self._gradient_dtype)
+        layout = lay_out((parameter.numel() for _, parameter in parameters), block)
+        self._part_size = round_up(-(-layout.size // group.size), block)
+        self._layout = layout._replace(size=self._part_size * group.size)
+        self.flat = torch.zeros(self._layout.size, dtype=first.dtype, device=first.device)
         self._weights: list[Tensor] = []  # each parameter's place in the buffer
         self._move_in()
         self.shard = self._local_part(self.flat) if resident else self._local_part(self.flat).clone()
@@ -47,13 +54,13 @@ class FlatUnit:
 
     def _runs(self) -> Iterator[LocalParameter]:
         start = self._part_size * self._group.rank
-        for (name, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+        for (name, parameter), (begin, end) in zip(self.parameters, self._layout.places, strict=True):
             low, high = max(begin, start), min(end, start + self._part_size)
             if low < high:
-                run = self.shard[low - start : high - start]
-                yield LocalParameter(
-                    name, parameter, nn.Parameter(run, requires_grad=self.trainable), low - begin
-                )
+                run = nn.Parameter(self.shard[low - start : high - start], requires_grad=self.trainable)
+                if self.trainable:
+                    run.grad_dtype = self._gradient_dtype
+                yield LocalParameter(name, parameter, run, low - begin)
 
     # Weights.
 
@@ -91,7 +98,7 @@ class FlatUnit:
         """Move to new memory; whoever has a view of the old keeps that."""
         self.flat = self.flat.clone()
         self._weights = []
-        for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+        for (_, parameter), (begin, end) in zip(self.parameters, self._layout.places, strict=True):
             parameter.data = self.flat[begin:end].view(parameter.shape)
             self._weights.append(parameter.data)
         start = int(self.shard.storage_offset())
@@ -133,7 +140,7 @@ class FlatUnit:
     def _bucket(self) -> Bucket:
         if self._gradient is None:
             parameters = [parameter for _, parameter in self.parameters]
-            self._gradient = Bucket(parameters, self._part_size * self._group.size)
+            self._gradient = Bucket(parameters, self._gradient_dtype, self._layout)
         return self._gradient
 
     def new_part(self, *, in_place: bool) -> Tensor:
@@ -144,9 +151,9 @@ class FlatUnit:
             self.has_part = True
             return self.part
         if self.part is None:
-            self.part = torch.empty_like(self.shard)
+            self.part = torch.empty_like(self.shard, dtype=self._gradient_dtype)
         if self.has_part:
-            return torch.empty_like(self.shard)
+            return torch.empty_like(self.part)
         self.has_part = True
         return self.part
 
@@ -162,18 +169,12 @@ class FlatUnit:
         start = local.tensor.storage_offset() - self.shard.storage_offset()
         return self.part[start : start + local.tensor.numel()]
 
-    def _places(self) -> Iterator[tuple[int, int]]:
-        end = 0
-        for _, parameter in self.parameters:
-            begin, end = end, end + parameter.numel()
-            yield begin, end
-
     def _local_part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size, self._part_size)[self._group.rank]
 
     def _move_in(self) -> None:
         """Copy every parameter into the buffer and make it a view of its place there."""
-        for (_, parameter), (begin, end) in zip(self.parameters, self._places(), strict=True):
+        for (_, parameter), (begin, end) in zip(self.parameters, self._layout.places, strict=True):
             place = self.flat[begin:end].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.data_parallel.grad_dtype import gradient_dtype
 from echelon.products import product
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper, is_wrapped, replaced_forward, unwrap
 
@@ -132,7 +133,9 @@ def _is_large_linear(module: nn.Module) -> bool:
     if is_wrapped(module) or replaced_forward(module) is not None:
         return False
     weight = module._parameters.get("weight")
-    return type(weight) is nn.Parameter and weight.is_cpu and weight.numel() >= SMALLEST
+    if type(weight) is not nn.Parameter or not weight.is_cpu or weight.numel() < SMALLEST:
+        return False
+    return gradient_dtype(weight) == weight.dtype  # a product of bf16 cannot be added to float32 in one go
 
 
 def _is_plain(x: Tensor, weight: Tensor) -> bool:

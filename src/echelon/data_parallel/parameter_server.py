@@ -19,6 +19,7 @@ from torch import Tensor
 from echelon.collectives import Handle
 from echelon.data_parallel.bucketed import BUCKET_BYTES, Bucketed
 from echelon.data_parallel.buckets import Bucket, fill_buckets, move_in, point_at
+from echelon.data_parallel.grad_dtype import weight_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
 from echelon.data_parallel.sharing import Storages, local_gradients, own_whole
 from echelon.ownership import LocalParameter, OwnedSlice
@@ -43,7 +44,7 @@ class ParameterServer(Bucketed):
         group = parameter_set.group
         self._is_server = group.rank == SERVER
         self._workers = [rank for rank in range(group.size) if rank != SERVER]
-        self._weights = fill_buckets([p for _, p in parameter_set.trained], bucket_bytes)
+        self._weights = fill_buckets([p for _, p in parameter_set.trained], bucket_bytes, weight_dtype)
         for bucket in self._weights:
             move_in(bucket)
         self._sends: list[Handle] = []

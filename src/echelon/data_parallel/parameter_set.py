@@ -56,6 +56,7 @@ class ParameterSet:
     units: Sequence[Unit] = ()
     shared_gradients: Sequence[SharedGradient] = ()
     norm_elsewhere: Set[nn.Parameter] = frozenset()  # whose gradients other ranks count
+    sum_in_float32: bool = True  # gradients of weights below float32; else in the type of the weights
 
     @cached_property
     def trained(self) -> list[tuple[str, nn.Parameter]]:

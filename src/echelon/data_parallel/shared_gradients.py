@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.data_parallel.grad_dtype import gradient_dtype
 from echelon.data_parallel.parameter_set import SharedGradient
 from echelon.data_parallel.sharing import Sharing
 from echelon.ownership import LocalParameter
@@ -62,13 +63,13 @@ def _gradients(shared: SharedGradient, local: Sequence[LocalParameter]) -> list[
     """What this rank brings in, where the sum is to be."""
     for each in local:
         if each.tensor.grad is None:
-            each.tensor.grad = torch.zeros_like(each.tensor)
+            each.tensor.grad = torch.zeros_like(each.tensor, dtype=gradient_dtype(each.tensor))
         elif each.tensor.grad.is_sparse:
             each.tensor.grad = each.tensor.grad.to_dense()
         if not shared.contributes:
             each.tensor.grad.zero_()
     if not local:
-        return [torch.zeros_like(shared.parameter, requires_grad=False)]
+        return [torch.zeros_like(shared.parameter, dtype=gradient_dtype(shared.parameter))]
     return [each.tensor.grad for each in local if each.tensor.grad is not None]
 
 

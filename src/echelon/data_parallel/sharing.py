@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from echelon.data_parallel.grad_accumulation import Accumulation
+from echelon.data_parallel.grad_dtype import reset_gradient_dtype, set_gradient_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
 from echelon.data_parallel.reducer import Reducer
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
@@ -37,6 +38,8 @@ class Sharing(ABC):
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
+        for _, parameter in parameter_set.trained:
+            set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
     @abstractmethod
     def local_parameters(self) -> list[LocalParameter]:
@@ -98,6 +101,7 @@ class Sharing(ABC):
         """Take away all hooks, and let go of gradients and their memory."""
         for _, parameter in self.parameter_set.trained:
             parameter.grad = None
+            reset_gradient_dtype(parameter)
 
 
 class LocalSum(Sharing):

@@ -50,7 +50,8 @@ def _worker_stages(split: StageSplit, mesh: Mesh) -> LocalStages:
     """The stages of an asynchronous worker, which pulls and pushes all of its parameters at once."""
     group = mesh.group("weights")
     parameters = {name: p for module in split.modules.values() for name, p in named_subset(module).items()}
-    gradients = WorkerGradients(ParameterSet("dense", parameters, group))
+    in_float32 = mesh.plan.gradients == "fp32"
+    gradients = WorkerGradients(ParameterSet("dense", parameters, group, sum_in_float32=in_float32))
     stages = {
         number: Stage(number, module, [gradients], Buffers(module, group))
         for number, module in split.modules.items()
@@ -69,7 +70,8 @@ def parameter_sets(
     group = mesh.group("weights")
     units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
     parameters = named_subset(module)
-    return [ParameterSet("dense", parameters, group, units, shared_gradients, frozenset(norm_elsewhere))]
+    elsewhere, in_float32 = frozenset(norm_elsewhere), mesh.plan.gradients == "fp32"
+    return [ParameterSet("dense", parameters, group, units, shared_gradients, elsewhere, in_float32)]
 
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:

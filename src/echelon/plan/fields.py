@@ -19,6 +19,7 @@ SCHEDULES = (*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 AUTO = "auto"  # the stages are chosen by measuring the model
 SYNCS = ("all-reduce", "parameter-server", "async")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+GRADIENTS = ("fp32", "same")  # the type that gradients are summed in, below float32
 RECOMPUTES = ("none", "full", "selective", "sqrt")
 OFFLOADS = ("optimizer", "parameters", "activations")
 COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
@@ -134,6 +135,7 @@ FIELDS: dict[str, Field] = {
     "sequence": Field("must be true or false", _switch, lambda value: str(value).lower()),
     "compile": Field("must be true or false", _switch, lambda value: str(value).lower()),
     "precision": _words(PRECISIONS),
+    "gradients": _words(GRADIENTS),
     "recompute": Field(
         f"must be one of {', '.join(RECOMPUTES)}, or budget:BYTES, like budget:2GiB", _recompute
     ),

@@ -37,6 +37,7 @@ class Plan:
     sequence: bool = False
     compile: bool = False
     precision: str = "fp32"
+    gradients: str = "fp32"
     recompute: str = "none"
     offload: tuple[str, ...] = ()
     compress: str = "none"

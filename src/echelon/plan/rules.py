@@ -188,6 +188,15 @@ def _compile_needs_whole_backwards(plan: "Plan") -> str | None:
     )
 
 
+def _same_gradients_need_low_precision(plan: "Plan") -> str | None:
+    if plan.gradients == "fp32" or plan.precision in ("bf16", "fp16"):
+        return None
+    return (
+        f"gradients={plan.gradients} precision={plan.precision}: only gradients of weights below float32 are "
+        "summed in another type than the weights'; drop gradients, or use precision=bf16"
+    )
+
+
 def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" and not plan.schedule_is_file:
         return None
@@ -238,6 +247,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_async_workers_share_no_matrix, ("sync", "tensor")),
     Rule(_async_workers_share_no_sequence, ("sync", "context")),
     Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
+    Rule(_same_gradients_need_low_precision, ("gradients", "precision")),
 )
 
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.

@@ -103,11 +103,14 @@ def verify(
     _check(plan, precision, inject_bug)
     if precision != "fp64":
         case = case.round_start(DTYPES[precision])
-    results = _train(ranks, case, dataclasses.replace(plan, precision=precision), inject_bug)
+    gradients = "fp32" if precision == "fp64" else plan.gradients
+    trained = dataclasses.replace(plan, precision=precision, gradients=gradients)
+    results = _train(ranks, case, trained, inject_bug)
     if precision != "fp64":
         return judge_low_precision(case, results)
     verdict = judge(case, results, tolerance=tolerance)
-    return dataclasses.replace(verdict, plan=dataclasses.replace(verdict.plan, precision=plan.precision))
+    ran = dataclasses.replace(verdict.plan, precision=plan.precision, gradients=plan.gradients)
+    return dataclasses.replace(verdict, plan=ran)
 
 
 def judge(case: Case, results: Sequence[TrainingResult], *, tolerance: float = TOLERANCE) -> Verdict:

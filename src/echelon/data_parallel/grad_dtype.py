@@ -1,0 +1,38 @@
+"""The type of gradients: float32 for weights below that, unless the plan says otherwise.
+
+A sum in bf16 stays where it is as soon as it is 256 times as large as what is added. So the gradient of a
+bf16 weight is float32: autograd converts what a backward pass computes, and adds it to a float32 `.grad`
+(`Tensor.grad_dtype`). Buffers of gradients are then float32 too, and so is what ranks sum.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The type of a parameter's gradient; of a frozen parameter its own."""
+    return (parameter.grad_dtype if parameter.requires_grad else None) or parameter.dtype
+
+
+def weight_dtype(parameter: Tensor) -> torch.dtype:
+    return parameter.dtype
+
+
+def set_gradient_dtype(parameter: nn.Parameter, *, in_float32: bool) -> None:
+    """Let gradients of the parameter be of its own type, or `in_float32` if that is more.
+
+    A gradient of before that is of another type is dropped: torch would refuse to add to it.
+    """
+    is_low = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
+    if not (in_float32 and is_low):
+        reset_gradient_dtype(parameter)
+    elif parameter.grad_dtype != torch.float32:
+        parameter.grad = None
+        parameter.grad_dtype = torch.float32
+
+
+def reset_gradient_dtype(parameter: nn.Parameter) -> None:
+    """Let gradients of the parameter be of its own type again, whatever it is converted to later."""
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        parameter.grad = None
+        parameter.grad_dtype = None  # as computed; a type that is named here would outlast a conversion
