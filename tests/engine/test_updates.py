@@ -62,6 +62,7 @@ def test_clip_and_schedule_reach_the_update() -> None:
     assert update.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 4)
 
 
+@pytest.mark.usefixtures("packed")
 def test_the_optimizer_is_over_what_this_rank_holds_of_its_stage() -> None:
     def sizes(plan: str) -> list[int]:
         update, _ = update_of(plan)

@@ -55,7 +55,7 @@ class Updated:
     def step(self, total: float, count: float, gradient: list[float]) -> Outcome:
         """One update, of a loss total whose gradient is `gradient`."""
         normaliser = self.update.start_step()
-        self.weight.grad = torch.tensor(gradient, dtype=self.weight.dtype) / normaliser
+        self.weight.grad = torch.tensor(gradient, dtype=self.weight.grad_dtype) / normaliser
         self.update.norm(tally(total, count))
         self.update.step()
         self.update.publish()

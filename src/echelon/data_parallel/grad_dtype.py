@@ -5,6 +5,9 @@ bf16 weight is float32: autograd converts what a backward pass computes, and add
 (`Tensor.grad_dtype`). Buffers of gradients are then float32 too, and so is what ranks sum.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -36,3 +39,17 @@ def reset_gradient_dtype(parameter: nn.Parameter) -> None:
     if parameter.grad_dtype not in (None, parameter.dtype):
         parameter.grad = None
         parameter.grad_dtype = None  # as computed; a type that is named here would outlast a conversion
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of these parameters aside: torch.compile leaves a layer alone, which it is to record,
+    while one of its weights has a gradient of another type."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient

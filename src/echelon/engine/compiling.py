@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
 from echelon.dropout import is_keyed
 from echelon.errors import UserError
 from echelon.launching import beat
@@ -41,12 +42,13 @@ class CompiledForward(Wrapper):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._compiled: Any = None
+        self._low = [p for p in module.parameters() if gradient_dtype(p) != p.dtype]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(self.inner)
         beat()  # the first calls take long
-        with torch._dynamo.config.patch(_LIMITS):
+        with torch._dynamo.config.patch(_LIMITS), without_gradients(self._low):
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
