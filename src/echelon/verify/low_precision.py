@@ -10,10 +10,10 @@ measured, by three trainings of one case from the same weights:
 The distance of x and y is ‖x − y‖ / (‖x‖ + ‖y‖): 0 where they are equal, 1/3 where one is twice the other,
 never above 1. For weights and masters, x and y are what training has added to the start.
 
-Both distances are samples of a random quantity, and a plan rounds where one device does not: where it adds
-microbatches and ranks. So C to B may be a few times B to A, and a few roundings of bf16 more (`_allowed`).
-Rounding itself keeps well below, bugs do not. Trainings drift apart from step to step, until nothing can be
-told from rounding: such a comparison is refused.
+Both distances are samples of a random quantity, and a plan rounds where one device does not: the gradient of
+each microbatch, and with gradients=same their sums. So C to B may be a few times B to A, and a few roundings
+of bf16 more (`_allowed`). Rounding itself keeps well below, bugs do not. Trainings drift apart from step to
+step, until nothing can be told from rounding: such a comparison is refused.
 """
 
 import math
