@@ -21,6 +21,7 @@ from echelon.data_parallel.grad_accumulation import (
     accumulate_in_place,
     hook_gradient,
 )
+from echelon.data_parallel.grad_dtype import set_gradient_dtype
 from echelon.wrapping import Wrapping, find_wrapper
 from tests.cases import stop
 
@@ -310,3 +311,16 @@ def test_only_plain_matrices_are_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(grad_accumulation, "SMALLEST", 160)
     accumulate_in_place(model, dict.fromkeys(model.parameters(), Accumulation()), Wrapping())
     assert ["forward" in vars(module) for module in model] == [False, False, False, False, True]
+
+
+def test_matrices_of_bf16_with_float32_gradients_are_left_to_autograd() -> None:
+    model, wrapping = nn.Linear(4, 4, bias=False).bfloat16(), Wrapping()
+    set_gradient_dtype(model.weight, in_float32=True)
+    accumulation = opened(model, wrapping)
+    assert find_wrapper(model, AccumulatingLinear) is None
+    for factor in (1.0, 2.0**-9):
+        model(torch.full((1, 4), factor, dtype=torch.bfloat16)).sum().backward()
+        with torch.no_grad():
+            assert not accumulation.may_add(model.weight)
+    assert model.weight.grad is not None
+    assert model.weight.grad.unique().tolist() == [1 + 2.0**-9]

@@ -7,7 +7,12 @@ from torch import nn
 import echelon
 from echelon.collectives import RecordingGroup
 from echelon.data_parallel import ParameterSet, SingleReplica
-from echelon.data_parallel.grad_dtype import gradient_dtype, reset_gradient_dtype, set_gradient_dtype
+from echelon.data_parallel.grad_dtype import (
+    gradient_dtype,
+    reset_gradient_dtype,
+    set_gradient_dtype,
+    without_gradients,
+)
 from tests.cases import adamw, mean_loss, vectors
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -120,3 +125,18 @@ def test_the_memory_of_gradients_is_in_the_table(choice: str, size: int) -> None
         memory = engine.memory().now
     count = sum(p.numel() for p in model.parameters())
     assert (memory["parameters"], memory["gradients"]) == (2 * count, size * count)
+
+
+def test_gradients_that_were_set_aside_come_back_after_an_error_too() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first.sum().backward()
+    gradient = first.grad
+
+    def fail() -> None:
+        assert first.grad is None
+        raise RuntimeError("failed on purpose")
+
+    with pytest.raises(RuntimeError, match="failed on purpose"), without_gradients([first, second]):
+        fail()
+    assert first.grad is gradient
+    assert second.grad is None
