@@ -14,7 +14,7 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from echelon.engine import Engine, parallelize
+from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
@@ -151,34 +151,43 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    rank = int(os.environ["RANK"])
+    engine = make_engine(case, plan)
+    if bug is not None:
+        (BUGS[bug] if isinstance(bug, str) else bug)(engine)
+    metrics = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])]
+    return engine, result_of(engine, case, metrics)
+
+
+def make_engine(case: Case, plan: Plan) -> Engine:
+    """An engine that trains `case`; on each rank the model starts with other weights."""
     dtype = DTYPES[plan.precision]
-    batches = case.batches(dtype)
-    engine = parallelize(
-        case.build(rank, dtype),
+    return parallelize(
+        case.build(int(os.environ["RANK"]), dtype),
         plan,
         optimizer=case.make_optimizer,
         loss=case.loss,
         clip=case.clip,
         seed=case.seed,
-        sample_batch=batches[0],
+        sample_batch=case.batches(dtype)[0],
         **case.options,
     )
-    if bug is not None:
-        (BUGS[bug] if isinstance(bug, str) else bug)(engine)
-    metrics = [engine.step(engine.local(batch)) for batch in batches]
+
+
+def result_of(engine: Engine, case: Case, metrics: Sequence[Metrics]) -> TrainingResult:
+    """What a training left: on rank 0 the full state, on the others its fingerprints."""
+    last = case.batches(DTYPES[engine.plan.precision])[-1]
     result = TrainingResult(
         engine.full_state_dict(),
         engine.full_optimizer_state(),
         losses=[step.loss for step in metrics],
         grad_norms=[step.grad_norm for step in metrics],
-        evaluation=engine.evaluate(engine.local(batches[-1])).loss,
+        evaluation=engine.evaluate(engine.local(last)).loss,
         log=engine.log(),
         plan=str(engine.plan),
         boundaries=engine.boundaries,
         masters=_masters(engine),
     )
-    return engine, summarize(result) if rank else result
+    return summarize(result) if engine.mesh.rank else result
 
 
 def _masters(engine: Engine) -> dict[str, Tensor]:

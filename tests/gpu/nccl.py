@@ -1,0 +1,232 @@
+"""Plans over real NCCL, all ranks on one GPU: python -m tests.gpu.nccl --runs 3 --out benchmarks/results
+
+NCCL refuses two ranks on one GPU of one host. With a host identity of its own each rank counts as a host, and
+NCCL talks over loopback sockets: slow, but the real library with its real order, streams and hangs. Under MPS
+(`nvidia-cuda-mps-control -d`) the ranks share the GPU at the same time and not in turns.
+
+`--backend gloo` runs the same plans on the CPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.bench.result import make_result
+from echelon.launching import TRAINING_MODULES, Ranks, preload
+from echelon.plan import Plan
+from echelon.verify import Case
+from echelon.verify.contract import judge, make_engine, result_of, train_rank
+from echelon.verify.reference import TrainingResult
+from tests.contract_models import CASES, SEQUENCE, tokens
+from tests.tensor_parallel.models import language_case
+
+DEADLINE = 60.0  # seconds without a sign of life; then the launcher reports every rank's stack
+_STEPS = 6
+
+_SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "interleaved chunks=2")
+_CONTINUOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
+_TWO = [
+    *[f"data=2 zero={level}" for level in range(4)],
+    "data=2 microbatches=3",
+    "data=2 sync=parameter-server",
+    "data=2 sync=async staleness=0",
+    "data=2 sync=async staleness=1",
+    "tensor=2",
+    "tensor=2 sequence=true",
+    "context=2",
+    *[f"pipeline=2 schedule={name} microbatches=4" for name in (*_SCHEDULES, *_CONTINUOUS)],
+]
+_FOUR = [
+    *[f"data=4 zero={level}" for level in range(4)],
+    *[f"pipeline=4 schedule={name} microbatches=5" for name in ("naive", "gpipe", "1f1b", "zero-bubble")],
+    *[f"pipeline=4 schedule={name} microbatches=4" for name in _CONTINUOUS],
+    *[f"data=2 pipeline=2 zero={level} microbatches=3" for level in range(4)],
+    "pipeline=3-1 microbatches=4",
+    "pipeline=2-1-1 microbatches=3 schedule=zero-bubble",
+    "data=2 tensor=2 zero=1",
+    "tensor=2 context=2 sequence=true",
+    "tensor=2 pipeline=2 microbatches=2",
+    "context=2 pipeline=2 microbatches=2",
+]
+_EIGHT = [
+    "data=8 zero=2",
+    "data=2 pipeline=4 zero=1 microbatches=4",
+    "data=2 pipeline=4 zero=3 microbatches=4",
+    "data=2 tensor=2 pipeline=2 zero=1 microbatches=2",
+    "context=2 tensor=2 pipeline=2 microbatches=2",
+    "data=2 pipeline=2 context=2 zero=2 microbatches=2 schedule=zero-bubble",
+]
+PLANS = {2: _TWO, 4: _FOUR, 8: _EIGHT}
+
+Train = Callable[[Case, Plan], TrainingResult]
+
+
+class Outcome(NamedTuple):
+    """Of one plan: `result` is equal, different or failed; `gap` the largest difference."""
+
+    plan: str
+    scenario: str
+    ranks: int
+    result: str
+    gap: float
+    seconds: float
+    text: str = ""
+
+
+def environment(rank: int) -> dict[str, str]:
+    """What makes NCCL take every rank for a host of its own."""
+    off = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
+    return off | {"NCCL_HOSTID": f"echelon-{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+# Scenarios: how a rank trains.
+
+
+def plainly(case: Case, plan: Plan) -> TrainingResult:
+    return train_rank(case, plan, None)
+
+
+def with_evaluations(case: Case, plan: Plan) -> TrainingResult:
+    """An evaluation before and after every step."""
+    with make_engine(case, plan) as engine:
+        metrics = []
+        for batch in case.batches():
+            engine.evaluate(engine.local(batch))
+            metrics.append(engine.step(engine.local(batch)))
+        return result_of(engine, case, metrics)
+
+
+def beside_another(case: Case, plan: Plan) -> TrainingResult:
+    """Two engines in one process that take turns."""
+    with make_engine(case, plan) as first, make_engine(case, plan) as second:
+        metrics = []
+        for batch in case.batches():
+            metrics.append(first.step(first.local(batch)))
+            second.step(second.local(batch))
+        return result_of(first, case, metrics)
+
+
+def lengths_that_change(step: int) -> tuple[object, object]:
+    """Batches of other lengths in every step."""
+    length = SEQUENCE - step % 3
+    return tuple(each[:, :length] for each in tokens(step))  # type: ignore[return-value]
+
+
+SCENARIOS: dict[str, Train] = {
+    "plain": plainly,
+    "evaluations between steps": with_evaluations,
+    "two engines": beside_another,
+    "shapes that change": plainly,
+}
+_SCENARIO_PLANS = {
+    2: ["data=2 zero=3", "pipeline=2 microbatches=4", "pipeline=2 schedule=zero-bubble microbatches=4"],
+    4: [
+        "data=2 pipeline=2 zero=2 microbatches=3",
+        "pipeline=4 microbatches=5",
+        "pipeline=3-1 microbatches=4",
+    ],
+    8: [],
+}
+
+
+def case_for(plan: str, scenario: str) -> Case:
+    parsed = Plan.parse(plan)
+    if parsed.tensor > 1 or parsed.context > 1:
+        case = language_case("gpt", steps=_STEPS)
+    elif "pipedream" in plan:
+        case = dataclasses.replace(CASES["llama"], clip=None, steps=_STEPS)
+    else:
+        case = dataclasses.replace(CASES["gpt"], steps=_STEPS)
+    return dataclasses.replace(case, make_batch=lengths_that_change) if "shapes" in scenario else case
+
+
+def works(ranks: int) -> Iterator[tuple[str, str]]:
+    """Every plan, and some of them in every other scenario."""
+    yield from ((plan, "plain") for plan in PLANS[ranks])
+    others = [name for name in SCENARIOS if name != "plain"]
+    yield from ((plan, name) for plan in _SCENARIO_PLANS[ranks] for name in others)
+
+
+class WarmRanks:
+    """Ranks that are started again after a failure only."""
+
+    def __init__(self, count: int, backend: str) -> None:
+        self._count, self._backend = count, backend
+        self._ranks: Ranks | None = None
+
+    def verify(self, plan: str, scenario: str) -> Outcome:
+        case, start = case_for(plan, scenario), time.perf_counter()
+        try:
+            if self._ranks is None:
+                settings = environment if self._backend == "nccl" else None
+                self._ranks = Ranks(
+                    self._count, backend=self._backend, deadline=DEADLINE, environment=settings
+                )
+            precise = dataclasses.replace(Plan.parse(plan), precision="fp64")
+            verdict = judge(case, self._ranks.run(SCENARIOS[scenario], case, precise))
+        except Exception as error:  # whatever it is, it is the outcome of this plan
+            self.close(failed=True)
+            return self._outcome(plan, scenario, "failed", float("nan"), start, f"{error!r}\n{error}")
+        result = "equal" if verdict.equal else "different"
+        return self._outcome(
+            plan, scenario, result, verdict.worst[1], start, "" if verdict.equal else str(verdict)
+        )
+
+    def _outcome(self, plan: str, scenario: str, result: str, gap: float, start: float, text: str) -> Outcome:
+        seconds = round(time.perf_counter() - start, 2)
+        return Outcome(plan, scenario, self._count, result, gap, seconds, text)
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._ranks is not None:
+            self._ranks.kill() if failed else self._ranks.close()
+            self._ranks = None
+
+
+def run(ranks: int, backend: str) -> Iterator[Outcome]:
+    warm = WarmRanks(ranks, backend)
+    for plan, scenario in works(ranks):
+        yield warm.verify(plan, scenario)
+    warm.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.nccl")
+    parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(PLANS))
+    parser.add_argument("--runs", type=int, default=1, help="how many whole runs")
+    parser.add_argument("--out", type=Path, help="folder to write nccl.json into")
+    options = parser.parse_args(arguments)
+    preload(*TRAINING_MODULES)
+    outcomes: list[tuple[int, Outcome]] = []
+    for number in range(options.runs):
+        for ranks in options.ranks:
+            for outcome in run(ranks, options.backend):
+                outcomes.append((number + 1, outcome))
+                print(
+                    f"{outcome.result:9} {outcome.seconds:6.2f} s  {outcome.gap:.1e}  {outcome.plan}", end=""
+                )
+                print(f" [{outcome.scenario}]" + (f"\n{outcome.text}" if outcome.text else ""), flush=True)
+    bad = [outcome for _, outcome in outcomes if outcome.result != "equal"]
+    print(f"{len(outcomes)} trainings, {len(bad)} not equal")
+    if options.out is not None:
+        _record(outcomes, options)
+    return int(bool(bad))
+
+
+def _record(outcomes: Sequence[tuple[int, Outcome]], options: argparse.Namespace) -> None:
+    counts = {kind: sum(o.result == kind for _, o in outcomes) for kind in ("equal", "different", "failed")}
+    command = f"python -m tests.gpu.nccl --runs {options.runs} --out benchmarks/results"
+    result = make_result("nccl", command, {"runs": options.runs, "backend": options.backend, **counts}, ())
+    plain = [{"run": number, **outcome._asdict()} for number, outcome in outcomes]
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dataclasses.asdict(result) | {"outcomes": plain}, indent=2)
+    (options.out / "nccl.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
