@@ -1,11 +1,12 @@
 import pytest
 
-from echelon.bench import benches, run
+from echelon.bench import benches, run, runnable
 from echelon.errors import UserError
 
 
 def test_every_bench_says_what_it_measures() -> None:
-    assert list(benches()) == ["launch", "collectives", "step", "data-parallel", "pipeline", "tensor"]
+    expected = ["launch", "collectives", "step", "data-parallel", "pipeline", "tensor", "one-gpu"]
+    assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())
 
 
@@ -20,3 +21,13 @@ def test_a_result_names_the_command_that_makes_it_again() -> None:
     assert (result.name, result.command) == ("collectives", "echelon bench collectives --quick")
     assert result.settings["rounds"] == 3
     assert len(result.rows) == 8
+
+
+def test_a_bench_of_gpus_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "one-gpu" not in runnable(quick=False)
+    assert "one-gpu" in runnable(quick=True)
+    with pytest.raises(
+        UserError, match="bench one-gpu measures a GPU, and torch sees none here; add --quick"
+    ):
+        run("one-gpu")

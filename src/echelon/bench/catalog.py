@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from echelon.bench import collectives, data_parallel, launching, pipeline, step, tensor
+import torch
+
+from echelon.bench import collectives, data_parallel, launching, one_gpu, pipeline, step, tensor
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
+
+_NEED_GPU = ("one-gpu",)
 
 Bench = Callable[[bool], tuple[dict[str, Any], list[Row]]]
 
@@ -20,7 +24,13 @@ def benches() -> dict[str, Bench]:
         "data-parallel": data_parallel.bench,
         "pipeline": pipeline.bench,
         "tensor": tensor.bench,
+        "one-gpu": one_gpu.bench,
     }
+
+
+def runnable(quick: bool) -> list[str]:
+    """The names of the benches that this machine can run."""
+    return [name for name in benches() if quick or name not in _NEED_GPU or torch.cuda.is_available()]
 
 
 def run(name: str, *, quick: bool = False) -> Result:
@@ -28,6 +38,10 @@ def run(name: str, *, quick: bool = False) -> Result:
     available = benches()
     if name not in available:
         raise UserError(f"'{name}' is not a bench{did_you_mean(name, available)}")
+    if name not in runnable(quick):
+        raise UserError(
+            f"bench {name} measures a GPU, and torch sees none here; add --quick to see that it runs"
+        )
     settings, rows = available[name](quick)
     command = f"echelon bench {name}{' --quick' if quick else ''}"
     return make_result(name, command, settings, rows)

@@ -15,9 +15,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it
 
 def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Json = False) -> None:
     """Measure, side by side with the peers that are installed."""
-    from echelon.bench import benches, render, run, save
+    from echelon.bench import benches, render, run, runnable, save
 
-    names = list(benches()) if name is None else [name]
+    names = runnable(quick) if name is None else [name]
     if not set(names) <= set(benches()):
         raise UserError(f"there is no bench '{name}'{did_you_mean(str(name), benches())}")
     screen = console(as_json)
