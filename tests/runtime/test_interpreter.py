@@ -192,3 +192,21 @@ def test_a_stage_may_change_what_a_stage_of_the_same_rank_made(tmp_path: Path) -
         engine = engine_for(f"schedule={file}", nn.Sequential(*stages))
         norms.append(engine.step(vectors(0)).grad_norm)
     assert norms[0] == norms[1] > 0
+
+
+def labels_at_each_instruction() -> tuple[list[str], list[str]]:
+    """What a report of a hang would call each instruction of a step, and what the step leaves behind."""
+    texts: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("echelon.runtime.interpreter.at_instruction", texts.append)
+        engine = engine_for("pipeline=2 microbatches=2 schedule=gpipe")
+        engine.step(engine.local(vectors(0)))
+    return texts[:-1], texts[-1:]
+
+
+def test_a_hang_can_be_named_by_its_instruction(warm_ranks: Warm) -> None:
+    (first, after), (second, _) = warm_ranks(2).run(labels_at_each_instruction)
+    assert first[:4] == ["F0 of stage 0", "SA0 of stage 0", "F1 of stage 0", "SA1 of stage 0"]
+    assert second[:2] == ["RA0 of stage 1", "F0 of stage 1"]
+    assert "RG1 of stage 0" in first
+    assert after == [""]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from echelon.launching import at_instruction
 from echelon.program import COMPUTE, Instruction, Op, Program, Span
 from echelon.runtime.flight import Flight, Value, enter, wanted
 from echelon.runtime.message import Gradients
@@ -65,6 +66,7 @@ class Script:
         """`empties`: when the program is over, no rank has anything on its way."""
         self.program, self.rank, self.empties = program, rank, empties
         self.instructions = program.ranks[rank]
+        self.labels = [_label(instruction) for instruction in self.instructions]
         self.lasts = frozenset(self._last_backwards())
         self.receives: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
@@ -142,9 +144,11 @@ class Interpreter:
         self._wire.start_step()
         self._post_ahead()
         for self._at, instruction in enumerate(script.instructions):
+            at_instruction(script.labels[self._at])
             start = time.perf_counter()
             self._do[instruction.op](instruction)
             self.spans.append(Span(script.rank, start, time.perf_counter(), instruction))
+        at_instruction("")
         self._wire.finish_step(emptied=script.empties)
         self._feed = {}
         return self._tally
@@ -341,6 +345,12 @@ class Interpreter:
     def _is_here(self, stage: int, instruction: Instruction) -> bool:
         """Whether this rank also does `stage` for the microbatch of an instruction."""
         return self._script.program.holder(stage, _microbatch(instruction)) == self._script.rank
+
+
+def _label(instruction: Instruction) -> str:
+    """What the report of a hang calls it: 'RG5 of stage 1'."""
+    number = "" if instruction.microbatch is None else instruction.microbatch
+    return f"{instruction.op.value}{number} of stage {instruction.stage}"
 
 
 def _slot(instruction: Instruction) -> Slot:
