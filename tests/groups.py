@@ -13,7 +13,7 @@ from echelon.collectives.group import Reduction, Work
 from echelon.launching import PeerLost
 
 
-class _PartialGroup(Group):
+class PartialGroup(Group):
     """A group that can do only what its subclass says."""
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
@@ -64,7 +64,7 @@ class _Deferred(Work):
 
 
 @final
-class DeferredGroup(_PartialGroup):
+class DeferredGroup(PartialGroup):
     """Pretends to be rank r of N, all of which hold the same tensors.
 
     An operation takes effect when its handle is waited for, and not before: code that forgets to wait, or
@@ -131,7 +131,7 @@ class Queues:
 
 
 @final
-class QueueGroup(_PartialGroup):
+class QueueGroup(PartialGroup):
     """One of the threads of this process, which send to each other by queues."""
 
     def __init__(self, queues: Queues, rank: int, size: int, ledger: Ledger) -> None:
