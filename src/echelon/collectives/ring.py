@@ -35,10 +35,15 @@ def ring_all_reduce(group: Group, tensor: Tensor, op: Reduction = "sum") -> None
 
 
 def _pass_on(group: Group, outgoing: Tensor, incoming: Tensor) -> None:
-    receiving = group.recv(incoming, (group.rank - 1) % group.size, wait=False)
-    sending = group.send(outgoing, (group.rank + 1) % group.size, wait=False)
-    receiving.wait()
-    sending.wait()
+    """Odd ranks receive first: over NCCL, where a rank's messages run one after the other, all ranks would
+    otherwise wait for a sender forever."""
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    if group.rank % 2:
+        handles = (group.recv(incoming, left, wait=False), group.send(outgoing, right, wait=False))
+    else:
+        handles = (group.send(outgoing, right, wait=False), group.recv(incoming, left, wait=False))
+    for handle in handles:
+        handle.wait()
 
 
 def naive_all_reduce(group: Group, tensor: Tensor, op: Reduction = "sum", hub: int = 0) -> None:
