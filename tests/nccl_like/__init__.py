@@ -6,7 +6,7 @@
                 may buffer a small message, which only hides a deadlock until a message is larger.
     collective  completes when it is at the head of every member's queue.
     making      of a communicator is a collective too, for which the host waits: in `world.group`, or, if the
-                world is `lazy`, in the first operation of each member (as torch does it).
+                world is `lazy`, in `connect` or the first operation of each member (as torch does it).
 
 [Note: waiting] NCCL's `wait` does not block the host, it makes the compute stream wait. Here the thread of a
 rank is its compute stream, so `wait` blocks the thread. Both have the same dependencies. A GPU operation

@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.collectives.group import Work
+from echelon.collectives import Work
 
 MemberTensors = list[tuple[Tensor, ...]]  # of one operation: the tensors of each rank that takes part
 

@@ -7,10 +7,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.collectives import Group, Ledger
-from echelon.collectives.group import COMBINE, Reduction, Work
+from echelon.collectives import Group, Ledger, Reduction, Work
+from echelon.collectives.group import COMBINE
 from tests.nccl_like.communicator import Communicator, Making, MemberTensors, Operation
 from tests.nccl_like.rank_threads import RankThreads
+
+CPU = torch.device("cpu")
 
 
 @final
@@ -35,7 +37,7 @@ class NcclLikeGroup(Group):
         """Take part in the making of the communicator, without a wait for the others."""
         self._communicator.joined.add(self._member)
 
-    def make(self) -> None:
+    def connect(self, device: torch.device) -> None:  # noqa: ARG002
         """Return when all members have come to make the communicator."""
         self.join()
         self._threads.wait(self._member, Making(self._communicator))
@@ -125,7 +127,7 @@ class NcclLikeGroup(Group):
         peer: int | None = None,
     ) -> Work:
         if self._member not in self._communicator.joined:
-            self.make()
+            self.connect(CPU)
         tensors = tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
         operation = Operation(self._communicator, self.rank, name, form, peer, tensors, move, self._wait)
         self._communicator.issue(operation)

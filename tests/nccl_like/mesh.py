@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import final
 
-import torch
-
 from echelon.collectives import Group, Ledger
 from echelon.mesh import Mesh
 from echelon.mesh.layout import Layout
 from echelon.plan import Plan
+from tests.nccl_like.group import CPU
 from tests.nccl_like.world import NcclWorld
 
 
@@ -23,7 +22,8 @@ class NcclMesh(Mesh):
         for axis, all_members in _groups(plan).items():
             members = next(ranks for ranks in all_members if rank in ranks)
             groups[axis] = world.group(axis, members, rank, ledger)
-        super().__init__(plan, groups, rank, torch.device("cpu"))
+            groups[axis].connect(CPU)
+        super().__init__(plan, groups, rank, CPU)
         self._world = world
 
     def _open_group(self, groups: Iterable[Sequence[int]], backend: str | None = None) -> Group | None:
@@ -34,7 +34,7 @@ class NcclMesh(Mesh):
         return make("pipeline", sorted(members), self.rank, self.ledger)  # torch sorts them too
 
     def new_group(self) -> Group:
-        """One more group of all ranks of this rank's pipeline."""
+        """One more group of all ranks of this rank's pipeline; in a lazy world it is not connected yet."""
         return self._world.group("pipeline", self.layout.group("pipeline", self.rank), self.rank, self.ledger)
 
 

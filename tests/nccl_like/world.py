@@ -6,11 +6,10 @@ from typing import final
 
 from torch import Tensor
 
-from echelon.collectives import Ledger
-from echelon.collectives.group import Work
+from echelon.collectives import Ledger, Work
 from tests.groups import PartialGroup
 from tests.nccl_like.communicator import Communicator
-from tests.nccl_like.group import NcclLikeGroup
+from tests.nccl_like.group import CPU, NcclLikeGroup
 from tests.nccl_like.rank_threads import RankThreads
 
 
@@ -39,7 +38,7 @@ class NcclWorld(RankThreads):
         """A new communicator of `members`. The n-th calls of all of them with this axis make the same one."""
         group = self._group(axis, tuple(members), rank, ledger or Ledger())
         if not self._lazy:
-            group.make()
+            group.connect(CPU)
         return group
 
     def host_group(
