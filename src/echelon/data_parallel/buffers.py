@@ -1,10 +1,10 @@
 """Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
+from echelon.data_parallel.flags import set_anywhere
 
 
 class Buffers:
@@ -29,11 +29,10 @@ class Buffers:
             buffer in self._statistics or mark != earlier
             for buffer, mark, earlier in zip(buffers, self._current_marks(), self._marks, strict=True)
         ]
-        flags = torch.tensor(changed, dtype=torch.uint8).to(buffers[0].device)
         with self._group.ledger.about("buffers"):
-            self._group.all_reduce(flags, "max")
-            for buffer, flag in zip(buffers, flags.tolist(), strict=True):
-                if flag:
+            changed_anywhere = set_anywhere(changed, self._group, buffers[0].device)
+            for buffer, is_changed in zip(buffers, changed_anywhere, strict=True):
+                if is_changed:
                     broadcast(buffer, self._group)
         self._marks = self._current_marks()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
+from echelon.data_parallel.flags import set_anywhere
 from echelon.data_parallel.grad_accumulation import Accumulation, hook_gradient
 from echelon.errors import UserError
 
@@ -131,11 +132,10 @@ class Reducer:
         """The parameters that any replica used in this step."""
         if not self._parameters:
             return set()
-        flags = torch.tensor([p in self.used for p in self._parameters], dtype=torch.uint8)
-        flags = flags.to(self._parameters[0].device)
+        flags = [p in self.used for p in self._parameters]
         with group.ledger.about("used parameters"):
-            group.all_reduce(flags, "max")
-        return {p for p, used in zip(self._parameters, flags.tolist(), strict=True) if used}
+            used = set_anywhere(flags, group, self._parameters[0].device)
+        return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}
 
     def agreed_order(self, group: Group) -> list[nn.Parameter]:
         """All parameters, in the order in which replica 0 saw their gradients arrive in this step."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.data_parallel.flags import set_anywhere
 from echelon.data_parallel.grad_dtype import gradient_dtype
 from echelon.data_parallel.parameter_set import SharedGradient
 from echelon.data_parallel.sharing import Sharing
@@ -50,10 +51,9 @@ def _sum_all(pairs: Sequence[_Shared]) -> None:
 def _sum(pairs: Sequence[_Shared], group: Group) -> None:
     """Sum the gradients over the group. A rank that holds nothing of one (a server's worker) brings zeros."""
     flags = [any(each.tensor.grad is not None for each in local) for _, local in pairs]
-    used = torch.tensor(flags, dtype=torch.uint8, device=pairs[0][0].parameter.device)
-    group.all_reduce(used, "max")
+    used = set_anywhere(flags, group, pairs[0][0].parameter.device)
     # Those that no rank used are left alone, as on one device.
-    summed = [pair for pair, is_used in zip(pairs, used.tolist(), strict=True) if is_used]
+    summed = [pair for pair, is_used in zip(pairs, used, strict=True) if is_used]
     gradients = [gradient for shared, local in summed for gradient in _gradients(shared, local)]
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         _sum_flat([gradient for gradient in gradients if gradient.dtype == dtype], group)
