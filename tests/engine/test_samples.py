@@ -12,7 +12,7 @@ import echelon
 from echelon.dropout import current, key_dropout
 from echelon.engine import Engine
 from echelon.engine.batch import microbatches
-from echelon.engine.samples import Scopes, first_sample
+from echelon.engine.samples import Scopes, first_sample, samples_before
 from echelon.launching import Ranks
 from echelon.wrapping import Wrapping
 from tests.cases import adamw, vectors
@@ -27,11 +27,13 @@ def test_every_sample_of_the_global_batch_has_its_place(counts: list[int], parts
         cut = microbatches((part_of_batch, part_of_batch), parts, always=False)
         for index, ((part, _), weight) in enumerate(cut):
             assert weight == 1
-            assert int(part[0]) == first_sample(counts, replica, index, parts)
+            assert int(part[0]) == first_sample(
+                samples_before(counts, replica), counts[replica], index, parts
+            )
 
 
 def test_the_example_of_the_docstring() -> None:
-    assert first_sample([7, 6], replica=1, microbatch=1, microbatches=3) == 7 + 2
+    assert first_sample(7, samples=6, microbatch=1, microbatches=3) == 7 + 2
 
 
 def test_counts_are_asked_for_only_where_something_is_dropped() -> None:

@@ -23,7 +23,7 @@ def keep_mask(
     seed: int,
     step: int,
     layer: int,
-    first_sample: int,
+    first_sample: int | Tensor,
     shape: Sequence[int],
     p: float,
     device: torch.device | str = "cpu",
@@ -89,7 +89,7 @@ def _runs(
         return indices.to(device) * prod(shape[2:]), prod(shape[2:])
     rank, ranks = feature_part
     if len(shape) == 2:
-        return torch.tensor([rank * shape[1]], device=device), shape[1]
+        return torch.full((1,), rank * shape[1], device=device), shape[1]
     outer = torch.arange(shape[1], device=device) if indices is None else indices.to(device)
     inner = prod(shape[2:-1])
     rows = (outer[:, None] * inner + torch.arange(inner, device=device)).flatten()
@@ -110,8 +110,9 @@ def hash_of(*numbers: int) -> int:
     return state
 
 
-def _sample_keys(key: int, first: int, samples: int, device: torch.device | str) -> Tensor:
-    return _mix_(torch.arange(first, first + samples, device=device).mul_(_signed(_WEYL)).add_(_signed(key)))
+def _sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
+    numbers = torch.arange(samples, device=device).add_(first)
+    return _mix_(numbers.mul_(_signed(_WEYL)).add_(_signed(key)))
 
 
 def _threshold(p: float) -> int:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class TrainingPosition:
@@ -17,7 +19,7 @@ class TrainingPosition:
 
     seed: int
     step: int
-    first_sample: int
+    first_sample: int | Tensor  # where replicas count on the device, it stays there
     uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
 
 
@@ -31,7 +33,7 @@ _SCOPE: ContextVar[_Scope | None] = ContextVar("echelon.dropout", default=None)
 
 
 @contextmanager
-def scope(*, seed: int, step: int, first_sample: int) -> Iterator[None]:
+def scope(*, seed: int, step: int, first_sample: int | Tensor) -> Iterator[None]:
     """Around one forward pass of the samples from `first_sample` of the global batch on."""
     with restore(TrainingPosition(seed, step, first_sample)):
         yield

@@ -151,10 +151,10 @@ class LayerSharding:
                 set_global_indices(module, self._stream if split else self._positions)
 
     def _heads(self, count: int) -> Tensor:
-        return torch.arange(count) + count * self._mesh.position.tensor
+        return torch.arange(count, device=self._mesh.device) + count * self._mesh.position.tensor
 
     def _positions(self, length: int) -> Tensor:
-        return positions(length, self._context.rank, self._context.size)
+        return positions(length, self._context.rank, self._context.size, self._mesh.device)
 
     def _stream(self, length: int) -> Tensor:
         """Of this rank's part along `context`, its part along `tensor`."""

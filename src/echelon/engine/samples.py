@@ -6,7 +6,7 @@ from functools import partial
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.dropout import key_dropout, keyed_modules, scope
@@ -14,27 +14,34 @@ from echelon.engine.batch import part_bounds
 from echelon.mesh import Mesh
 from echelon.wrapping import Wrapping
 
-Counts = Callable[[int], Sequence[int]]  # from the samples of this replica to those of each
+Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this replica to those of each
 
 
-def first_sample(counts: Sequence[int], replica: int, microbatch: int, microbatches: int) -> int:
-    """The place in the global batch of a microbatch's first sample; `counts`: how many each replica holds.
+def samples_before(counts: Sequence[int] | Tensor, replica: int) -> int | Tensor:
+    """How many samples of the global batch precede those of `replica`. It stays where the counts are."""
+    earlier = counts[:replica]
+    return earlier.sum() if isinstance(earlier, Tensor) else sum(earlier)
 
-    first_sample([7, 6], replica=1, microbatch=1, microbatches=3) == 7 + 2
+
+def first_sample(before: int | Tensor, samples: int, microbatch: int, microbatches: int) -> int | Tensor:
+    """The place in the global batch of a microbatch's first sample, of a replica with `samples` samples.
+
+    first_sample(7, samples=6, microbatch=1, microbatches=3) == 7 + 2
     """
-    return sum(counts[:replica]) + part_bounds(counts[replica], microbatch, microbatches)[0]
+    return before + part_bounds(samples, microbatch, microbatches)[0]
 
 
-def gather_counts(samples: int, group: Group, device: torch.device, replicas: int) -> list[int]:
-    """How many samples each replica holds: one integer of each goes to all.
+def gather_counts(samples: int, group: Group, device: torch.device, replicas: int) -> Sequence[int] | Tensor:
+    """How many samples each replica holds: one integer of each goes to all, and stays on the device.
 
     A stage of a pipeline may have several ranks of each replica in its group, one after the other.
     """
+    if replicas == 1:
+        return [samples]
     counts = torch.empty(group.size, dtype=torch.int64, device=device)
     with group.ledger.about("samples"):
-        group.all_gather(counts, torch.tensor([samples], device=device))
-    of_ranks: list[int] = counts.tolist()
-    return of_ranks[:: group.size // replicas]
+        group.all_gather(counts, torch.full((1,), samples, device=device))
+    return counts[:: group.size // replicas]
 
 
 def assume_equal_counts(samples: int, group: Group) -> list[int]:
@@ -60,10 +67,10 @@ class Scopes:
         """What opens the scope of a microbatch. Where nothing is dropped, replicas do not talk."""
         if not any(module.p > 0 for module in self._modules):
             return no_scope
-        counts = self._counts(samples)
+        before = samples_before(self._counts(samples), self._replica)
 
         def open_scope(microbatch: int) -> AbstractContextManager[None]:
-            first = first_sample(counts, self._replica, microbatch, self._microbatches)
+            first = first_sample(before, samples, microbatch, self._microbatches)
             return scope(seed=self.seed or 0, step=step, first_sample=first)
 
         return open_scope
