@@ -1,5 +1,6 @@
-"""One update of weights: in their own type, and through float32 masters, all at once or in portions."""
+"""One update of weights: in their own type, and through float32 masters."""
 
+import copy
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.ownership import MASTER, LocalParameter
-from echelon.precision import DirectStepper, MasterStepper, stepper
+from echelon.precision import DirectStepper, MasterStepper
 
 SIZES = (3, 5, 2)
 
@@ -16,25 +17,19 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
-class OwnAdamW(torch.optim.AdamW):
-    """An optimizer of the user, which may look at all parameters in one step."""
-
-
-def own_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return OwnAdamW(parameters, lr=0.1)
-
-
 def weights(dtype: torch.dtype) -> list[LocalParameter]:
     generator = torch.Generator().manual_seed(0)
     values = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
     return [LocalParameter(str(index), value, value) for index, value in enumerate(values)]
 
 
-def set_gradients(local: list[LocalParameter], step: int) -> None:
+def set_gradients(local: list[LocalParameter], step: int, dtype: torch.dtype | None = None) -> None:
+    """Of the type of their weights, or of another one, with the same values."""
     generator = torch.Generator().manual_seed(100 + step)
     for each in local:
         gradient = torch.randn(each.tensor.shape, generator=generator)
-        each.tensor.grad = gradient.to(each.tensor.dtype)
+        each.tensor.grad_dtype = dtype or each.tensor.dtype
+        each.tensor.grad = gradient.to(each.tensor.dtype).to(each.tensor.grad_dtype)
     local[step % len(local)].tensor.grad = None  # not used in this step
 
 
@@ -58,37 +53,66 @@ def expected_masters(
     return [master.detach() for master in masters]
 
 
-@pytest.mark.parametrize("at_once", [1, 4 * (SIZES[0] + 1), 1 << 20], ids=["each", "two", "all"])
-def test_masters_are_updated_once_in_each_step_whatever_the_portions(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    """Planted once: the gradients of a portion stayed, and the next portion updated it again."""
-    monkeypatch.setattr(stepper, "_BYTES_AT_ONCE", at_once)
+def deferred_and_not(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("deferred", [False, True], ids=["direct", "deferred"])(test)
+
+
+@deferred_and_not
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+def test_masters_are_updated_once_in_each_step(deferred: bool, gradients: torch.dtype) -> None:
     local = weights(torch.bfloat16)
-    masters = MasterStepper(adamw, [each.parameter for each in local], local, in_parts=False)
+    masters = MasterStepper(
+        adamw, [each.parameter for each in local], local, in_parts=False, deferred=deferred
+    )
     for step in range(4):
-        set_gradients(local, step)
+        set_gradients(local, step, gradients)
         masters.step(0.5)
     for each, expected in zip(local, expected_masters(torch.bfloat16, 0.5, steps=4), strict=True):
         state = masters.state(each)
-        assert torch.equal(state[MASTER], expected)
-        assert torch.equal(each.tensor.detach(), expected.bfloat16())
+        torch.testing.assert_close(state[MASTER], expected, rtol=1e-6 * deferred, atol=1e-6 * deferred)
+        assert torch.equal(each.tensor.detach(), state[MASTER].bfloat16())
         assert int(state["step"]) == sum(step % len(local) != int(each.name) for step in range(4))
 
 
-def test_an_optimizer_that_may_look_at_all_parameters_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper, "_BYTES_AT_ONCE", 1)
-    for make, hooked, calls_per_step in ((adamw, False, 3), (own_adamw, False, 1), (adamw, True, 1)):
-        local = weights(torch.bfloat16)
-        masters = MasterStepper(make, [each.parameter for each in local], local, in_parts=False)
-        calls: list[int] = []
-        step = masters.optimizer.step
-        masters.optimizer.step = lambda calls=calls, step=step: (calls.append(1), step())  # type: ignore[method-assign]
-        if hooked:
-            masters.optimizer.register_step_post_hook(lambda *_: None)
-        set_gradients(local, 0)
-        masters.step(1.0)
-        assert len(calls) == calls_per_step
+@deferred_and_not
+def test_one_step_is_one_call(deferred: bool) -> None:
+    local = weights(torch.bfloat16)
+    masters = MasterStepper(
+        adamw, [each.parameter for each in local], local, in_parts=False, deferred=deferred
+    )
+    calls: list[int] = []
+    masters.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    set_gradients(local, 0)
+    masters.step(1.0)
+    assert calls == [1]
+
+
+def test_masters_share_one_memory_and_each_has_a_place_of_its_own() -> None:
+    local = weights(torch.bfloat16)
+    masters = MasterStepper(adamw, [each.parameter for each in local], local, in_parts=False)
+    views = [masters.state(each)[MASTER] for each in local]
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    assert [view.data_ptr() % 256 for view in views] == [views[0].data_ptr() % 256] * len(views)
+    for view, each in zip(views, local, strict=True):
+        assert torch.equal(view, each.tensor.detach().float())
+
+
+@deferred_and_not
+def test_a_skipped_step_changes_neither_weights_nor_masters(deferred: bool) -> None:
+    local = weights(torch.bfloat16)
+    masters = MasterStepper(
+        adamw, [each.parameter for each in local], local, in_parts=False, deferred=deferred
+    )
+    for step, skip in ((3, False), (4, False), (5, False), (6, True)):
+        set_gradients(local, step)
+        before = [(each.tensor.detach().clone(), copy.deepcopy(masters.state(each))) for each in local]
+        masters.step(torch.tensor(0.5, dtype=torch.float64), torch.tensor(skip))
+        same = [
+            torch.equal(each.tensor.detach(), weight)
+            and all(torch.equal(value, state[key]) for key, value in masters.state(each).items())
+            for each, (weight, state) in zip(local, before, strict=True)
+        ]
+        assert all(same) == skip
 
 
 def test_without_masters_the_weights_themselves_are_updated_by_the_scaled_gradient() -> None:
@@ -123,15 +147,15 @@ def test_updates_that_are_too_small_for_the_weight_add_up_in_the_master() -> Non
     assert local[0].tensor.tolist() == [1.0078125, 2.015625]
 
 
-def test_a_step_leaves_the_gradient_as_it_was_and_none_at_the_masters() -> None:
-    """Its memory is a bucket's; that of the masters' gradients would stay until the next step."""
+def test_a_step_leaves_no_gradient_at_the_masters() -> None:
+    """It would keep memory until the next step, a bucket's or that of a float32 copy."""
     local = two_weights()
     masters = MasterStepper(sgd, [each.parameter for each in local], local, in_parts=False)
     gradient = torch.tensor([4.0, 8.0], dtype=torch.bfloat16)
     local[0].tensor.grad = gradient
     masters.step(0.25)
+    assert local[0].tensor.tolist() == [0.0, 0.0]
     assert local[0].tensor.grad is gradient
-    assert gradient.tolist() == [4.0, 8.0]
     assert [p.grad for group in masters.optimizer.param_groups for p in group["params"]] == [None, None]
 
 

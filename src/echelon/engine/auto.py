@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Ledger, group_over
-from echelon.engine.batch import Batch, cast, take_part, to_device
+from echelon.engine.batch import Batch, cast, take_part
+from echelon.engine.upload import to_device
 from echelon.errors import UserError
 from echelon.mesh import this_device
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan

@@ -60,12 +60,6 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
     return parts
 
 
-def to_device(structure: Any, device: torch.device) -> Any:
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, structure
-    )
-
-
 def cast(structure: Any, dtype: torch.dtype) -> Any:
     """The same structure, with tensors of real numbers in `dtype`."""
 

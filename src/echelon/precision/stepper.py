@@ -1,31 +1,33 @@
 """One update of the local parameters of a rank: in their own type, or through float32 masters.
 
 Below float32 a weight is too coarse to add small updates to. There the optimizer works on float32 copies, the
-masters; after each update the weights are rounded from them. Gradients become float32 for a few at a time, so
-that they never need the memory of a second whole gradient.
+masters; after each update the weights are rounded from them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from echelon.optim.local import Make, make_local, works_by_element
+from echelon.optim.local import Make, make_local
 from echelon.ownership import MASTER, LocalParameter
-
-_BYTES_AT_ONCE = 32 * 2**20  # of float32 gradients
+from echelon.precision.flat_memory import flat_views
+from echelon.precision.optimizer_call import DeviceCall, Factor, HostCall, OptimizerCall, Skip
 
 
 class Stepper(ABC):
     """Applies the optimizer to local parameters, with gradients scaled by a factor."""
 
-    optimizer: torch.optim.Optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
+        """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
+        self.optimizer = optimizer
+        self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
 
     @abstractmethod
-    def step(self, factor: float) -> None:
-        """Update everything that has a gradient."""
+    def step(self, factor: Factor, skip: Skip = False) -> None:
+        """Update everything that has a gradient; where `skip`, nothing. Gradients may be changed."""
 
     @abstractmethod
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
@@ -37,16 +39,20 @@ class DirectStepper(Stepper):
     """The optimizer works on the weights themselves."""
 
     def __init__(
-        self, make: Make, parameters: Sequence[nn.Parameter], local: list[LocalParameter], *, in_parts: bool
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: list[LocalParameter],
+        *,
+        in_parts: bool,
+        deferred: bool = False,
     ) -> None:
+        optimizer = make_local(make, parameters, _by_parameter(local, local), in_parts=in_parts)
+        super().__init__(optimizer, deferred=deferred)
         self._local = local
-        self.optimizer = make_local(make, parameters, _by_parameter(local, local), in_parts=in_parts)
 
-    def step(self, factor: float) -> None:
-        gradients = [each.tensor.grad for each in self._local if each.tensor.grad is not None]
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        self.optimizer.step()
+    def step(self, factor: Factor, skip: Skip = False) -> None:
+        self._call([each.tensor for each in self._local if each.tensor.grad is not None], factor, skip)
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return _state_tensors(self.optimizer, local.tensor)
@@ -54,50 +60,64 @@ class DirectStepper(Stepper):
 
 @final
 class MasterStepper(Stepper):
-    """The optimizer works on float32 copies of the weights."""
+    """The optimizer works on float32 copies of the weights, which share one memory."""
 
     def __init__(
-        self, make: Make, parameters: Sequence[nn.Parameter], local: list[LocalParameter], *, in_parts: bool
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        local: list[LocalParameter],
+        *,
+        in_parts: bool,
+        deferred: bool = False,
     ) -> None:
+        weights = [each.tensor.detach() for each in local]
+        masters = [nn.Parameter(view) for view in flat_views(weights, torch.float32)]
+        with torch.no_grad():
+            _copy(masters, weights)
         self._local = local
-        self._masters = {each.tensor: nn.Parameter(each.tensor.detach().float()) for each in local}
+        self._masters = {each.tensor: master for each, master in zip(local, masters, strict=True)}
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
-        self.optimizer = make_local(make, parameters, _by_parameter(local, copies), in_parts=in_parts)
+        optimizer = make_local(make, parameters, _by_parameter(local, copies), in_parts=in_parts)
+        super().__init__(optimizer, deferred=deferred)
 
-    def step(self, factor: float) -> None:
-        for portion in self._portions():
-            for each in portion:
-                gradient = each.tensor.grad
-                master = self._masters[each.tensor]
-                master.grad = None if gradient is None else gradient.float().mul_(factor)
-            self.optimizer.step()  # leaves alone what has no gradient: all but this portion
-            for each in portion:
-                master = self._masters[each.tensor]
-                each.tensor.detach().copy_(master.detach())
-                master.grad = None
+    def step(self, factor: Factor, skip: Skip = False) -> None:
+        weights = [each.tensor for each in self._local if each.tensor.grad is not None]
+        masters = [self._masters[weight] for weight in weights]
+        for master, gradient in zip(masters, _as_float32(weights, masters), strict=True):
+            master.grad = gradient
+        self._call(masters, factor, skip)
+        with torch.no_grad():
+            _copy(weights, masters)
+        for master in masters:
+            master.grad = None  # the memory is a bucket's, or is needed no more
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         master = self._masters[local.tensor]
         return {MASTER: master.detach(), **_state_tensors(self.optimizer, master)}
 
-    def _portions(self) -> Iterator[list[LocalParameter]]:
-        portion: list[LocalParameter] = []
-        size = 0
-        for each in self._local:
-            portion.append(each)
-            size += 4 * each.tensor.numel()
-            if size >= _BYTES_AT_ONCE and self._divisible:
-                yield portion
-                portion, size = [], 0
-        if portion:
-            yield portion
 
-    @property
-    def _divisible(self) -> bool:
-        """Whether one step may be several calls: for optimizers that we know, with no one listening in."""
-        optimizer = self.optimizer
-        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return works_by_element(optimizer) and not hooked
+def _as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients of `weights` as those of `masters`: themselves where they are float32 in the same layout,
+    else copies, in one memory."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    copied = [
+        (index, gradient)
+        for index, (gradient, master) in enumerate(zip(gradients, masters, strict=True))
+        if not gradient.is_sparse
+        and (gradient.dtype != torch.float32 or gradient.stride() != master.stride())
+    ]
+    copies = flat_views([masters[index].detach() for index, _ in copied], torch.float32)
+    _copy(copies, [gradient for _, gradient in copied])
+    for (index, _), copy in zip(copied, copies, strict=True):
+        gradients[index] = copy
+    return [gradient.float() for gradient in gradients]  # of sparse ones
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, with few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:

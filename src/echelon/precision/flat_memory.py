@@ -1,0 +1,43 @@
+"""Many tensors of one type in one piece of memory, so that few kernels and one allocation serve them all."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 256  # bytes: kernels then load whole vectors of every tensor
+
+
+def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors of the shapes and strides of `like`, in one memory per device.
+
+    A tensor of `like` that is not dense (a slice of columns) gets the strides that a copy of it has.
+    """
+    views: dict[int, Tensor] = {}
+    for device, indices in _by_memory(like).items():
+        begins, end = [], 0
+        for index in indices:
+            begins.append(end)
+            end += _aligned(like[index].numel(), dtype)
+        memory = torch.empty(end, dtype=dtype, device=device)
+        for index, begin in zip(indices, begins, strict=True):
+            views[index] = memory.as_strided(like[index].shape, _strides(like[index]), begin)
+    return [views[index] for index in range(len(like))]
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Those of a copy of the tensor."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+
+
+def _by_memory(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    indices: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(index)
+    return indices
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """`numel`, and what the next tensor needs to start at a multiple of the alignment."""
+    step = _ALIGNMENT // dtype.itemsize
+    return -(-numel // step) * step

@@ -1,0 +1,137 @@
+"""Calls of an optimizer: what the device path computes, what it reads, and what a skipped call leaves."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.precision.optimizer_call import DeviceCall, HostCall, OptimizerCall
+from tests.reads import HasReadError, no_reads
+
+Make = Callable[..., torch.optim.Optimizer]
+
+FUSED: dict[str, Make] = {
+    "adam": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "chosen": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+OTHER: dict[str, Make] = {
+    "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    "not fused": partial(torch.optim.AdamW, lr=0.1, fused=False),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.1),
+}
+MAKES = FUSED | OTHER
+NO = torch.tensor(False)
+YES = torch.tensor(True)
+
+
+class Called:
+    """Three weights, and steps with gradients of their own, which leave out one weight in turn."""
+
+    def __init__(self, kind: type[OptimizerCall], make: Make, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weights = [
+            nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype))
+            for size in (3, 5, 2)
+        ]
+        self.optimizer = make(self.weights)
+        self._call = kind(self.optimizer)
+
+    def step(self, number: int, factor: float = 0.37, skip: Tensor = NO) -> None:
+        generator = torch.Generator().manual_seed(100 + number)
+        for index, weight in enumerate(self.weights):
+            gradient = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
+            weight.grad = None if index == number % 4 else gradient
+        used = [weight for weight in self.weights if weight.grad is not None]
+        self._call(used, torch.tensor(factor, dtype=torch.float64), skip)
+
+    def state(self) -> list[Tensor]:
+        states = [self.optimizer.state.get(weight, {}) for weight in self.weights]
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return copy.deepcopy([*(weight.detach() for weight in self.weights), *values])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", MAKES)
+def test_both_calls_compute_the_same(name: str, dtype: torch.dtype) -> None:
+    on_host, on_device = Called(HostCall, MAKES[name], dtype), Called(DeviceCall, MAKES[name], dtype)
+    for number in range(6):
+        on_host.step(number)
+        on_device.step(number)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for expected, actual in zip(on_host.state(), on_device.state(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [HostCall, DeviceCall])
+@pytest.mark.parametrize("name", MAKES)
+def test_a_skipped_call_changes_no_bit_and_leaves_no_trace(name: str, kind: type[OptimizerCall]) -> None:
+    """Also where it is the first: what a kernel that is skipped leaves of new state is not initialised."""
+    called, undisturbed = Called(kind, MAKES[name]), Called(kind, MAKES[name])
+    called.step(7, skip=YES)
+    for number in range(6):
+        called.step(number)
+        undisturbed.step(number)
+        before = called.state()
+        called.step(40 + number, factor=torch.nan, skip=YES)
+        assert all(map(torch.equal, called.state(), before))
+    assert all(map(torch.equal, called.state(), undisturbed.state()))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_call_reads_nothing_after_the_first_update_of_each_weight(name: str) -> None:
+    called = Called(DeviceCall, FUSED[name])
+    for number in range(2):
+        with no_reads(), pytest.raises(HasReadError):
+            called.step(number)
+        called.step(number)
+    with no_reads():
+        for number in range(2, 6):
+            called.step(number, skip=YES if number == 3 else NO)
+    assert not hasattr(called.optimizer, "found_inf")
+    assert not hasattr(called.optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_the_user_has_chosen_stays(name: str) -> None:
+    chosen = [dict(group, params=None) for group in Called(HostCall, OTHER[name]).optimizer.param_groups]
+    called = Called(DeviceCall, OTHER[name])
+    called.step(0)
+    assert [dict(group, params=None) for group in called.optimizer.param_groups] == chosen
+
+
+def test_a_subclass_of_torch_s_optimizer_is_the_user_s() -> None:
+    class OwnAdamW(torch.optim.AdamW):
+        pass
+
+    assert Called(DeviceCall, OwnAdamW).optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+def test_sparse_gradients_are_left_to_torch_s_default(name: str) -> None:
+    weights = []
+    for kind in (HostCall, DeviceCall):
+        table = nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+        nn.init.ones_(table.weight)
+        call = kind(MAKES[name]([table.weight]))
+        for _ in range(3):
+            table.weight.grad = None
+            table(torch.tensor([1, 1, 3])).sum().backward()
+            call([table.weight], torch.tensor(0.5, dtype=torch.float64), NO)
+        weights.append(table.weight.detach())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-12, atol=0.0)
+
+
+def test_a_gradient_that_lies_unlike_its_weight_is_no_kernel_s() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    call = DeviceCall(torch.optim.AdamW([weight], lr=0.1))
+    weight.grad = torch.arange(6.0).view(3, 2).t()
+    call([weight], torch.tensor(1.0), NO)
+    assert weight.flatten().tolist() == pytest.approx([0.999, 0.899, 0.899, 0.899, 0.899, 0.899])
