@@ -1,9 +1,11 @@
 """The training loop, as every rank runs it."""
 
 import platform
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,13 +42,13 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     part = (engine.replica, engine.replicas)
     if first:
         report(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
+    unread: deque[_Unread] = deque()
     for step in range(1, job.steps + 1):
         metrics = engine.step(batches.at(step - 1, part))
-        if first:
-            report(_stepped(engine, metrics))
-        refuse_divergence(job, step, loss=metrics.loss)
-        if not metrics.skipped:
-            refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
+        unread.append(_Unread(step, metrics, _stepped(engine) if first else None))
+        # A look at a step that is not done would leave a GPU idle until the next one is begun.
+        while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
+            _look(unread.popleft(), job, report)
         if validation is not None and _due(step, job):
             loss = evaluate(engine, validation, job.evaluate_batches)
             if first:
@@ -99,14 +101,36 @@ def _due(step: int, job: Job) -> bool:
     return step == job.steps or (job.evaluate_every > 0 and step % job.evaluate_every == 0)
 
 
-def _stepped(engine: Engine, metrics: Metrics) -> Stepped:
-    return Stepped(
+class _Unread(NamedTuple):
+    """A step whose metrics nobody has looked at; on rank 0 with its event, which still lacks them."""
+
+    step: int
+    metrics: Metrics
+    event: partial[Stepped] | None
+
+
+def _look(unread: _Unread, job: Job, report: Callable[[Event], None]) -> None:
+    """Report a step on rank 0, and end the training if it diverged."""
+    step, metrics, event = unread
+    if event is not None:
+        report(
+            event(
+                loss=metrics.loss,
+                grad_norm=metrics.grad_norm,
+                tokens=metrics.tokens,
+                seconds=metrics.seconds,
+            )
+        )
+    refuse_divergence(job, step, loss=metrics.loss)
+    if not metrics.skipped:
+        refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
+
+
+def _stepped(engine: Engine) -> partial[Stepped]:
+    return partial(
+        Stepped,
         step=engine.steps,
-        loss=metrics.loss,
-        grad_norm=metrics.grad_norm,
         learning_rate=engine.learning_rate,
-        tokens=metrics.tokens,
-        seconds=metrics.seconds,
         moved_bytes=sum(move.traffic.sent for move in engine.ledger.moves),
         comm_seconds=engine.ledger.busy(),
         comm_hidden_seconds=engine.ledger.hidden(),
