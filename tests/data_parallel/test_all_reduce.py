@@ -75,7 +75,7 @@ def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches:
     for rows in warm_ranks(3).run(moved, microbatches):
         assert rows == [
             ("all_reduce", "gradients", 1, 2 * 2 * size // 3),
-            ("all_reduce", "metrics", 1, 2 * 2 * 24 // 3),
+            ("all_reduce", "metrics", 1, 2 * 2 * 32 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),
         ]
 

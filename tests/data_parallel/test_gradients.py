@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel import clip_factor, squared_norm
+from tests.reads import no_reads
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,12 @@ def test_gradients_are_scaled_down_and_never_up(norm: float, limit: float | None
     assert clip_factor(norm, limit) == factor
 
 
+def test_a_norm_on_the_device_is_not_read() -> None:
+    with no_reads():
+        factor = clip_factor(torch.tensor(4.0, dtype=torch.float64), 1.0)
+    assert factor == 1 / (4 + 1e-6)
+
+
 def test_a_norm_that_is_no_number_shows() -> None:
     assert math.isnan(clip_factor(math.nan, 1.0))
 
@@ -64,4 +71,4 @@ def test_the_factor_is_torchs(norm: float, limit: float) -> None:
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     parameter.grad = torch.tensor([norm], dtype=torch.float64)
     nn.utils.clip_grad_norm_([parameter], limit)
-    assert norm * clip_factor(norm, limit) == pytest.approx(parameter.grad.item(), rel=1e-12)
+    assert norm * float(clip_factor(norm, limit)) == pytest.approx(parameter.grad.item(), rel=1e-12)

@@ -1,6 +1,7 @@
 """What a step reports: the mean over the global batch, the same on every rank."""
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 import echelon
+from echelon.engine.metrics import Metrics, StepTimer
 from echelon.launching import Ranks
+from echelon.runtime import Outcome, StepNumbers
 from tests.cases import Perceptron, adamw, counted_loss, mean_loss, sgd, vectors
 from tests.pipeline_parallel.models import perceptron
 
@@ -28,6 +31,23 @@ def test_metrics_are_of_the_mean_loss_before_clipping() -> None:
     assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert (metrics.tokens, metrics.skipped) == (12, False)
     assert metrics.seconds > 0
+
+
+def test_metrics_show_compare_and_travel_by_their_values() -> None:
+    numbers = StepNumbers.known(Outcome(6.0, 4.0, 0.5))
+    metrics = Metrics(numbers, 0.25)
+    assert str(metrics) == "Metrics(loss=1.5, grad_norm=0.5, tokens=4, seconds=0.25, skipped=False)"
+    assert metrics.is_ready
+    assert pickle.loads(pickle.dumps(metrics)) == metrics
+    assert metrics != Metrics(numbers, 0.5)
+    assert len({metrics, Metrics(numbers, 0.25)}) == 1
+
+
+def test_a_timer_counts_from_its_start_to_its_stop() -> None:
+    timer = StepTimer(torch.device("cpu"))
+    timer.stop()
+    seconds = timer.seconds()
+    assert 0 <= seconds == timer.seconds()
 
 
 def metrics_of(plan: str) -> list[tuple[float, float, int]]:

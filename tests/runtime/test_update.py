@@ -5,13 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup
-from echelon.data_parallel import Buffers, SingleReplica
+from echelon.data_parallel import Buffers, Problem, SingleReplica
 from echelon.errors import UserError
 from echelon.ownership import ENGINE
 from echelon.precision import DirectStepper, MasterStepper
 from echelon.program import build
 from echelon.runtime import LocalStages, Outcome, Stage, SynchronousUpdate
 from tests.groups import DeferredGroup
+from tests.reads import no_reads
 from tests.sets import set_of
 
 
@@ -25,6 +26,7 @@ class Updated:
         *,
         clip: float | None = None,
         steady: bool = True,
+        deferred: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.module = nn.Module()
@@ -41,6 +43,7 @@ class Updated:
             self.local.trained(),
             self.local.local_parameters(),
             in_parts=False,
+            deferred=deferred,
         )
         self.update = SynchronousUpdate(
             self.local,
@@ -50,16 +53,20 @@ class Updated:
             everyone=everyone or RecordingGroup("all"),
             schedule=lambda step: float(step),
             steady=steady,
+            deferred=deferred,
         )
 
     def step(self, total: float, count: float, gradient: list[float]) -> Outcome:
-        """One update, of a loss total whose gradient is `gradient`."""
+        """One update, of a loss total whose gradient is `gradient`, and a look at its numbers."""
+        self.update_weights(total, count, gradient)
+        return self.update.numbers.read()
+
+    def update_weights(self, total: float, count: float, gradient: list[float]) -> None:
         normaliser = self.update.start_step()
         self.weight.grad = torch.tensor(gradient, dtype=self.weight.grad_dtype) / normaliser
         self.update.norm(tally(total, count))
         self.update.step()
         self.update.publish()
-        return self.update.outcome
 
 
 def tally(total: float, count: float) -> Tensor:
@@ -100,6 +107,51 @@ def test_a_step_without_samples_on_any_rank_is_refused() -> None:
         updated.step(0.0, 0.0, [0.0, 0.0])
     with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
         updated.update.agree(tally(0.0, 0.0))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_numbers_that_nobody_reads_make_the_same_updates(clip: float | None) -> None:
+    direct, deferred = Updated(clip=clip), Updated(clip=clip, deferred=True)
+    steps = [(8.0, 4.0, [12.0, 16.0]), (6.0, 2.0, [6.0, 8.0]), (1.0, 3.0, [-1.0, 0.1])]
+    outcomes = [direct.step(*step) for step in steps]
+    deferred.step(*steps[0])
+    numbers = []
+    with no_reads():
+        for total, count, gradient in steps[1:]:
+            deferred.module.counter.add_(1)  # else the other rank is asked
+            deferred.update_weights(total, count, gradient)
+            numbers.append(deferred.update.numbers)
+    assert [each.read() for each in numbers] == outcomes[1:]
+    assert torch.equal(deferred.weight, direct.weight)
+
+
+def test_a_deferred_step_without_samples_changes_nothing_and_tells_who_looks() -> None:
+    updated, undisturbed = Updated(deferred=True), Updated(deferred=True)
+    for each in (updated, undisturbed):
+        each.step(8.0, 4.0, [12.0, 16.0])
+    with no_reads():
+        updated.module.counter.add_(1)
+        updated.update_weights(0.0, 0.0, [7.0, float("nan")])
+    with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
+        updated.update.numbers.read()
+    before, after = ({e.slice: e.tensor for e in u.update.owned()} for u in (undisturbed, updated))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[each], after[each]) for each in before)
+    assert updated.step(6.0, 2.0, [6.0, 8.0]) == undisturbed.step(6.0, 2.0, [6.0, 8.0])
+    assert torch.equal(updated.weight, undisturbed.weight)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_step_with_a_problem_is_refused_and_changes_nothing(deferred: bool) -> None:
+    updated = Updated(deferred=deferred)
+    updated.step(8.0, 4.0, [12.0, 16.0])
+    weight = updated.weight.detach().clone()
+    found = {Problem.DIFFERENT_UNITS: torch.tensor(True)}
+    updated.local.sharings[0].problems = lambda: found  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="ranks ran different modules in this step"):
+        updated.step(8.0, 5.0, [12.0, 16.0])
+    assert torch.equal(updated.weight, weight)
+    assert updated.update.start_step() == 4.0, "the count of the last update"
 
 
 def test_in_a_pipeline_that_never_drains_an_update_of_no_samples_changes_nothing() -> None:

@@ -28,7 +28,7 @@ from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, MasterStepper
-from echelon.runtime import Outcome, Push, Update
+from echelon.runtime import Outcome, Push, StepNumbers, Update
 
 
 @final
@@ -96,7 +96,7 @@ class AsyncUpdate(Update):
         _check_counted(result.counted)
         if self._host is None:  # the server sets its own; here it is for those who look
             self._learning_rate.set(result.version - 1)
-        self.outcome = Outcome(result.total, result.counted, result.norm)
+        self.numbers = StepNumbers.known(Outcome(result.total, result.counted, result.norm))
 
     def publish(self) -> None:
         """The next pull brings the new weights."""

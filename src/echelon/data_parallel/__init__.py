@@ -6,6 +6,7 @@ from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
 from echelon.data_parallel.parameter_server import ParameterServer
 from echelon.data_parallel.parameter_set import ParameterSet, SharedGradient, Unit, named_subset
+from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.shared_gradients import sum_tied, sum_within_stage
 from echelon.data_parallel.sharing import LocalSum, Sharing, SingleReplica, Storages
 from echelon.data_parallel.units import SMALLEST as SMALLEST_UNIT
@@ -19,6 +20,7 @@ __all__ = [
     "LocalSum",
     "ParameterServer",
     "ParameterSet",
+    "Problem",
     "SharedGradient",
     "Sharing",
     "SingleReplica",

@@ -24,8 +24,11 @@ def _is_plain(gradient: Tensor) -> bool:
     return wide and gradient.is_cpu and gradient.is_contiguous()
 
 
-def clip_factor(norm: float, limit: float | None) -> float:
-    """What brings gradients of this norm down to `limit`: torch's rule, with its small constant."""
-    if limit is None or norm + 1e-6 <= limit:
+def clip_factor(norm: float | Tensor, limit: float | None) -> float | Tensor:
+    """What brings gradients of this norm down to `limit`: torch's rule, with its small constant.
+
+    It stays where the norm is. Not a number for such a norm, as torch does.
+    """
+    if limit is None:
         return 1.0
-    return limit / (norm + 1e-6)  # not a number for such a norm, as torch does
+    return (limit / (torch.as_tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)

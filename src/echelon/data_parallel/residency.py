@@ -8,10 +8,11 @@ prefetch + 1 units are gathered at a time, beside units that surround others or 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from echelon.collectives import Group, Ledger
 from echelon.data_parallel.flat import FlatUnit
-from echelon.errors import UserError
+from echelon.data_parallel.problems import Problem
 
 
 class Residency:
@@ -89,21 +90,17 @@ class Residency:
         place = ahead.index(index)
         return ahead[place + 1 : place + 1 + self._prefetch]
 
-    def check_agreement(self, group: Group) -> None:
-        """Refuse a step in which ranks gathered different units: they have got each other's weights."""
+    def compare(self, group: Group) -> dict[Problem, Tensor]:
+        """Whether ranks gathered different units in this step: they have got each other's weights."""
         moving = [flat for unit in self._units for flat in unit if not flat.resident]
         if not moving:
-            return
-        extremes = torch.tensor([self._gathered, -self._gathered])
-        extremes = extremes.to(moving[0].shard.device)
+            return {}
+        device = moving[0].shard.device
+        extremes = torch.full((2,), self._gathered, dtype=torch.int64, device=device)
+        extremes[1].neg_()
         with self._ledger.about("agreement"):
             group.all_reduce(extremes, "max")
-        most, least = extremes.tolist()
-        if most != -least:
-            raise UserError(
-                "ranks ran different modules in this step, and with zero=3 they gather weights together; "
-                "make every rank run the same modules, or use zero=2"
-            )
+        return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
         with self._ledger.about("parameters"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from echelon.data_parallel.grad_accumulation import Accumulation
 from echelon.data_parallel.grad_dtype import reset_gradient_dtype, set_gradient_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
+from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, whole_slice
 
@@ -66,6 +67,10 @@ class Sharing(ABC):
     @abstractmethod
     def reduce(self) -> None:
         """Return when `.grad` of each local parameter is the sum over ranks, or None if no rank used it."""
+
+    def problems(self) -> dict[Problem, Tensor]:
+        """Why this step must be refused: a flag on the device each, the same on all ranks of the set."""
+        return {}
 
     @abstractmethod
     def norm_share(self) -> list[Tensor]:

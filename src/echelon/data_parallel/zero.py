@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
+from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
 from echelon.data_parallel.residency import Residency
 from echelon.data_parallel.sharing import Sharing, Storages, local_gradients
@@ -69,6 +70,7 @@ class Zero(Sharing):
         self._observed = False
         self._in_flight: deque[_Reduction] = deque()
         self._uses: list[Use] = []
+        self._problems: dict[Problem, Tensor] = {}
         if level == 3:
             modules = [unit.module for unit in units]
             self._hooks = UseHooks(modules, wrapping, self._enter, self._leave, self._returned)
@@ -100,11 +102,14 @@ class Zero(Sharing):
     def reduce(self) -> None:
         self.start_reductions()
         self._complete(0)
-        self.residency.check_agreement(self._group)
+        self._problems = self.residency.compare(self._group)
         used = self.reducer.used_anywhere(self._group)
         self.reducer.finish_step()
         for flat, local in self._local:
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
+
+    def problems(self) -> dict[Problem, Tensor]:
+        return self._problems
 
     def norm_share(self) -> list[Tensor]:
         return local_gradients(self.local_parameters(), self.parameter_set.uncounted)

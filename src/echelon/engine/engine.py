@@ -6,7 +6,7 @@ plan is said by the strategies that `parallelize` composes.
 """
 
 import copy
-import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.metrics import Evaluation, Metrics
+from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
@@ -28,7 +28,7 @@ from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, assemble, whole_slice
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
-from echelon.runtime import LocalStages, Push, Update
+from echelon.runtime import LocalStages, Push, StepNumbers, Update
 from echelon.wrapping import Wrapping
 
 
@@ -60,6 +60,7 @@ class Engine:
         self._stashed = self._runner.storages
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
+        self._unchecked: deque[StepNumbers] = deque()  # of steps that may turn out to be refused
         self._is_closed = False
 
     # What a training loop needs.
@@ -98,19 +99,47 @@ class Engine:
         return part
 
     def step(self, batch: Batch) -> Metrics:
-        """Train on this replica's part of the batch. Replicas may hold different numbers of samples."""
+        """Train on this replica's part of the batch. Replicas may hold different numbers of samples.
+
+        On a CUDA device a step that must be refused (no sample that the loss counts) changes nothing, and
+        raises when its metrics are read, at the latest in the second step after it.
+        """
         self._check_open()
-        start = time.perf_counter()
+        self._check_steps(but=1)
+        timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
         self._update.set_learning_rate(self.steps)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
-        total, count, norm = self._runner.train(batch, self.steps)
+        numbers = self._runner.train(batch, self.steps)
         self._meter.sample()
         self.steps += 1
+        if not numbers.was_read:
+            self._unchecked.append(numbers)
+        timer.stop()
         beat()
-        return Metrics(total / count, norm, round(count), time.perf_counter() - start)
+        return Metrics(numbers, timer)
+
+    def _check_steps(self, *, but: int = 0) -> None:
+        """Raise if an earlier step was refused, and nobody has been told; the last `but` are left for later.
+
+        The same steps on every rank, whichever of them has its numbers already: ranks that raised in
+        different calls could not go on together.
+        """
+        error = self._late_error(but=but)
+        if error is not None:
+            raise error
+
+    def _late_error(self, *, but: int = 0) -> UserError | None:
+        first: UserError | None = None
+        while len(self._unchecked) > but:
+            numbers = self._unchecked.popleft()
+            is_told, error = numbers.was_read, numbers.error()
+            if error is not None:
+                self.steps -= 1  # it made no update
+                first = first or (None if is_told else error)
+        return first
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -134,6 +163,7 @@ class Engine:
     def owned(self) -> list[OwnedSlice]:
         """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
         optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
+        self._check_steps()
         parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
         return [*parts, *self._owned_buffers(), *self._owned_counters()]
 
@@ -157,6 +187,7 @@ class Engine:
     def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps."""
         self._check_open()
+        self._check_steps()
         self._runner.drain()
         self._update.synchronize()
 
@@ -211,8 +242,10 @@ class Engine:
             return
         weights: dict[str, Tensor] | None = None
         failed = True
+        refused: UserError | None = None
         try:
             if not self._runner.is_broken:
+                refused = self._late_error()  # raised at the end: the model is as good as before that step
                 self.synchronize()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
             failed = False
@@ -220,6 +253,8 @@ class Engine:
             self._release(failed=failed)
         if weights is not None:
             restore_weights(self.module, weights, self._names)
+        if refused is not None:
+            raise refused
 
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""

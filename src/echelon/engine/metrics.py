@@ -1,20 +1,101 @@
 """What a step and an evaluation tell: numbers that are the same on every rank."""
 
-from typing import NamedTuple
+import time
+from typing import Any, NamedTuple, final
+
+import torch
+
+from echelon.runtime import StepNumbers
 
 
-class Metrics(NamedTuple):
+@final
+class StepTimer:
+    """How long a step takes: on the host, or on a CUDA device from its first kernel to its last."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts."""
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+        else:
+            self._seconds = time.perf_counter() - self._start
+
+    def seconds(self) -> float:
+        """Waits for the device, where the step was on one."""
+        if self._seconds is None:
+            start, end = self._events
+            end.synchronize()
+            self._seconds = start.elapsed_time(end) / 1000
+        return self._seconds
+
+
+@final
+class Metrics:
     """One training step, over the global batch.
 
     `loss` is the mean over everything the loss counted, `grad_norm` the norm of its gradient before
     clipping, `tokens` that count, `seconds` this rank's time. `skipped`: the weights were left as they are.
+
+    On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
+    to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a
+    step that was refused raises its error.
     """
 
-    loss: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    skipped: bool = False
+    __slots__ = ("_numbers", "_seconds")
+
+    def __init__(self, numbers: StepNumbers, seconds: StepTimer | float) -> None:
+        self._numbers, self._seconds = numbers, seconds
+
+    @property
+    def loss(self) -> float:
+        total, counted, _ = self._numbers.read()
+        return total / counted
+
+    @property
+    def grad_norm(self) -> float:
+        return self._numbers.read().norm
+
+    @property
+    def tokens(self) -> int:
+        return round(self._numbers.read().counted)
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds.seconds() if isinstance(self._seconds, StepTimer) else self._seconds
+
+    @property
+    def skipped(self) -> bool:
+        self._numbers.read()
+        return False  # a step is updated or refused
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the numbers are there, so that a look does not wait for the device."""
+        return self._numbers.is_ready
+
+    def _values(self) -> tuple[float, float, int, float, bool]:
+        return self.loss, self.grad_norm, self.tokens, self.seconds, self.skipped
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Metrics) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __repr__(self) -> str:
+        names = ("loss", "grad_norm", "tokens", "seconds", "skipped")
+        values = zip(names, self._values(), strict=True)
+        return f"Metrics({', '.join(f'{name}={value}' for name, value in values)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Metrics, (self._numbers, self.seconds)
 
 
 class Evaluation(NamedTuple):

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_batch, check_loss
-from echelon.engine.batch import Batch, cast, microbatches, num_samples, to_device, total_and_count
+from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
+from echelon.engine.upload import Upload, to_device
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
@@ -38,9 +39,9 @@ from echelon.runtime import (
     Interpreter,
     LocalStages,
     Microbatch,
-    Outcome,
     Script,
     Stage,
+    StepNumbers,
     Update,
     Versions,
     Wire,
@@ -72,9 +73,14 @@ class StepRunner(ABC):
         wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._prepare())
 
+    def train(self, batch: Batch, step: int) -> StepNumbers:
+        """One training step, the first of which is 0. Returns when the batch may be changed."""
+        numbers = self._train(batch, step)
+        self._upload.wait()
+        return numbers
+
     @abstractmethod
-    def train(self, batch: Batch, step: int) -> Outcome:
-        """One training step, the first of which is 0."""
+    def _train(self, batch: Batch, step: int) -> StepNumbers: ...
 
     def _prepare(self) -> Versions | None:
         """Begin what this kind of runner keeps between steps; returns the versions of weights, if any."""
@@ -103,7 +109,9 @@ class StepRunner(ABC):
         """When each instruction of the last step was executed here."""
         return self._interpreter.spans
 
-    def _run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float = 1.0) -> Tensor:
+    def _run(
+        self, script: Script, feed: Mapping[int, Microbatch], normaliser: float | Tensor = 1.0
+    ) -> Tensor:
         if self.is_broken:
             raise UserError(
                 "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
@@ -128,7 +136,9 @@ class StepRunner(ABC):
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
             self._same_batch = True
-        return self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
+        feed = self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
+        self._upload = Upload(batch, self._mesh.device)
+        return feed
 
     def _feed(
         self,
@@ -205,12 +215,12 @@ class StepRunner(ABC):
 class FlushedRunner(StepRunner):
     """Every step runs the whole program and makes one update."""
 
-    def train(self, batch: Batch, step: int) -> Outcome:
+    def _train(self, batch: Batch, step: int) -> StepNumbers:
         normaliser = self._update.start_step()
         feed = self._training_feed(batch, step)
         script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
         self._run(script, feed, normaliser)
-        return self._update.outcome
+        return self._update.numbers
 
     def _program(self, number: int) -> Program:
         """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
@@ -225,25 +235,26 @@ class ContinuousRunner(StepRunner):
 
     def _prepare(self) -> Versions:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
-        self._norm = 0.0
         self._program_of = continuous_steps(self._mesh.plan)
         self._update.start_step()
         self._versions = Versions(self._local.modules, self._local.reallocate)
         return self._versions
 
-    def train(self, batch: Batch, step: int) -> Outcome:
+    def _train(self, batch: Batch, step: int) -> StepNumbers:
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)
         tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
-        square = self._norm**2 if self._mesh.group("stage").rank == 0 else 0.0
-        numbers = torch.cat([tally, tally.new_tensor([square])])
+        square = tally.new_zeros(1)
+        if self._updates and self._mesh.group("stage").rank == 0:
+            square = self._update.numbers.norm.square().view(1)
+        summed = torch.cat([tally, square])
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):
-            group.all_reduce(numbers)
-        total, count, square_of_all = numbers.tolist()
-        if count == 0:
-            raise UserError("no replica had a sample that the loss counts; give the step one that has")
-        return Outcome(total, count, square_of_all**0.5)
+            group.all_reduce(summed)
+        numbers = StepNumbers(torch.cat([summed[:2], summed[2:].sqrt()]))
+        if not self._update.deferred:
+            numbers.read()
+        return numbers
 
     def drain(self) -> None:
         if self._taken == 0:
@@ -260,7 +271,6 @@ class ContinuousRunner(StepRunner):
         updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
         self._update.set_learning_rate(self._updates // updates_per_step)
         super().update()
-        self._norm = self._update.outcome.norm
         self._updates += 1
 
     def publish(self) -> None:

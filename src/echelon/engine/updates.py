@@ -38,12 +38,22 @@ def make_update(
             schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
             stepper=stepper_kind,
         )
-    stepper = stepper_kind(make, local.trained(), local.local_parameters(), in_parts=plan.zero > 0)
+    deferred = reads_late(mesh.device)
+    stepper = stepper_kind(
+        make, local.trained(), local.local_parameters(), in_parts=plan.zero > 0, deferred=deferred
+    )
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
     group = everyone if steady else mesh.group("stage")
-    return SynchronousUpdate(local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady)
+    return SynchronousUpdate(
+        local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady, deferred=deferred
+    )
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether the numbers of a step stay on the device until somebody looks; on the CPU they are there."""
+    return device.type != "cpu"
 
 
 def _checked(make: Make, *, whole: bool, tensor: int) -> Make:

@@ -4,9 +4,10 @@ It runs every plan; a model in one stage is the smallest pipeline.
 """
 
 from echelon.runtime.interpreter import Interpreter, Microbatch, Script, StageRuntime
+from echelon.runtime.numbers import Outcome, StepNumbers
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
-from echelon.runtime.update import Outcome, Push, SynchronousUpdate, Update
+from echelon.runtime.update import Push, SynchronousUpdate, Update
 from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
@@ -20,6 +21,7 @@ __all__ = [
     "Spec",
     "Stage",
     "StageRuntime",
+    "StepNumbers",
     "SynchronousUpdate",
     "Update",
     "Versions",

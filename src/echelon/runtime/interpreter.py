@@ -198,7 +198,9 @@ class Interpreter:
             ones = [torch.ones_like(total)] if total.requires_grad else []
             self._gradients[_slot(instruction)] = Gradients([*ones], tally)
         normaliser = self._normaliser
-        return total / (normaliser.to(total.dtype) if isinstance(normaliser, Tensor) else normaliser)
+        if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
+            normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
+        return total / normaliser
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
         if self._is_here(instruction.stage + 1, instruction):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel import Buffers, Sharing, Storages, sum_tied, sum_within_stage
+from echelon.data_parallel import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
 from echelon.ownership import LocalParameter, OwnedSlice
 from echelon.program import Program
 
@@ -119,6 +120,14 @@ class LocalStages:
 
     def sum_tied_gradients(self) -> None:
         sum_tied(self.sharings)
+
+    def problem_flags(self, device: torch.device) -> Tensor:
+        """How many sharings found each `Problem` in this step."""
+        flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
+        for sharing in self.sharings:
+            for problem, flag in sharing.problems().items():
+                flags[list(Problem).index(problem)] += flag
+        return flags
 
     def norm_share(self) -> list[Tensor]:
         return [gradient for sharing in self.sharings for gradient in sharing.norm_share()]

@@ -9,19 +9,11 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.data_parallel import clip_factor, squared_norm
-from echelon.errors import UserError
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state
 from echelon.precision import Stepper
+from echelon.runtime.numbers import StepNumbers, check_counted
 from echelon.runtime.stage import LocalStages
-
-
-class Outcome(NamedTuple):
-    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient."""
-
-    total: float
-    counted: float
-    norm: float
 
 
 class Push(NamedTuple):
@@ -45,13 +37,14 @@ class Update(ABC):
     """
 
     optimizer: torch.optim.Optimizer
-    outcome: Outcome  # of the last update
+    numbers: StepNumbers  # of the last update
+    deferred: bool = False  # whether nobody reads them before the step returns
 
     def set_learning_rate(self, step: int) -> None:  # noqa: B027 (nothing to do where a server sets it)
         """Set the rate for the update of `step`, as the schedule says."""
 
     @abstractmethod
-    def start_step(self) -> float:
+    def start_step(self) -> float | Tensor:
         """Begin; returns what to divide the loss total by before the backward pass."""
 
     def tie(self) -> None:  # noqa: B027 (nothing to do where no stages share weights)
@@ -107,23 +100,26 @@ class SynchronousUpdate(Update):
         everyone: Group,
         schedule: Callable[[int], float] | None = None,
         steady: bool = True,
+        deferred: bool = False,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
         `steady`: all of them are at the same update, so that one's count can scale the next one's losses.
+        `deferred`: the numbers are read later, if at all: an update that is refused changes nothing, and
+        only `numbers` tells. Otherwise `norm` raises.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
-        self._everyone, self._steady = everyone, steady
+        self._everyone, self._steady, self.deferred = everyone, steady, deferred
         self.optimizer = stepper.optimizer
         self._learning_rate = LearningRate(self.optimizer, schedule)
         # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
         # rank, known before the backward pass, and right whenever the count does not change.
-        self._normaliser = 1.0
+        self._normaliser: float | Tensor = 1.0
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
 
-    def start_step(self) -> float:
+    def start_step(self) -> float | Tensor:
         self._stages.start_step()
         return self._normaliser
 
@@ -131,26 +127,34 @@ class SynchronousUpdate(Update):
         self._stages.sum_tied_gradients()
 
     def norm(self, tally: Tensor) -> None:
-        square = squared_norm(self._stages.norm_share(), tally.device)
-        summed = _sum(torch.cat([tally, square.view(1)]), self._group, may_be_empty=not self._steady)
-        total, count, square_of_all = summed
-        norm = self._normaliser / count * square_of_all**0.5 if count else 0.0
-        self.outcome = Outcome(total, count, norm)
+        square = squared_norm(self._stages.norm_share(), tally.device).view(1)
+        summed = torch.cat([tally, square, self._stages.problem_flags(tally.device)])
+        _sum(summed, self._group)
+        count, flags = summed[1], summed[3:]
+        is_empty = count == 0
+        self._skip = is_empty | flags.any()
+        self._mean = self._normaliser / count
+        self._norm = (self._mean * summed[2].sqrt()).masked_fill(is_empty, 0.0)
+        values = torch.cat([summed[:2], self._norm.view(1), flags])
+        self._next_normaliser = torch.where(self._skip, self._normaliser, count)
+        self.numbers = StepNumbers(values, may_be_empty=not self._steady)
+        if not self.deferred:
+            self.numbers.read()
 
     def step(self) -> None:
-        _, count, norm = self.outcome
-        if count == 0:  # a microbatch without samples is an update that changes nothing
-            return
-        self.stepper.step(self._normaliser / count * clip_factor(norm, self._clip))
+        """A microbatch without samples is an update that changes nothing."""
+        self.stepper.step(self._mean * clip_factor(self._norm, self._clip), self._skip)
         if self._steady:
-            self._normaliser = count
+            self._normaliser = self._next_normaliser
 
     def publish(self) -> None:
-        if self.outcome.counted:
+        if self.deferred or not self._skip:
             self._stages.publish()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        total, count = _sum(tally, self._everyone)
+        _sum(tally, self._everyone)
+        total, count = tally.tolist()
+        check_counted(count)
         return total, count
 
     def owned(self) -> list[OwnedSlice]:
@@ -159,7 +163,7 @@ class SynchronousUpdate(Update):
             slices = sharing.slices(local)
             for part, value in self.stepper.state(local).items():
                 owned += own_state(part, value, slices)
-        normaliser = torch.tensor(self._normaliser, dtype=torch.float64)
+        normaliser = torch.as_tensor(self._normaliser, dtype=torch.float64)
         return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
 
     def storages(self) -> dict[str, list[Tensor]]:
@@ -172,11 +176,6 @@ class SynchronousUpdate(Update):
         self._stages.close()
 
 
-def _sum(tally: Tensor, group: Group, *, may_be_empty: bool = False) -> list[float]:
-    """(loss total, count, …) over all ranks of the group."""
+def _sum(numbers: Tensor, group: Group) -> None:
     with group.ledger.about("metrics"):
-        group.all_reduce(tally)
-    values: list[float] = tally.tolist()
-    if values[1] == 0 and not may_be_empty:
-        raise UserError("no replica had a sample that the loss counts; give the step one that has")
-    return values
+        group.all_reduce(numbers)

@@ -1,0 +1,16 @@
+"""What the ranks of a set find out together, on the device, and refuse a step for.
+
+A flag per problem stays on the device until the numbers of the step are summed over all ranks. They carry it
+to every rank, and the update of such a step changes nothing.
+"""
+
+from enum import Enum
+
+
+class Problem(Enum):
+    """The value is what the user reads."""
+
+    DIFFERENT_UNITS = (
+        "ranks ran different modules in this step, and with zero=3 they gather weights together; make every "
+        "rank run the same modules, or use zero=2"
+    )

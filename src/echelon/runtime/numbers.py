@@ -1,0 +1,117 @@
+"""The numbers of an update: summed over ranks on the device, and read when somebody looks.
+
+Reading a number from a CUDA device stops the host until all work that was queued before it is done, and the
+device then has nothing to do until the host has queued more. So a step reads nothing. `StepNumbers` starts a
+copy to the host, and only `read` waits for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.data_parallel import Problem
+from echelon.errors import UserError
+
+_NO_SAMPLE = "no replica had a sample that the loss counts; give the step one that has"
+
+
+class Outcome(NamedTuple):
+    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient."""
+
+    total: float
+    counted: float
+    norm: float
+
+
+@final
+class HostCopy:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> list[float]:
+        """The values, as soon as they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+@final
+class StepNumbers:
+    """Loss total, count, norm and problems of one update, the same on every rank."""
+
+    def __init__(self, values: Tensor, *, may_be_empty: bool = False) -> None:
+        """`values`: [total, count, norm], and flags for each `Problem` where there may be any.
+
+        `may_be_empty`: an update of no samples is no error.
+        """
+        self._values = values
+        self._may_be_empty = may_be_empty
+        self._copy = HostCopy(values)
+        self._outcome: Outcome | None = None
+        self._error: str | None = None
+
+    @classmethod
+    def known(cls, outcome: Outcome) -> "StepNumbers":
+        """Numbers that are on the host already."""
+        return cls(torch.tensor(outcome, dtype=torch.float64))
+
+    @property
+    def norm(self) -> Tensor:
+        """On the device."""
+        return self._values[2]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._copy.is_ready
+
+    @property
+    def was_read(self) -> bool:
+        return self._outcome is not None
+
+    def error(self) -> UserError | None:
+        """Why the update was refused, if it was. Waits for the device."""
+        if self._outcome is None:
+            total, counted, norm, *flags = self._copy.wait()
+            self._outcome = Outcome(total, counted, norm)
+            self._error = self._first_error(flags)
+        return None if self._error is None else UserError(self._error)
+
+    def read(self) -> Outcome:
+        """The numbers; raises if the update was refused. Waits for the device."""
+        error = self.error()
+        if error is not None:
+            raise error
+        assert self._outcome is not None
+        return self._outcome
+
+    def _first_error(self, flags: Sequence[float]) -> str | None:
+        for problem, flag in zip(Problem, flags, strict=False):
+            if flag:
+                return problem.value
+        is_empty = self._outcome is not None and self._outcome.counted == 0
+        return _NO_SAMPLE if is_empty and not self._may_be_empty else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepNumbers.known, (self.read(),)
+
+
+def check_counted(counted: float) -> None:
+    """Refuse a mean over nothing."""
+    if counted == 0:
+        raise UserError(_NO_SAMPLE)

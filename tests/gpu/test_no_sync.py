@@ -1,0 +1,176 @@
+"""A step on a GPU waits for nothing: torch raises where the host would wait for the device.
+
+One process runs the plans of one rank. Two ranks run the others, over real NCCL on one device: each is a host
+of its own to NCCL. Over Gloo every message waits by its nature.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine import Engine
+from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIG = ModelConfig("gpt", 2, 64, 4, vocab=128, sequence=32)
+WARM_UP = 4  # steps that make state, agree on orders and measure memory
+
+SINGLE = [
+    "data=1",
+    "data=1 microbatches=2",
+    "data=1 precision=bf16",
+    "data=1 precision=bf16 microbatches=2",
+    "data=1 precision=fp64",
+]
+RANKS = [
+    "data=2",
+    "data=2 zero=1 precision=bf16",
+    "data=2 zero=2 microbatches=2",
+    "data=2 zero=3 precision=bf16",
+    "tensor=2",
+    "tensor=2 sequence=true",
+    "context=2",
+    "pipeline=2 microbatches=4",
+    "pipeline=2 schedule=zero-bubble microbatches=4",
+    "pipeline=2 schedule=pipedream microbatches=4",
+]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(CONFIG.vocab, (8, 33), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def steps_without_waiting(
+    plan: str, optimizer: Callable[..., torch.optim.Optimizer] = adamw, dropout: float = 0.0
+) -> list[float]:
+    """The losses of three steps in which a wait of the host for the device raises."""
+    torch.manual_seed(0)
+    model = build(replace(CONFIG, dropout=dropout))
+    clip = None if "pipedream" in plan else 1.0
+    engine: Engine = echelon.parallelize(model, plan, optimizer=optimizer, loss=cross_entropy, clip=clip)
+    for step in range(WARM_UP):
+        engine.step(engine.local(batch(step)))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metrics = [engine.step(engine.local(batch(WARM_UP + step))) for step in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [each.loss for each in metrics]
+    assert all(each.seconds > 0 for each in metrics)
+    engine.close(restore=False)
+    return losses
+
+
+@pytest.mark.parametrize("plan", SINGLE)
+def test_a_step_of_one_rank_waits_for_nothing(plan: str) -> None:
+    losses = steps_without_waiting(plan)
+    assert len(losses) == 3
+
+
+def host_of_its_own(rank: int) -> dict[str, str]:
+    """With these NCCL takes each rank for a host, and talks over loopback."""
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"host-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Ranks]:
+    with Ranks(2, backend="nccl", deadline=120.0, environment=host_of_its_own) as ranks:
+        yield ranks
+
+
+def losses_or_error(plan: str, dropout: float) -> list[float] | str:
+    """Where the host waited, the stack of it: all ranks wait at the same place, so none is left behind."""
+    try:
+        return steps_without_waiting(plan, dropout=dropout)
+    except Exception:
+        return traceback.format_exc()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("plan", RANKS)
+def test_a_step_of_two_ranks_waits_for_nothing(nccl: Ranks, plan: str, dropout: float) -> None:
+    first, second = nccl.run(losses_or_error, plan, dropout)
+    assert isinstance(first, list), first
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_other_optimizers_with_fused_kernels_wait_for_nothing(name: str) -> None:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, **options)
+        return optimizer
+
+    assert len(steps_without_waiting("data=1", make)) == 3
+
+
+def test_dropout_waits_for_nothing() -> None:
+    assert len(steps_without_waiting("data=1 microbatches=2", dropout=0.1)) == 3
+
+
+def test_a_batch_in_the_user_s_pinned_memory_may_be_overwritten_after_the_step() -> None:
+    """The copy to the device is not awaited in the step; a batch that comes too early would mix with it."""
+    losses = []
+    for pinned in (False, True):
+        torch.manual_seed(0)
+        engine = echelon.parallelize(build(CONFIG), "data=1", optimizer=adamw, loss=cross_entropy)
+        memory = [tensor.pin_memory() if pinned else tensor.clone() for tensor in batch(0)]
+        metrics = []
+        for step in range(8):
+            for tensor, values in zip(memory, batch(step), strict=True):
+                tensor.copy_(values)
+            metrics.append(engine.step((memory[0], memory[1])))
+        losses.append([each.loss for each in metrics])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_numbers_that_are_read_late_are_those_that_are_read_at_once() -> None:
+    torch.manual_seed(0)
+    engine = echelon.parallelize(build(CONFIG), "data=1", optimizer=adamw, loss=cross_entropy, clip=1.0)
+    late = [engine.step(batch(step)) for step in range(6)]
+    torch.manual_seed(0)
+    other = echelon.parallelize(build(CONFIG), "data=1", optimizer=adamw, loss=cross_entropy, clip=1.0)
+    at_once = []
+    for step in range(6):
+        metrics = other.step(batch(step))
+        at_once.append((metrics.loss, metrics.grad_norm, metrics.tokens))
+    for each, expected in zip(late, at_once, strict=True):
+        assert (each.loss, each.grad_norm, each.tokens) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_refused_step_changes_no_bit_and_raises_later() -> None:
+    engine = echelon.parallelize(build(CONFIG), "data=1", optimizer=adamw, loss=cross_entropy)
+    engine.step(batch(0))
+    before = [each.tensor.clone() for each in engine._update.owned()]
+    inputs, targets = batch(1)
+    engine.step((inputs, torch.full_like(targets, -100)))
+    assert all(map(torch.equal, [each.tensor for each in engine._update.owned()], before))
+    engine.step(batch(2))
+    with pytest.raises(echelon.UserError, match="no replica had a sample"):
+        engine.step(batch(3))

@@ -1,0 +1,45 @@
+"""The numbers of an update: which error they stand for, and who has seen it."""
+
+import pickle
+
+import pytest
+import torch
+
+from echelon.errors import UserError
+from echelon.runtime import Outcome, StepNumbers
+
+
+def numbers(*values: float, may_be_empty: bool = False) -> StepNumbers:
+    return StepNumbers(torch.tensor(values, dtype=torch.float64), may_be_empty=may_be_empty)
+
+
+def test_numbers_are_read_once_somebody_looks() -> None:
+    step = numbers(8.0, 4.0, 5.0, 0.0)
+    assert step.is_ready
+    assert not step.was_read
+    assert step.read() == Outcome(8.0, 4.0, 5.0)
+    assert step.was_read
+    assert float(step.norm) == 5.0
+
+
+def test_an_error_is_raised_at_every_look_and_once_seen_is_known() -> None:
+    step = numbers(0.0, 0.0, 0.0, 0.0)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
+            step.read()
+    assert step.was_read
+    assert isinstance(step.error(), UserError)
+
+
+def test_an_update_of_no_samples_may_be_none_s_error() -> None:
+    assert numbers(0.0, 0.0, 0.0, may_be_empty=True).read() == Outcome(0.0, 0.0, 0.0)
+
+
+def test_a_problem_comes_before_the_count_that_it_may_have_spoilt() -> None:
+    with pytest.raises(UserError, match="ranks ran different modules in this step"):
+        numbers(0.0, 0.0, 0.0, 2.0, may_be_empty=True).read()
+
+
+def test_numbers_go_to_other_processes_as_values() -> None:
+    assert pickle.loads(pickle.dumps(numbers(8.0, 4.0, 5.0, 0.0))).read() == Outcome(8.0, 4.0, 5.0)
+    assert StepNumbers.known(Outcome(1.0, 2.0, 3.0)).read() == Outcome(1.0, 2.0, 3.0)
