@@ -54,6 +54,7 @@ def test_a_norm_in_low_precision_is_summed_in_a_higher_one() -> None:
 )
 def test_gradients_are_scaled_down_and_never_up(norm: float, limit: float | None, factor: float) -> None:
     assert clip_factor(norm, limit) == factor
+    assert clip_factor(torch.tensor(norm, dtype=torch.float64), limit) == factor
 
 
 def test_a_norm_on_the_device_is_not_read() -> None:
@@ -64,6 +65,7 @@ def test_a_norm_on_the_device_is_not_read() -> None:
 
 def test_a_norm_that_is_no_number_shows() -> None:
     assert math.isnan(clip_factor(math.nan, 1.0))
+    assert math.isnan(clip_factor(torch.tensor(math.nan), 1.0))
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(0.5, 1.0), (1.0, 1.0), (2.0, 1.0), (1e-9, 1e-3), (3.0, 0.0)])

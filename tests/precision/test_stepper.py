@@ -98,6 +98,18 @@ def test_masters_share_one_memory_and_each_has_a_place_of_its_own() -> None:
 
 
 @deferred_and_not
+def test_a_gradient_that_lies_unlike_its_master_is_copied(deferred: bool) -> None:
+    weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    weight.grad = gradient = torch.arange(6.0).view(3, 2).t()
+    local = [LocalParameter("w", weight, weight)]
+    masters = MasterStepper(sgd, [weight], local, in_parts=False, deferred=deferred)
+    masters.step(2.0)
+    assert torch.equal(masters.state(local[0])[MASTER], -2 * torch.arange(6.0).view(3, 2).t())
+    assert gradient.flatten().tolist() == [0, 2, 4, 1, 3, 5], "the copy was scaled"
+
+
+@deferred_and_not
 def test_a_skipped_step_changes_neither_weights_nor_masters(deferred: bool) -> None:
     local = weights(torch.bfloat16)
     masters = MasterStepper(

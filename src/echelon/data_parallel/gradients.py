@@ -31,4 +31,6 @@ def clip_factor(norm: float | Tensor, limit: float | None) -> float | Tensor:
     """
     if limit is None:
         return 1.0
-    return (limit / (torch.as_tensor(norm, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
+    if isinstance(norm, Tensor):
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
+    return 1.0 if norm + 1e-6 <= limit else limit / (norm + 1e-6)

@@ -244,9 +244,9 @@ class ContinuousRunner(StepRunner):
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)
         tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
-        square = tally.new_zeros(1)
-        if self._updates and self._mesh.group("stage").rank == 0:
-            square = self._update.numbers.norm.square().view(1)
+        counts_norm = self._updates and self._mesh.group("stage").rank == 0
+        norm = self._update.numbers.norm if counts_norm else 0.0
+        square = norm.square().view(1) if isinstance(norm, Tensor) else tally.new_full((1,), norm * norm)
         summed = torch.cat([tally, square])
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):

@@ -111,7 +111,7 @@ def _as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     _copy(copies, [gradient for _, gradient in copied])
     for (index, _), copy in zip(copied, copies, strict=True):
         gradients[index] = copy
-    return [gradient.float() for gradient in gradients]  # of sparse ones
+    return [gradient.float() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

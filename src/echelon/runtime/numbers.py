@@ -54,31 +54,31 @@ class HostCopy:
 class StepNumbers:
     """Loss total, count, norm and problems of one update, the same on every rank."""
 
-    def __init__(self, values: Tensor, *, may_be_empty: bool = False) -> None:
+    def __init__(self, values: Tensor | Sequence[float], *, may_be_empty: bool = False) -> None:
         """`values`: [total, count, norm], and flags for each `Problem` where there may be any.
 
         `may_be_empty`: an update of no samples is no error.
         """
         self._values = values
         self._may_be_empty = may_be_empty
-        self._copy = HostCopy(values)
+        self._copy = HostCopy(values) if isinstance(values, Tensor) else None
         self._outcome: Outcome | None = None
         self._error: str | None = None
 
     @classmethod
     def known(cls, outcome: Outcome) -> "StepNumbers":
         """Numbers that are on the host already."""
-        return cls(torch.tensor(outcome, dtype=torch.float64))
+        return cls(outcome)
 
     @property
-    def norm(self) -> Tensor:
-        """On the device."""
+    def norm(self) -> float | Tensor:
+        """Where it is: on the device, if the numbers came from there."""
         return self._values[2]
 
     @property
     def is_ready(self) -> bool:
         """Whether `read` returns without waiting for the device."""
-        return self._copy.is_ready
+        return self._copy is None or self._copy.is_ready
 
     @property
     def was_read(self) -> bool:
@@ -87,7 +87,8 @@ class StepNumbers:
     def error(self) -> UserError | None:
         """Why the update was refused, if it was. Waits for the device."""
         if self._outcome is None:
-            total, counted, norm, *flags = self._copy.wait()
+            values = self._values if self._copy is None else self._copy.wait()
+            total, counted, norm, *flags = map(float, values)
             self._outcome = Outcome(total, counted, norm)
             self._error = self._first_error(flags)
         return None if self._error is None else UserError(self._error)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.data_parallel import clip_factor, squared_norm
+from echelon.data_parallel import squared_norm
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state
 from echelon.precision import Stepper
 from echelon.runtime.numbers import StepNumbers, check_counted
+from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
 
 
@@ -44,7 +45,7 @@ class Update(ABC):
         """Set the rate for the update of `step`, as the schedule says."""
 
     @abstractmethod
-    def start_step(self) -> float | Tensor:
+    def start_step(self) -> Number:
         """Begin; returns what to divide the loss total by before the backward pass."""
 
     def tie(self) -> None:  # noqa: B027 (nothing to do where no stages share weights)
@@ -114,12 +115,12 @@ class SynchronousUpdate(Update):
         self._learning_rate = LearningRate(self.optimizer, schedule)
         # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
         # rank, known before the backward pass, and right whenever the count does not change.
-        self._normaliser: float | Tensor = 1.0
+        self._normaliser: Number = 1.0
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
 
-    def start_step(self) -> float | Tensor:
+    def start_step(self) -> Number:
         self._stages.start_step()
         return self._normaliser
 
@@ -130,25 +131,26 @@ class SynchronousUpdate(Update):
         square = squared_norm(self._stages.norm_share(), tally.device).view(1)
         summed = torch.cat([tally, square, self._stages.problem_flags(tally.device)])
         _sum(summed, self._group)
-        count, flags = summed[1], summed[3:]
-        is_empty = count == 0
-        self._skip = is_empty | flags.any()
-        self._mean = self._normaliser / count
-        self._norm = (self._mean * summed[2].sqrt()).masked_fill(is_empty, 0.0)
-        values = torch.cat([summed[:2], self._norm.view(1), flags])
-        self._next_normaliser = torch.where(self._skip, self._normaliser, count)
-        self.numbers = StepNumbers(values, may_be_empty=not self._steady)
-        if not self.deferred:
+        if self.deferred:
+            self._scaling = scale_on_device(summed, self._normaliser, self._clip)
+            norm = torch.as_tensor(self._scaling.norm).view(1)
+            values = torch.cat([summed[:2], norm, summed[3:]])
+            self.numbers = StepNumbers(values, may_be_empty=not self._steady)
+        else:
+            sums: list[float] = summed.tolist()
+            self._scaling = scale_on_host(sums, self._normaliser, self._clip)
+            values_here = [*sums[:2], float(self._scaling.norm), *sums[3:]]
+            self.numbers = StepNumbers(values_here, may_be_empty=not self._steady)
             self.numbers.read()
 
     def step(self) -> None:
         """A microbatch without samples is an update that changes nothing."""
-        self.stepper.step(self._mean * clip_factor(self._norm, self._clip), self._skip)
+        self.stepper.step(self._scaling.factor, self._scaling.skip)
         if self._steady:
-            self._normaliser = self._next_normaliser
+            self._normaliser = self._scaling.normaliser
 
     def publish(self) -> None:
-        if self.deferred or not self._skip:
+        if self.deferred or not self._scaling.skip:
             self._stages.publish()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
