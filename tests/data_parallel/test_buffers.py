@@ -9,9 +9,11 @@ from torch import Tensor, nn
 import echelon
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.data_parallel import Buffers
+from echelon.data_parallel import buffers as buffers_module
 from echelon.data_parallel.buffers import broadcast
 from echelon.launching import Ranks
 from tests.cases import adamw, mean_loss, vectors
+from tests.reads import HasReadError, no_reads
 
 Warm = Callable[[int], Ranks]
 
@@ -47,6 +49,17 @@ def test_only_what_changed_since_the_last_time_is_sent() -> None:
     buffers.share()
     assert sent(group) == [3, 2]
     assert {move.subject for move in group.ledger.moves} == {"buffers"}
+
+
+def test_small_buffers_are_sent_without_asking_where_that_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, module = RecordingGroup("data", 0, 2), Counters()
+    with no_reads():
+        Buffers(module, group, asks=False).share()
+    assert sent(group) == [2, 3]
+    assert {move.operation for move in group.ledger.moves} == {"broadcast"}
+    monkeypatch.setattr(buffers_module, "SMALL", 19)  # bytes; they have 20
+    with no_reads(), pytest.raises(HasReadError):
+        Buffers(module, group, asks=False).share()
 
 
 def test_running_statistics_are_always_sent() -> None:

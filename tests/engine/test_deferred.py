@@ -53,7 +53,8 @@ def empty_batch() -> tuple[Tensor, Tensor]:
 
 
 def engine_of(plan: str) -> Engine:
-    return echelon.parallelize(model(), plan, optimizer=adamw, loss=counted, clip=0.5, smallest_unit=0)
+    clip = None if "pipedream" in plan else 0.5
+    return echelon.parallelize(model(), plan, optimizer=adamw, loss=counted, clip=clip, smallest_unit=0)
 
 
 def train(plan: str, *, deferred: bool, steps: int = 6) -> tuple[list[tuple[float, float, int]], Weights]:
@@ -93,6 +94,7 @@ PLANS = [
     "data=2 zero=2 microbatches=2 precision=fp64",
     "data=2 zero=3 precision=fp64",
     "pipeline=2 microbatches=2 precision=fp64",
+    "pipeline=2 schedule=pipedream microbatches=2 precision=fp64",
 ]
 
 

@@ -1,18 +1,26 @@
 """Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
 from echelon.data_parallel.flags import set_anywhere
 
+SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
+
 
 class Buffers:
     """Keeps the buffers of replicas equal. Only those that a step may have changed are sent."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        """The buffers are equal already: all ranks start from one model."""
-        self._module, self._group = module, group
+    def __init__(self, module: nn.Module, group: Group, *, asks: bool | None = None) -> None:
+        """The buffers are equal already: all ranks start from one model.
+
+        `asks`: replicas ask each other which buffers any of them has changed, however small they are. To read
+        the answer is to wait for the device, so by default they ask on the CPU.
+        """
+        self._module, self._group, self._asks = module, group, asks
         # The kernels of these change their statistics without leaving a mark on the tensor's version.
         norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self._statistics = {buffer for norm in norms for buffer in norm.buffers()}
@@ -25,16 +33,22 @@ class Buffers:
         buffers = list(self._module.buffers())  # a model may assign a buffer instead of changing it
         if not buffers:
             return
+        with self._group.ledger.about("buffers"):
+            for buffer, is_changed in zip(buffers, self._changed_anywhere(buffers), strict=True):
+                if is_changed:
+                    broadcast(buffer, self._group)
+        self._marks = self._current_marks()
+
+    def _changed_anywhere(self, buffers: Sequence[Tensor]) -> Sequence[bool]:
+        """Which buffers some replica may have changed."""
+        asks = buffers[0].is_cpu if self._asks is None else self._asks
+        if not asks and sum(buffer.nbytes for buffer in buffers) <= SMALL:
+            return [True] * len(buffers)
         changed = [
             buffer in self._statistics or mark != earlier
             for buffer, mark, earlier in zip(buffers, self._current_marks(), self._marks, strict=True)
         ]
-        with self._group.ledger.about("buffers"):
-            changed_anywhere = set_anywhere(changed, self._group, buffers[0].device)
-            for buffer, is_changed in zip(buffers, changed_anywhere, strict=True):
-                if is_changed:
-                    broadcast(buffer, self._group)
-        self._marks = self._current_marks()
+        return set_anywhere(changed, self._group, buffers[0].device)
 
     def _current_marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer does: which tensor it is, and its version."""
