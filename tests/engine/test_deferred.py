@@ -124,7 +124,7 @@ def test_a_step_reads_nothing_and_metrics_do_when_somebody_looks(plan: str) -> N
     assert len(train_without_reads(plan)) == 2
 
 
-@pytest.mark.parametrize("plan", PLANS[:4])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_step_of_ranks_reads_nothing(warm_ranks: Warm, plan: str) -> None:
     first, second = warm_ranks(2).run(train_without_reads, plan)
     assert first == second
