@@ -102,9 +102,8 @@ class StepNumbers:
         return self._outcome
 
     def _first_error(self, flags: Sequence[float]) -> str | None:
-        for problem, flag in zip(Problem, flags, strict=False):
-            if flag:
-                return problem.value
+        if any(flags):
+            return next(problem.value for problem, flag in zip(Problem, flags, strict=True) if flag)
         is_empty = self._outcome is not None and self._outcome.counted == 0
         return _NO_SAMPLE if is_empty and not self._may_be_empty else None
 

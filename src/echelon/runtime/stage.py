@@ -123,11 +123,10 @@ class LocalStages:
 
     def problem_flags(self, device: torch.device) -> Tensor:
         """How many sharings found each `Problem` in this step."""
-        found = [sharing.problems() for sharing in self.sharings]
         flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
-        for index, problem in enumerate(Problem):
-            for flag in (problems[problem] for problems in found if problem in problems):
-                flags[index] += flag
+        for sharing in self.sharings:
+            for problem, flag in sharing.problems().items():
+                flags[list(Problem).index(problem)] += flag
         return flags
 
     def norm_share(self) -> list[Tensor]:
