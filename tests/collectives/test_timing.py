@@ -6,12 +6,12 @@ from echelon.collectives import Group, Ledger, Traffic
 from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
+from tests.groups import PartialGroup
 
-from ..groups import _PartialGroup
 from .fake_device import FakeDevice, FakeStream, FakeWork
 
 
-class DeviceGroup(_PartialGroup):
+class DeviceGroup(PartialGroup):
     """Two ranks whose all-reduce takes five milliseconds on a device."""
 
     def __init__(self) -> None:
