@@ -80,8 +80,16 @@ class Outcome(NamedTuple):
 
 def environment(rank: int) -> dict[str, str]:
     """What makes NCCL take every rank for a host of its own."""
-    off = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
-    return off | {"NCCL_HOSTID": f"echelon-{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    return {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"echelon-{rank}",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
 
 
 # Scenarios: how a rank trains.

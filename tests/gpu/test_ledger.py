@@ -10,6 +10,7 @@ import torch.distributed as dist
 from echelon.collectives import Ledger, TorchGroup, group_over
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from tests.gpu.nccl import environment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,24 +20,9 @@ pytestmark = [
 ALLOWED = 2e-3  # seconds by which the axes of host and device may differ
 
 
-def host_of_its_own(rank: int) -> dict[str, str]:
-    """With these NCCL takes each rank for a host, and talks over loopback."""
-    return {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NCCL_HOSTID": f"host-{rank}",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    }
-
-
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Ranks]:
-    with Ranks(2, backend="nccl", deadline=120.0, environment=host_of_its_own) as ranks:
+    with Ranks(2, backend="nccl", deadline=120.0, environment=environment) as ranks:
         yield ranks
 
 

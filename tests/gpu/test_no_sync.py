@@ -5,7 +5,9 @@ of its own to NCCL. Over Gloo every message waits by its nature.
 """
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,6 +18,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
+from tests.gpu.nccl import environment
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +58,17 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+@contextmanager
+def waiting_raises() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def steps_without_waiting(
     plan: str, optimizer: Callable[..., torch.optim.Optimizer] = adamw, dropout: float = 0.0
 ) -> list[float]:
@@ -66,11 +80,8 @@ def steps_without_waiting(
     for step in range(WARM_UP):
         engine.step(engine.local(batch(step)))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         metrics = [engine.step(engine.local(batch(WARM_UP + step))) for step in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     losses = [each.loss for each in metrics]
     assert all(each.seconds > 0 for each in metrics)
     engine.close(restore=False)
@@ -83,24 +94,9 @@ def test_a_step_of_one_rank_waits_for_nothing(plan: str) -> None:
     assert len(losses) == 3
 
 
-def host_of_its_own(rank: int) -> dict[str, str]:
-    """With these NCCL takes each rank for a host, and talks over loopback."""
-    return {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NCCL_HOSTID": f"host-{rank}",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_NET": "Socket",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    }
-
-
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Ranks]:
-    with Ranks(2, backend="nccl", deadline=120.0, environment=host_of_its_own) as ranks:
+    with Ranks(2, backend="nccl", deadline=120.0, environment=environment) as ranks:
         yield ranks
 
 

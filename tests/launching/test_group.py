@@ -2,6 +2,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,13 @@ def test_no_rank_joins_if_the_hosts_differ(joins: Joins) -> None:
     assert joins.options == {}
 
 
-def test_cuda_gets_enough_queues_unless_the_user_chose(joins: Joins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_gets_enough_queues_unless_the_user_chose(
+    joins: Joins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))  # MPS runs
+    joins.join([""])
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "no"))
     joins.join([""])
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -159,7 +159,7 @@ def _model(config: ModelConfig) -> nn.Module:
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
 
 def _losses(step: Step, batch: Batch) -> list[float]:

@@ -34,6 +34,14 @@ def timeout(seconds: float | None) -> timedelta:
     return _LONGEST if seconds is None else timedelta(seconds=min(seconds, _LONGEST.total_seconds()))
 
 
+def _ask_for_queues() -> None:
+    """CUDA reads this when it starts. Not under MPS, where queues are few and all processes share them: two
+    ranks would take all."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if not os.path.exists(pipes):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)
+
+
 def init_group(
     store: Store, rank: int, ranks: int, backend: str | None, limit: timedelta, *, same_host: bool = False
 ) -> None:
@@ -42,7 +50,7 @@ def init_group(
     With `same_host` all ranks run on this host, with the same environment, numbered as in the job. Then each
     knows what the others would report, and decides the same without them.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # CUDA reads it when it starts
+    _ask_for_queues()
     store.set_timeout(limit)
     if same_host:
         placement = place(_reports_of_this_host(ranks), backend)
