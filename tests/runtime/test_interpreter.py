@@ -13,7 +13,7 @@ from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Instruction, build
-from echelon.runtime import Script, Spec
+from echelon.runtime import Spec
 from echelon.runtime.message import layout
 from tests.cases import mean_loss, sgd, vectors
 from tests.pipeline_parallel.models import perceptron
@@ -162,13 +162,6 @@ def left_over(plan: str) -> list[int]:
 def test_nothing_is_left_behind(warm_ranks: Warm, schedule: str) -> None:
     for left in warm_ranks(2).run(left_over, f"pipeline=2 microbatches=3 schedule={schedule}"):
         assert left == [0] * 5
-
-
-def test_a_replica_with_fewer_microbatches_makes_up_for_them() -> None:
-    """Where replicas talk in every backward pass, each runs as many as the busiest."""
-    program = build("1f1b", (2, 1), 3)
-    assert [Script(program, rank).missing_rounds(0) for rank in (0, 1)] == [0, 1]
-    assert Script(program, 2).missing_rounds(1) == 0
 
 
 class Doubled(nn.Module):

@@ -231,3 +231,19 @@ def test_bytes_from_host_to_host_are_waited_for_a_step_later() -> None:
     wire.finish_step(emptied=True)
     assert all(move.wait_start for move in heads.ledger.moves)
     assert [move.traffic.sent for move in group.ledger.moves] == [16], "tensors alone"
+
+
+def test_messages_that_were_received_are_let_go() -> None:
+    group, wire = recorded_wire()
+    wire.start_step()
+    for _ in range(3):
+        wire.send(*Spec.of(torch.ones(3)), peer=1, key=(0, ""))
+    data = [move for move in group.ledger.moves if move.traffic.payload == 32]
+    assert [bool(move.wait_start) for move in data] == [False] * 3
+    wire.acknowledge(1, 2)
+    assert [bool(move.wait_start) for move in data] == [True, True, False]
+    wire.acknowledge(0, 3)
+    assert not data[2].wait_start, "of another rank"
+    wire.start_step()
+    wire.acknowledge(1, 3)
+    assert not data[2].wait_start, "of another step"

@@ -3,8 +3,9 @@
 It runs every plan; a model in one stage is the smallest pipeline.
 """
 
-from echelon.runtime.interpreter import Interpreter, Microbatch, Script, StageRuntime
+from echelon.runtime.interpreter import Interpreter, Microbatch, StageRuntime
 from echelon.runtime.numbers import Outcome, StepNumbers
+from echelon.runtime.script import Script
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
 from echelon.runtime.update import Push, SynchronousUpdate, Update

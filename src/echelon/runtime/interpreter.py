@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from echelon.launching import at_instruction
-from echelon.program import COMPUTE, Instruction, Op, Program, Span
+from echelon.program import COMPUTE, Instruction, Op, Span
 from echelon.runtime.flight import Flight, Value, enter, wanted
 from echelon.runtime.message import Gradients
+from echelon.runtime.script import Script, peer_of
 from echelon.runtime.split_backward import SplitBackward
 from echelon.runtime.stage import Stage
 from echelon.runtime.structure import Leaf
@@ -57,35 +58,6 @@ class StageRuntime(Protocol):
     def norm(self, tally: Tensor) -> None: ...
     def update(self) -> None: ...
     def publish(self) -> None: ...
-
-
-class Script:
-    """One rank's part of a program, with what follows from it."""
-
-    def __init__(self, program: Program, rank: int, *, empties: bool = True) -> None:
-        """`empties`: when the program is over, no rank has anything on its way."""
-        self.program, self.rank, self.empties = program, rank, empties
-        self.instructions = program.ranks[rank]
-        self.labels = [_label(instruction) for instruction in self.instructions]
-        self.lasts = frozenset(self._last_backwards())
-        self.receives: dict[int, list[Instruction]] = {}
-        for instruction in self.instructions:
-            if instruction.op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
-                self.receives.setdefault(_peer(instruction), []).append(instruction)
-
-    def missing_rounds(self, stage: int) -> int:
-        """How many microbatches fewer than the busiest replica of `stage` this one has."""
-        own = sum(i.op is Op.FORWARD and i.stage == stage for i in self.instructions)
-        return -(-self.program.microbatches // len(self.program.placement[stage])) - own
-
-    def _last_backwards(self) -> Iterator[int]:
-        """Where the backward passes stand after which a stage's gradients are reduced."""
-        latest: dict[int, int] = {}
-        for place, instruction in enumerate(self.instructions):
-            if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-                latest[instruction.stage] = place
-            elif instruction.op is Op.REDUCE and instruction.stage in latest:
-                yield latest.pop(instruction.stage)
 
 
 class Interpreter:
@@ -140,6 +112,7 @@ class Interpreter:
             self._since_update = self._tally
         self._upcoming = {peer: deque(receives) for peer, receives in script.receives.items()}
         self._posted: dict[int, deque[Posted]] = {peer: deque() for peer in script.receives}
+        self._num_received = dict.fromkeys(script.receives, 0)
         self.spans = []
         self._wire.start_step()
         self._post_ahead()
@@ -254,21 +227,29 @@ class Interpreter:
     def _send_activation(self, instruction: Instruction) -> None:
         value = self._outputs.pop(_slot(instruction))
         key = (instruction.stage, self._feed[_microbatch(instruction)].look)
-        self._wire.send(value.spec, value.tensors, _peer(instruction), key)
+        self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
 
     def _recv_activation(self, instruction: Instruction) -> None:
-        peer, key = _peer(instruction), self._activation_key(instruction)
+        peer, key = peer_of(instruction), self._activation_key(instruction)
         self._inputs[_slot(instruction)] = Value(*self._wire.receive(self._take_posted(peer), peer, key))
+        self._acknowledge(peer)
         self._post_ahead()
 
     def _send_gradient(self, instruction: Instruction) -> None:
-        self._wire.send_gradients(*self._returning.pop(_slot(instruction)), _peer(instruction))
+        self._wire.send_gradients(*self._returning.pop(_slot(instruction)), peer_of(instruction))
 
     def _recv_gradient(self, instruction: Instruction) -> None:
-        posted = self._take_posted(_peer(instruction))
+        posted = self._take_posted(peer_of(instruction))
         assert posted is not None, f"{instruction} before its forward"
         self._gradients[_slot(instruction)] = self._wire.receive_gradients(posted)
+        self._acknowledge(peer_of(instruction))
         self._post_ahead()
+
+    def _acknowledge(self, peer: int) -> None:
+        """A message has come from `peer`: let go of what it must have received before."""
+        if self._versions is None:  # else messages of earlier steps are on their way
+            self._wire.acknowledge(peer, self._script.acknowledged[peer][self._num_received[peer]])
+            self._num_received[peer] += 1
 
     def _take_posted(self, peer: int) -> Posted | None:
         """The receive that was posted for the next message of `peer`, if one could be."""
@@ -290,12 +271,12 @@ class Interpreter:
 
     def _post(self, instruction: Instruction) -> Posted | None:
         if instruction.op is Op.RECV_ACTIVATION:
-            return self._wire.post(_peer(instruction), self._activation_key(instruction))
+            return self._wire.post(peer_of(instruction), self._activation_key(instruction))
         flight = self._flights.get(_slot(instruction))
         if flight is None:
             return None
         tally = self._versions is not None
-        return self._wire.post_gradients(flight.output_leaves, _peer(instruction), tally=tally)
+        return self._wire.post_gradients(flight.output_leaves, peer_of(instruction), tally=tally)
 
     def _activation_key(self, instruction: Instruction) -> tuple[int, str]:
         """What the form of an activation that is received follows from."""
@@ -349,12 +330,6 @@ class Interpreter:
         return self._script.program.holder(stage, _microbatch(instruction)) == self._script.rank
 
 
-def _label(instruction: Instruction) -> str:
-    """What the report of a hang calls it: 'RG5 of stage 1'."""
-    number = "" if instruction.microbatch is None else instruction.microbatch
-    return f"{instruction.op.value}{number} of stage {instruction.stage}"
-
-
 def _slot(instruction: Instruction) -> Slot:
     return instruction.stage, _microbatch(instruction)
 
@@ -362,8 +337,3 @@ def _slot(instruction: Instruction) -> Slot:
 def _microbatch(instruction: Instruction) -> int:
     assert instruction.microbatch is not None
     return instruction.microbatch
-
-
-def _peer(instruction: Instruction) -> int:
-    assert instruction.peer is not None
-    return instruction.peer

@@ -55,12 +55,20 @@ class Wire:
         self._sent: list[Sent] = []  # in this step
         self._earlier: list[Sent] = []  # in the one before
         self._heads: list[Sent] = []  # from host to host, in this step
+        self._handles: dict[int, list[Handle]] = {}  # of this step's messages, by the rank that receives
         self._spare: Tensor | None = None  # memory of a message that is gone: new memory takes long to touch
 
     def start_step(self) -> None:
         """What was learned is known from here on: on all ranks alike."""
         self._known |= self._learned
-        self._learned = {}
+        self._learned, self._handles = {}, {}
+
+    def acknowledge(self, peer: int, count: int) -> None:
+        """`peer` has received the first `count` messages of this step, so waiting for them takes no time:
+        free their memory. A host that is far ahead of its GPU would keep all until the step ends."""
+        for handle in self._handles.get(peer, [])[:count]:
+            handle.wait()
+        self._let_go()
 
     def finish_step(self, *, emptied: bool) -> None:
         """Return when all that was sent is gone; unless the pipeline is `emptied`, what was sent before this
@@ -81,7 +89,7 @@ class Wire:
         self._learned[peer, key] = spec
         if expected != spec:
             self._announce(spec, expected, edge)
-        self._send_message(spec.leaves, tensors, edge)
+        self._send_message(spec.leaves, tensors, peer)
 
     def post(self, peer: int, key: Key) -> Posted | None:
         """Be ready for an activation, if its form is remembered."""
@@ -115,11 +123,10 @@ class Wire:
     # Gradients.
 
     def send_gradients(self, leaves: Sequence[Leaf], gradients: Gradients, peer: int) -> None:
-        edge = self._edges.outgoing[peer]
         if gradients.tally is None:
-            self._send_message(leaves, gradients.tensors, edge)
+            self._send_message(leaves, gradients.tensors, peer)
         else:
-            self._send_message([TALLY, *leaves], [gradients.tally, *gradients.tensors], edge)
+            self._send_message([TALLY, *leaves], [gradients.tally, *gradients.tensors], peer)
 
     def post_gradients(self, leaves: Sequence[Leaf], peer: int, *, tally: bool) -> Posted:
         """Be ready for gradients, and for a `tally` with them."""
@@ -135,12 +142,14 @@ class Wire:
 
     # Bytes.
 
-    def _send_message(self, leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], edge: Edge) -> None:
+    def _send_message(self, leaves: Sequence[Leaf], tensors: Sequence[Tensor | None], peer: int) -> None:
         self._let_go()
+        edge = self._edges.outgoing[peer]
         layout = self._layout(leaves, edge)
         memory = self._memory(layout.size)
         layout.write(memory, tensors)
         self._send(layout, memory, message.pack_code(0) + message.pack_flags(tensors), edge)
+        self._handles.setdefault(peer, []).append(self._sent[-1][0])
 
     def _send(self, layout: Layout, memory: Tensor, head: bytes, edge: Edge) -> None:
         if layout.head_inside:

@@ -1,0 +1,62 @@
+"""One rank's part of a program, with what follows from it."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from echelon.program import RECEIVES, SENDS, Instruction, Op, Program
+
+
+class Script:
+    """The instructions of one rank, and what the interpreter must know of them beforehand."""
+
+    def __init__(self, program: Program, rank: int, *, empties: bool = True) -> None:
+        """`empties`: when the program is over, no rank has anything on its way."""
+        self.program, self.rank, self.empties = program, rank, empties
+        self.instructions = program.ranks[rank]
+        self.labels = [_label(instruction) for instruction in self.instructions]
+        self.lasts = frozenset(self._last_backwards())
+        self.receives: dict[int, list[Instruction]] = {}
+        for instruction in self.instructions:
+            if instruction.op in RECEIVES:
+                self.receives.setdefault(peer_of(instruction), []).append(instruction)
+
+    @cached_property
+    def acknowledged(self) -> dict[int, list[int]]:
+        """By peer, for each of its messages to this rank: how many messages of this rank it has received
+        before it sends that one. Right only where nothing is on its way when the program begins."""
+        return {peer: list(_received_before(self.program.ranks[peer], self.rank)) for peer in self.receives}
+
+    def missing_rounds(self, stage: int) -> int:
+        """How many microbatches fewer than the busiest replica of `stage` this one has."""
+        own = sum(i.op is Op.FORWARD and i.stage == stage for i in self.instructions)
+        return -(-self.program.microbatches // len(self.program.placement[stage])) - own
+
+    def _last_backwards(self) -> Iterator[int]:
+        """Where the backward passes stand after which a stage's gradients are reduced."""
+        latest: dict[int, int] = {}
+        for place, instruction in enumerate(self.instructions):
+            if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                latest[instruction.stage] = place
+            elif instruction.op is Op.REDUCE and instruction.stage in latest:
+                yield latest.pop(instruction.stage)
+
+
+def _received_before(instructions: Sequence[Instruction], peer: int) -> Iterator[int]:
+    """For each message to `peer`, how many messages from it are received earlier."""
+    received = 0
+    for instruction in instructions:
+        if instruction.op in RECEIVES and instruction.peer == peer:
+            received += 1
+        elif instruction.op in SENDS and instruction.peer == peer:
+            yield received
+
+
+def peer_of(instruction: Instruction) -> int:
+    assert instruction.peer is not None
+    return instruction.peer
+
+
+def _label(instruction: Instruction) -> str:
+    """What the report of a hang calls it: 'RG5 of stage 1'."""
+    number = "" if instruction.microbatch is None else instruction.microbatch
+    return f"{instruction.op.value}{number} of stage {instruction.stage}"

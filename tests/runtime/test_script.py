@@ -1,0 +1,36 @@
+"""What the interpreter must know of a rank's instructions before it runs them."""
+
+import pytest
+
+from echelon.program import RECEIVES, SENDS, add_transfers, build
+from echelon.runtime import Script
+
+
+def test_a_gradient_says_that_its_activation_was_received() -> None:
+    program = add_transfers(build("1f1b", (1, 1), microbatches=4))
+    assert Script(program, 0).acknowledged == {1: [1, 2, 3, 4]}
+    assert Script(program, 1).acknowledged == {0: [0, 0, 1, 2]}, "two forwards before the first backward"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "naive"])
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (2, 1, 1)])
+def test_no_message_is_acknowledged_before_it_was_sent(schedule: str, replicas: tuple[int, ...]) -> None:
+    program = add_transfers(build(schedule, replicas, microbatches=6))
+    for rank in range(len(program.ranks)):
+        script = Script(program, rank)
+        sent, received = dict.fromkeys(script.receives, 0), dict.fromkeys(script.receives, 0)
+        for instruction in script.instructions:
+            if instruction.op in SENDS:
+                sent[instruction.peer] = sent.get(instruction.peer, 0) + 1
+            elif instruction.op in RECEIVES:
+                counts = script.acknowledged[instruction.peer]
+                assert counts[received[instruction.peer]] <= sent.get(instruction.peer, 0)
+                received[instruction.peer] += 1
+        assert all(received[peer] == len(counts) for peer, counts in script.acknowledged.items())
+
+
+def test_a_replica_with_fewer_microbatches_makes_up_for_them() -> None:
+    """Where replicas talk in every backward pass, each runs as many as the busiest."""
+    program = build("1f1b", (2, 1), 3)
+    assert [Script(program, rank).missing_rounds(0) for rank in (0, 1)] == [0, 1]
+    assert Script(program, 2).missing_rounds(1) == 0
