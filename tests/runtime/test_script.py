@@ -2,12 +2,12 @@
 
 import pytest
 
-from echelon.program import RECEIVES, SENDS, add_transfers, build
+from echelon.program import RECEIVES, SENDS, build
 from echelon.runtime import Script
 
 
 def test_a_gradient_says_that_its_activation_was_received() -> None:
-    program = add_transfers(build("1f1b", (1, 1), microbatches=4))
+    program = build("1f1b", (1, 1), microbatches=4)
     assert Script(program, 0).acknowledged == {1: [1, 2, 3, 4]}
     assert Script(program, 1).acknowledged == {0: [0, 0, 1, 2]}, "two forwards before the first backward"
 

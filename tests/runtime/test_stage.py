@@ -36,6 +36,7 @@ def test_one_set_whose_ranks_talk_in_every_microbatch_is_enough() -> None:
     assert two_sets(level=2).lockstep
 
 
+@pytest.mark.usefixtures("packed")
 def test_a_step_goes_through_all_sets() -> None:
     stage = two_sets(level=2)
     assert isinstance(stage.module, nn.Linear)
