@@ -15,7 +15,7 @@ def test_a_gradient_says_that_its_activation_was_received() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "naive"])
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (2, 1, 1)])
 def test_no_message_is_acknowledged_before_it_was_sent(schedule: str, replicas: tuple[int, ...]) -> None:
-    program = add_transfers(build(schedule, replicas, microbatches=6))
+    program = build(schedule, replicas, microbatches=6)
     for rank in range(len(program.ranks)):
         script = Script(program, rank)
         sent, received = dict.fromkeys(script.receives, 0), dict.fromkeys(script.receives, 0)
