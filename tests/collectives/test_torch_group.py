@@ -224,3 +224,20 @@ def test_operations_over_nccl_are_measured_by_events(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     blocking = TorchGroup("data", StandIn(), Ledger())  # type: ignore[arg-type]
     assert blocking._timing("all_reduce", [OnDevice(gpu)]) is HOST_TIMING  # type: ignore[list-item]
+
+
+def test_after_a_failure_communicators_of_nccl_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To release one, NCCL waits for operations whose peers may be gone."""
+    destroyed: list[object] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    for backends, failed, expected in (
+        ({"cuda": "nccl"}, True, 0),
+        ({"cpu": "gloo", "cuda": "nccl"}, True, 0),
+        ({"cpu": "gloo"}, True, 1),
+        ({"cuda": "nccl"}, False, 1),
+    ):
+        monkeypatch.setattr("echelon.collectives.torch_group.backends_of", lambda _, names=backends: names)
+        destroyed.clear()
+        TorchGroup("data", StandIn(), Ledger()).close(failed=failed)
+        assert len(destroyed) == expected

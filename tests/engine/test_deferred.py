@@ -153,7 +153,9 @@ def test_a_refused_step_changes_no_bit_and_its_metrics_raise() -> None:
     assert refused.is_unchanged()
     with pytest.raises(UserError, match=NO_SAMPLE):
         _ = refused.metrics.loss
-    assert refused.engine.full_state_dict(), "somebody was told, so the training goes on"
+    with pytest.raises(UserError, match=NO_SAMPLE):
+        refused.engine.synchronize()  # here every rank hears of it, also those that have not looked
+    assert refused.engine.full_state_dict(), "and then the training goes on"
     assert refused.engine.steps == 2, "it made no update"
 
 

@@ -21,10 +21,16 @@ def test_structures_keep_their_form_and_what_is_no_tensor() -> None:
 class Copied(Tensor):
     """A tensor that records how it was copied."""
 
-    calls: list[tuple[object, ...]]
+    calls: list[tuple[object, ...]] = []  # noqa: RUF012 (each test sets its own)
 
     def is_pinned(self, *_: object) -> bool:
         return ("pinned",) in self.calls
+
+    def contiguous(self, *_: object) -> "Copied":  # type: ignore[override]
+        packed = super().contiguous()
+        if packed is not self:
+            packed.calls = []
+        return packed  # type: ignore[return-value]
 
     def pin_memory(self, *_: object) -> "Copied":
         self.calls.append(("pinned",))
@@ -41,6 +47,16 @@ def test_a_batch_goes_to_a_device_from_pinned_memory_and_nobody_waits(pinned: bo
     leaf.calls = [("pinned",)] if pinned else []
     to_device((leaf, 3), torch.device("cuda", 0))
     assert leaf.calls == [("pinned",), (torch.device("cuda", 0), {"non_blocking": True})]
+
+
+def test_memory_with_gaps_is_packed_before_it_is_pinned() -> None:
+    tokens = torch.arange(6).view(2, 3).as_subclass(Copied)
+    strided = tokens[:, :-1]
+    strided.calls = [("pinned",)]
+    moved = to_device(strided, torch.device("cuda", 0))
+    assert moved.is_contiguous()
+    assert torch.equal(moved.as_subclass(Tensor), torch.tensor([[0, 1], [3, 4]]))
+    assert strided.calls == [("pinned",)], "it was not copied from the user's memory"
 
 
 def test_only_memory_of_the_user_s_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

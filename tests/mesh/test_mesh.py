@@ -185,7 +185,7 @@ def edges_like_nccl() -> tuple[dict[int, int], dict[int, int], list[float]]:
     and what it received when all sent at once, in an order that one queue for all peers could not serve."""
     mesh = Mesh.join(Plan.parse("pipeline=3"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(mesh.group("pipeline")), "waits_on_host", lambda *_: False)
+        patch.setattr(type(mesh.group("pipeline")), "has_queue_per_peer", lambda *_: False)
         edges = mesh.edges({(0, 1), (1, 0), (1, 2), (2, 1)})
     numbers: dict[Group, int] = {}
     groups = [
@@ -223,7 +223,7 @@ def connected_groups() -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchGroup, "connect", lambda group, _: connected.append(group.axis))
         mesh = Mesh.join(Plan.parse("pipeline=2"))
-        patch.setattr(type(mesh.group("pipeline")), "waits_on_host", lambda *_: False)
+        patch.setattr(type(mesh.group("pipeline")), "has_queue_per_peer", lambda *_: False)
         mesh.edges({(0, 1), (1, 0)})
         mesh.group_of_stages([0, 1])
     mesh.close()

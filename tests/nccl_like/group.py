@@ -42,6 +42,9 @@ class NcclLikeGroup(Group):
         self.join()
         self._threads.wait(self._member, Making(self._communicator))
 
+    def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
+        return False
+
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
         return False
 

@@ -65,16 +65,19 @@ class Group(ABC):
         self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
         self._is_closed = False
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Release this rank's process group, threads, sockets and shared memory of the group.
 
         Any number of times, also when peers are gone. Wait for your operations first: unfinished ones fail,
         here and on the peers, and Gloo returns from its own only when they have ended. Other Group objects
         over the same process group end too. The process group of the world itself stays.
+
+        After a failure (`failed`) communicators of NCCL stay until the process ends: to release one, NCCL
+        waits for its operations, which wait for peers that may never come.
         """
         if not self._is_closed:
             self._is_closed = True
-            self._close()
+            self._close(failed=failed)
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002
         """Whether `wait()` of an operation on tensors of `device` returns when it is complete.
@@ -82,6 +85,11 @@ class Group(ABC):
         If not (NCCL), only the current stream waits: what the host issues there afterwards sees the result,
         and to read it on the host synchronises with the device.
         """
+        return True
+
+    def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
+        """Whether messages on tensors of `device` to and from one peer never hold up those of another. NCCL
+        runs all operations of a group in one order, over all peers."""
         return True
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most groups are connected when made)
@@ -191,7 +199,7 @@ class Group(ABC):
 
     # Different for every kind of group.
 
-    def _close(self) -> None:  # noqa: B027 (a group may hold nothing)
+    def _close(self, *, failed: bool) -> None:  # noqa: B027 (a group may hold nothing)
         """Release what this kind of group holds."""
 
     @abstractmethod

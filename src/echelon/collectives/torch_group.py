@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.backend import Backend, backend_of
+from echelon.collectives.backend import Backend, backend_of, backends_of
 from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.group import COMBINE, Group, Reduction
 from echelon.collectives.ledger import Ledger
@@ -47,8 +47,11 @@ class TorchGroup(Group):
     def waits_on_host(self, device: torch.device) -> bool:
         return self._backend(device.type).waits_on_host
 
+    def has_queue_per_peer(self, device: torch.device) -> bool:
+        return self._backend(device.type).runs_on_host
+
     def connect(self, device: torch.device) -> None:
-        if self.size == 1 or self.waits_on_host(device):
+        if self.size == 1 or self.has_queue_per_peer(device):
             return
         token = torch.zeros(1, device=device)
         pulse.enter_operation(f"connect {self.axis}")
@@ -66,8 +69,10 @@ class TorchGroup(Group):
         finally:
             pulse.leave_operation()
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool) -> None:
         process_group = self.process_group
+        if failed and any(name == "nccl" for name in backends_of(process_group).values()):
+            return
         del self.process_group, self._scratch  # torch frees a process group with its last reference
         # The world belongs to the launcher. Another Group may have destroyed this one already.
         if dist.is_initialized() and process_group is not dist.group.WORLD:

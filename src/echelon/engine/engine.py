@@ -122,9 +122,9 @@ class Engine:
         return Metrics(numbers, timer)
 
     def _check_steps(self, *, but: int = 0) -> None:
-        """Raise if an earlier step was refused, and nobody has been told; the last `but` are left for later.
+        """Raise if an earlier step was refused; the last `but` are left for later.
 
-        The same steps on every rank, whichever of them has its numbers already: ranks that raised in
+        In the same call on every rank, whoever has looked at the numbers already: ranks that raised in
         different calls could not go on together.
         """
         error = self._late_error(but=but)
@@ -134,11 +134,10 @@ class Engine:
     def _late_error(self, *, but: int = 0) -> UserError | None:
         first: UserError | None = None
         while len(self._unchecked) > but:
-            numbers = self._unchecked.popleft()
-            is_told, error = numbers.was_read, numbers.error()
+            error = self._unchecked.popleft().error()
             if error is not None:
                 self.steps -= 1  # it made no update
-                first = first or (None if is_told else error)
+                first = first or error  # also where somebody has read it: elsewhere nobody may have
         return first
 
     @torch.no_grad()
@@ -248,6 +247,7 @@ class Engine:
                 refused = self._late_error()  # raised at the end: the model is as good as before that step
                 self.synchronize()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
+                self._runner.close()
             failed = False
         finally:
             self._release(failed=failed)
@@ -260,7 +260,7 @@ class Engine:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
         with ExitStack() as stack:  # goes on to the next if one raises
-            stack.callback(self.mesh.close)
+            stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
             stack.callback(self._update.close, failed=failed)
 

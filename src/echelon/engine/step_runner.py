@@ -70,14 +70,16 @@ class StepRunner(ABC):
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
-        wire = Wire(mesh.edges(local.program.pairs), mesh.device)
-        self._interpreter = Interpreter(local.stages, self, wire, mesh.device, self._prepare())
+        self._wire = Wire(mesh.edges(local.program.pairs), mesh.device)
+        self._interpreter = Interpreter(local.stages, self, self._wire, mesh.device, self._prepare())
 
     def train(self, batch: Batch, step: int) -> StepNumbers:
         """One training step, the first of which is 0. Returns when the batch may be changed."""
-        numbers = self._train(batch, step)
-        self._upload.wait()
-        return numbers
+        self._upload = Upload(None, self._mesh.device)
+        try:
+            return self._train(batch, step)
+        finally:
+            self._upload.wait()
 
     @abstractmethod
     def _train(self, batch: Batch, step: int) -> StepNumbers: ...
@@ -88,6 +90,10 @@ class StepRunner(ABC):
 
     def drain(self) -> None:  # noqa: B027 (nothing is left where every step ends with an empty pipeline)
         """Finish what is under way, on all ranks together."""
+
+    def close(self) -> None:
+        """Nothing is under way: wait for the last bytes that were sent."""
+        self._wire.close()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """(loss total, count) of what this rank computed the loss of."""

@@ -11,15 +11,17 @@ def to_device(structure: Any, device: torch.device) -> Any:
     """The same structure on the device, without waiting for it.
 
     A copy to a CUDA device that the host does not wait for must be from pinned memory. Where the memory is
-    not pinned, a pinned copy is made here. Nobody keeps that copy: torch's allocator of pinned memory records
-    an event behind each such transfer, and gives the memory to nobody else before the event has passed.
+    not pinned, or has gaps, a pinned copy is made here. Nobody keeps that copy: torch's allocator of pinned
+    memory records an event behind each such transfer, and gives the memory to nobody else before the event
+    has passed.
     """
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        is_pageable = device.type == "cuda" and leaf.is_cpu and not leaf.is_pinned()
-        return (leaf.pin_memory() if is_pageable else leaf).to(device, non_blocking=True)
+        if device.type == "cuda" and leaf.is_cpu and not (leaf.is_pinned() and leaf.is_contiguous()):
+            leaf = leaf.contiguous().pin_memory()  # torch would copy what is strided through other memory
+        return leaf.to(device, non_blocking=True)
 
     return tree_map(move, structure)
 

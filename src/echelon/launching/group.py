@@ -25,8 +25,14 @@ _LONGEST = timedelta(days=24)
 # waits for its peer blocks the kernels behind it.
 _CUDA_QUEUES = "32"
 
+_limit: timedelta | None = None
 _numbers = itertools.count()  # keeps the keys of one agreement in a store apart from those of the next
 _checked_world: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+def operation_limit() -> timedelta | None:
+    """How long an operation of the group that was joined here may take; None if somebody else joined it."""
+    return _limit
 
 
 def timeout(seconds: float | None) -> timedelta:
@@ -50,6 +56,8 @@ def init_group(
     With `same_host` all ranks run on this host, with the same environment, numbered as in the job. Then each
     knows what the others would report, and decides the same without them.
     """
+    global _limit
+    _limit = limit
     _ask_for_queues()
     store.set_timeout(limit)
     if same_host:

@@ -20,7 +20,7 @@ from echelon.collectives import (
 )
 from echelon.errors import UserError
 from echelon.launching import join
-from echelon.launching.group import backend_for
+from echelon.launching.group import backend_for, operation_limit
 from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
 from echelon.plan import Plan
 
@@ -95,7 +95,7 @@ class Mesh:
         """The edges between this rank and others of its pipeline; `pairs` (sender, receiver) are all that
         the program uses, as the pipeline numbers its ranks; every rank must call this."""
         group = self.group("pipeline")
-        if group.size == 1 or group.waits_on_host(self.device):
+        if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
         columns = self.layout.groups("pipeline")
         host = self._open_group(columns, backend="gloo")
@@ -124,15 +124,15 @@ class Mesh:
         self._open_groups.append(group)
         return group
 
-    def close(self) -> None:
-        """Close all groups of this mesh, any number of times, also when peers are gone.
+    def close(self, *, failed: bool = False) -> None:
+        """Close all groups of this mesh, any number of times, also when peers are gone (`failed`).
 
         Without this, the threads, sockets and shared memory of a mesh stay until the process ends, because
         torch keeps every process group in a global table.
         """
         with ExitStack() as stack:  # closes the others even if one raises
             while self._open_groups:
-                stack.callback(self._open_groups.pop().close)
+                stack.callback(self._open_groups.pop().close, failed=failed)
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ def _new_process_group(
     """
     own_group: dist.ProcessGroup | None = None
     for ranks in groups:
-        process_group = dist.new_group(list(ranks), backend=backend)
+        process_group = dist.new_group(list(ranks), timeout=operation_limit(), backend=backend)
         if rank in ranks:
             own_group = process_group
     return own_group

@@ -114,6 +114,7 @@ class Interpreter:
         self._posted: dict[int, deque[Posted]] = {peer: deque() for peer in script.receives}
         self._num_received = dict.fromkeys(script.receives, 0)
         self.spans = []
+        self._at = -1
         self._wire.start_step()
         self._post_ahead()
         for self._at, instruction in enumerate(script.instructions):
@@ -228,6 +229,7 @@ class Interpreter:
         value = self._outputs.pop(_slot(instruction))
         key = (instruction.stage, self._feed[_microbatch(instruction)].look)
         self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
+        self._post_ahead()
 
     def _recv_activation(self, instruction: Instruction) -> None:
         peer, key = peer_of(instruction), self._activation_key(instruction)
@@ -237,6 +239,7 @@ class Interpreter:
 
     def _send_gradient(self, instruction: Instruction) -> None:
         self._wire.send_gradients(*self._returning.pop(_slot(instruction)), peer_of(instruction))
+        self._post_ahead()
 
     def _recv_gradient(self, instruction: Instruction) -> None:
         posted = self._take_posted(peer_of(instruction))
@@ -252,22 +255,28 @@ class Interpreter:
             self._num_received[peer] += 1
 
     def _take_posted(self, peer: int) -> Posted | None:
-        """The receive that was posted for the next message of `peer`, if one could be."""
+        """The receive that is posted for the next message of `peer`; None if its form is not known."""
         posted = self._posted[peer]
-        if not posted:
-            self._upcoming[peer].popleft()
-            return None
-        return posted.popleft()
+        return posted.popleft() if posted else self._post(self._upcoming[peer].popleft())
 
     def _post_ahead(self) -> None:
         """Post the next receives from every rank, as far as the form of what comes is known."""
         for peer, upcoming in self._upcoming.items():
-            while upcoming and len(self._posted[peer]) < _AHEAD:
+            while upcoming and len(self._posted[peer]) < _AHEAD and self._may_post(peer):
                 posted = self._post(upcoming[0])
                 if posted is None:
                     break
                 upcoming.popleft()
                 self._posted[peer].append(posted)
+
+    def _may_post(self, peer: int) -> bool:
+        """Whether this rank has queued all that the next message of `peer` waits for."""
+        if not self._wire.is_on_device:
+            return True
+        if self._versions is not None:  # what was sent in earlier steps is not counted
+            return False
+        number = len(self._script.receives[peer]) - len(self._upcoming[peer])
+        return self._script.post_after[peer][number] <= self._at
 
     def _post(self, instruction: Instruction) -> Posted | None:
         if instruction.op is Op.RECV_ACTIVATION:

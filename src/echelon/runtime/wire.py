@@ -58,6 +58,16 @@ class Wire:
         self._handles: dict[int, list[Handle]] = {}  # of this step's messages, by the rank that receives
         self._spare: Tensor | None = None  # memory of a message that is gone: new memory takes long to touch
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether receives occupy a device while they wait."""
+        return any(edge.host is not None for edge in self._edges.incoming.values())
+
+    def close(self) -> None:
+        """Return when all that was sent is gone."""
+        self.finish_step(emptied=True)
+        self.finish_step(emptied=True)
+
     def start_step(self) -> None:
         """What was learned is known from here on: on all ranks alike."""
         self._known |= self._learned

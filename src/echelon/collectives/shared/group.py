@@ -74,17 +74,20 @@ class SharedGroup(Group):
     def waits_on_host(self, device: torch.device) -> bool:
         return self._over_torch.waits_on_host(device)
 
+    def has_queue_per_peer(self, device: torch.device) -> bool:
+        return self._over_torch.has_queue_per_peer(device)
+
     def connect(self, device: torch.device) -> None:
         self._over_torch.connect(device)
 
     def _timing(self, operation: str, tensors: Sequence[Tensor]) -> Timing:
         return HOST_TIMING if _is_on_host(*tensors) else self._over_torch._timing(operation, tensors)
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool) -> None:
         _links.pop(self.process_group, None)
         self._link.close()
         del self._link  # and with it the mapped memory
-        self._over_torch.close()
+        self._over_torch.close(failed=failed)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         if not _is_reducible(tensor, op):
@@ -124,7 +127,7 @@ class SharedGroup(Group):
     # all such messages go through the host.
 
     def _send(self, tensor: Tensor, target: int) -> Work:
-        if not tensor.is_cpu and not self.waits_on_host(tensor.device):
+        if not tensor.is_cpu and not self.has_queue_per_peer(tensor.device):
             return self._over_torch._send(tensor, target)
         steps = operations.send(self._link, _resolved(tensor), target)
         return self._begin(self._link.sends[target], steps)
@@ -133,7 +136,7 @@ class SharedGroup(Group):
         queue = self._link.receives[source]
         if tensor.is_cpu:
             return self._begin(queue, operations.recv(self._link, tensor, source))
-        if not self.waits_on_host(tensor.device):
+        if not self.has_queue_per_peer(tensor.device):
             return self._over_torch._recv(tensor, source)
         destination = tensor.data  # the memory that it has now
         incoming = torch.empty_like(destination, device="cpu")
