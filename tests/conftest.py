@@ -6,7 +6,8 @@ wait for each other cost it four times its time.
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that started this in the background has it ignored, by all processes of tests too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Cases of parametrised tests that take long and of which a cheaper one stays, beside those that are marked in
+# their files. Found with `pytest --durations=0`.
+_SLOW_CASES = frozenset((Path(__file__).parent / "slow_cases.txt").read_text(encoding="utf-8").splitlines())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid in _SLOW_CASES:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")
