@@ -101,8 +101,9 @@ class Engine:
     def step(self, batch: Batch) -> Metrics:
         """Train on this replica's part of the batch. Replicas may hold different numbers of samples.
 
-        On a CUDA device a step that must be refused (no sample that the loss counts) changes nothing, and
-        raises when its metrics are read, at the latest in the second step after it.
+        On a CUDA device a step that must be refused (no sample that the loss counts) changes no weight. A
+        look at its metrics raises, and so does the second step after it, on every rank; that call trains
+        nothing and can be repeated.
         """
         self._check_open()
         self._check_steps(but=1)
