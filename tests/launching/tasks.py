@@ -245,6 +245,7 @@ def kinds_of_backends() -> list[str | None]:
     world = dist.group.WORLD
     cpu_group = dist.new_group(backend="cpu:gloo")
     kinds = [group.backend_for(device, each) for each in (world, cpu_group) for device in ("cpu", "cuda")]
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group(cpu_group)
     return kinds
 

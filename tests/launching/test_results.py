@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.engine.metrics import Metrics
 from echelon.errors import UserError
 from echelon.launching.results import RemoteResult, decode, encode
+from echelon.runtime import Outcome, StepNumbers
 
 
 class Point(NamedTuple):
@@ -129,3 +131,9 @@ def test_the_result_of_another_rank_says_where_it_is() -> None:
     with pytest.raises(TypeError):
         float(remote)
     assert copy.copy(remote) == pickle.loads(pickle.dumps(remote)) == remote
+
+
+def test_metrics_are_sent_by_their_values() -> None:
+    metrics = Metrics(StepNumbers.known(Outcome(6.0, 2.0, 0.5)), 0.25)
+    (received,) = decode(encode([metrics]))
+    assert (received.loss, received.grad_norm, received.tokens, received.seconds) == (3.0, 0.5, 2, 0.25)

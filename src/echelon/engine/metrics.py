@@ -80,22 +80,31 @@ class Metrics:
         """Whether the numbers are there, so that a look does not wait for the device."""
         return self._numbers.is_ready
 
-    def _values(self) -> tuple[float, float, int, float, bool]:
-        return self.loss, self.grad_norm, self.tokens, self.seconds, self.skipped
+    def as_named_tuple(self) -> "MetricValues":
+        """The numbers themselves; waits for the device."""
+        return MetricValues(self.loss, self.grad_norm, self.tokens, self.seconds, self.skipped)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Metrics) and self._values() == other._values()
+        return isinstance(other, Metrics) and self.as_named_tuple() == other.as_named_tuple()
 
     def __hash__(self) -> int:
-        return hash(self._values())
+        return hash(self.as_named_tuple())
 
     def __repr__(self) -> str:
-        names = ("loss", "grad_norm", "tokens", "seconds", "skipped")
-        values = zip(names, self._values(), strict=True)
-        return f"Metrics({', '.join(f'{name}={value}' for name, value in values)})"
+        return repr(self.as_named_tuple()).replace("MetricValues", "Metrics", 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Metrics, (self._numbers, self.seconds)
+
+
+class MetricValues(NamedTuple):
+    """The numbers of `Metrics`, read."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    skipped: bool
 
 
 class Evaluation(NamedTuple):

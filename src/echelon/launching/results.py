@@ -89,6 +89,8 @@ class _Encoder:
             return {"bytes": self._keep(data)}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return {"tensor": self._tensor(value, place)}
+        if hasattr(kind, "as_named_tuple"):  # metrics, whose numbers may be on a device
+            return self.structure(value.as_named_tuple(), place)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return {"named tuple": [_class_name(kind, place), self._items(value, place)]}
         if dataclasses.is_dataclass(value):

@@ -29,8 +29,6 @@ def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
     that no two of its ranks use one GPU over NCCL. Nothing supervises these ranks here, so `deadline` is
     torch's own timeout of one operation.
     """
-    if "RANK" not in os.environ:
-        return
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -38,6 +36,8 @@ def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
 
     if dist.is_initialized():
         group.check_world()
+        return
+    if "RANK" not in os.environ:
         return
     missing = [name for name in _REQUIRED if name not in os.environ]
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
