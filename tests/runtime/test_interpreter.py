@@ -2,42 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import echelon
-from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Instruction, build
 from echelon.runtime import Spec
 from echelon.runtime.message import layout
-from tests.cases import mean_loss, sgd, vectors
-from tests.pipeline_parallel.models import perceptron
+from tests.cases import vectors
+from tests.runtime.watched_engine import engine_for
 
 Warm = Callable[[int], Ranks]
-Watch = Callable[[Instruction], None]
-
-
-def engine_for(plan: str, model: nn.Module | None = None, **options: Any) -> Engine:
-    torch.manual_seed(0)
-    given = {"optimizer": sgd, "loss": mean_loss} | options
-    return echelon.parallelize(perceptron() if model is None else model, plan, **given)
-
-
-def watch(engine: Engine, after: Watch) -> None:
-    """Call `after` with every instruction that was executed."""
-    do = engine._runner._interpreter._do
-
-    def watched(instruction: Instruction, inner: Watch) -> None:
-        inner(instruction)
-        after(instruction)
-
-    for op, inner in list(do.items()):
-        do[op] = lambda instruction, inner=inner: watched(instruction, inner)
 
 
 # The order.
