@@ -26,5 +26,6 @@ def test_losses_that_differ_give_no_result() -> None:
 
 
 def test_idle_is_what_no_interval_covers() -> None:
-    assert idle_between([(0.0, 4.0), (2.0, 5.0), (6.0, 10.0)]) == pytest.approx(0.1)
-    assert math.isclose(idle_between([(0.0, 1.0)]), 0.0)
+    head_start = (0.0, 4.0)
+    assert idle_between([head_start, (4.0, 8.0), (6.0, 9.0), (10.0, 14.0)]) == pytest.approx(0.1)
+    assert math.isclose(idle_between([(5.0, 8.0), head_start]), 0.25)

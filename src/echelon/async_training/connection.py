@@ -60,8 +60,9 @@ class Connection:
     @torch.no_grad()
     def _serve(self) -> None:
         try:
-            while self._answer(recv_message(self._group, self._worker)):
-                self._server.count(self._ledger)
+            with self._server.queue.alone():
+                while self._answer(recv_message(self._group, self._worker)):
+                    self._server.count(self._ledger)
         except PeerLost as lost:
             # Either it died, and others must not wait for it, or all is over and nobody will ask again.
             self._server.fail(PeerLost(f"worker {self._worker} left the server without a goodbye: {lost}"))

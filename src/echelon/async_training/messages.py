@@ -93,7 +93,10 @@ def send_tensors(group: Group, tensors: Iterable[Tensor], target: int, subject: 
 
 def recv_tensors(group: Group, tensors: Iterable[Tensor], source: int, subject: str) -> None:
     """Into `tensors`, all at once; returns when they are there."""
-    pairs = [(tensor, tensor if tensor.device.type == "cpu" else tensor.cpu()) for tensor in tensors]
+    pairs = [
+        (tensor, tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu"))
+        for tensor in tensors
+    ]
     with group.ledger.about(subject):
         handles = [group.recv(host, source, wait=False) for _, host in pairs]
     for handle, (tensor, host) in zip(handles, pairs, strict=True):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.async_training.clocks import Clocks
+from echelon.async_training.device_queue import DeviceQueue
 from echelon.collectives import Ledger
 from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.gradients import clip_factor, squared_norm
@@ -79,6 +80,7 @@ class Server:
         self._learning_rate = learning_rate
         self._clip, self._in_rounds = clip, staleness == 0
         self._changed = threading.Condition()
+        self.queue = DeviceQueue(weights[0].buffer.device if weights else torch.device("cpu"))
         self._clocks = Clocks(workers, staleness)
         self._pulled = [0] * workers
         self._round: dict[int, _Contribution] = {}
@@ -100,7 +102,7 @@ class Server:
     def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
         """Return when the gradient is part of the weights. It belongs to the server until then."""
         contribution = _Contribution(step, gradient)
-        with self._changed:
+        with self.queue.behind_caller(), self._changed:  # whoever updates, the gradient is there by then
             self._round[worker] = contribution
             self._changed.notify_all()
             self._wait(lambda: contribution.result is not None or self._round_is_whole(step))
@@ -145,7 +147,7 @@ class Server:
 
     def state(self) -> list[tuple[LocalParameter, dict[str, Tensor]]]:
         """The optimizer's state, and the master, of each parameter."""
-        with self._changed:
+        with self._changed, self.queue.behind_caller():
             return [(local, self._stepper.state(local)) for local in self._local]
 
     def drain(self, ledger: Ledger) -> None:
@@ -184,8 +186,10 @@ class Server:
         self._check()
 
     def _copy_out(self, worker: int, into: Sequence[Tensor]) -> int:
-        for target, bucket in zip(into, self._weights, strict=True):
-            target.copy_(bucket.buffer)
+        # Not earlier: until all have their copy, the caller's stream may hold a collective that they are in.
+        with self.queue.behind_caller():
+            for target, bucket in zip(into, self._weights, strict=True):
+                target.copy_(bucket.buffer)
         self._pulled[worker] = self.version
         return self.version
 
