@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,13 +54,16 @@ def twelve(step: int) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def backend(name: str) -> Iterator[None]:
-    before = torch.compiler.get_default_backend()
-    torch.compiler.set_default_backend(name)
-    try:
-        yield
-    finally:
-        torch.compiler.set_default_backend(before)
+def backend(name: str) -> Iterator[list[object]]:
+    """Compile with another backend than torch's own; yields the options of each call, which are its own."""
+    compile_, asked = torch.compile, []
+
+    def compile_otherwise(function: Callable[..., object], *, options: object) -> object:
+        asked.append(options)
+        return compile_(function, backend=name, options=options if name == "inductor" else None)  # type: ignore[call-overload]
+
+    with patch.object(torch, "compile", compile_otherwise):
+        yield asked
 
 
 def train(case: Case, plan: str, name: str) -> TrainingResult:
@@ -171,6 +175,23 @@ def test_dropout_is_no_reason_to_compile_every_layer_and_step_again(warm_ranks: 
     first, second = warm_ranks(1).run(num_dropping_graphs, 1)[0]
     assert first > 0
     assert second == 0
+
+
+def compiled_options(plan: str) -> list[object]:
+    with backend("aot_eager") as asked:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        table = {"0": "column", "2": "row"} if "tensor" in plan else None
+        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=class_loss, tensor_table=table)
+        engine.step(engine.local(vectors(0)))
+        engine.close()
+    return asked
+
+
+def test_tensor_ranks_take_the_same_kernels(warm_ranks: Warm) -> None:
+    """Each computes the gradients of weights that are not split, and the weights must not drift apart."""
+    ranks = warm_ranks(2)
+    assert ranks.run(compiled_options, "tensor=2 compile=true") == [[{"deterministic": True}] * 3] * 2
+    assert ranks.run(compiled_options, "data=2 compile=true") == [[None] * 3] * 2
 
 
 def copied() -> tuple[list[str], list[str], float]:

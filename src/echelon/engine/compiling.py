@@ -22,15 +22,25 @@ from echelon.wrapping import Wrapper, Wrapping
 _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
-def compile_layers(stages: Iterable[nn.Module], wrapping: Wrapping) -> None:
-    """Compile each layer that the stages list; a model that lists none of its own, as a whole."""
+# Triton measures several forms of a kernel and takes the fastest, which may be another one on another rank.
+# Forms that add in another order are left out.
+_SAME_KERNELS = {"deterministic": True}
+
+
+def compile_layers(stages: Iterable[nn.Module], wrapping: Wrapping, *, same_kernels: bool = False) -> None:
+    """Compile each layer that the stages list; a model that lists none of its own, as a whole.
+
+    `same_kernels`: tensor ranks compute gradients of weights that are not split each for itself. These must
+    be the same to the last bit, or the weights drift apart.
+    """
     _check_compiler()
+    options = _SAME_KERNELS if same_kernels else None
     for stage in stages:
         inside = set(stage.modules())
         layers = [layer for layer in listed_layers(stage) if layer in inside]
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone, whose mask is never compiled
-                wrapping.wrap(CompiledForward(layer))
+                wrapping.wrap(CompiledForward(layer, options))
 
 
 @final
@@ -39,14 +49,15 @@ class CompiledForward(Wrapper):
 
     entry = "compile"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, options: dict[str, Any] | None) -> None:
         super().__init__(module)
+        self._options = options
         self._compiled: Any = None
         self._low = [p for p in module.parameters() if gradient_dtype(p) != p.dtype]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            self._compiled = torch.compile(self.inner)
+            self._compiled = torch.compile(self.inner, options=self._options)
         beat()  # the first calls take long
         with torch._dynamo.config.patch(_LIMITS), without_gradients(self._low):
             return self._compiled(*args, **kwargs)

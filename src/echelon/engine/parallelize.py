@@ -79,7 +79,7 @@ def parallelize(
         undo.callback(local.close)
         update = make_update(local, mesh, optimizer, clip, schedule)
         if plan.compile:
-            compile_layers(local.modules, wrapping)
+            compile_layers(local.modules, wrapping, same_kernels=plan.tensor > 1)
         accumulate_gradients(local, plan, wrapping)
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping)
         undo.pop_all()
