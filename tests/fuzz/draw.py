@@ -24,6 +24,7 @@ _SOME: dict[str, Sequence[Any]] = {"data": (2, 3, 8), "microbatches": (2, 3, 8),
 # What a wish for such a field asks of another one.
 _TOGETHER: dict[str, Wish] = {
     "staleness": {"sync": "async"},
+    "gradients": {"precision": "bf16", "data": 2},  # ranks that sum them
     "prefetch": {"zero": 3},
     "chunks": {"schedule": "interleaved"},
     "workers": {"pipeline": AUTO},

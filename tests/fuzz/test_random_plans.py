@@ -25,6 +25,8 @@ FEW: list[Wish] = [  # cheap ones of different kinds
     {"context": 2},
     {"zero": 3},
     {"dropout": 0.2},
+    {"precision": "bf16"},
+    {"gradients": "same", "precision": "bf16", "data": 2},
 ]
 
 Attempts = list[tuple[Wish, Attempt]]
