@@ -9,7 +9,7 @@ from echelon.collectives import RecordingGroup
 from echelon.data_parallel import ParameterSet, SingleReplica
 from echelon.data_parallel.grad_dtype import (
     gradient_dtype,
-    reset_gradient_dtype,
+    restore_gradient_dtype,
     set_gradient_dtype,
     without_gradients,
 )
@@ -96,6 +96,19 @@ def test_after_the_close_a_model_may_change_its_type() -> None:
     assert float(model.weight.grad) == 1 + 2.0**-40
 
 
+@pytest.mark.parametrize("original", [FP32, torch.float64, None])
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_type_of_the_user_s_own_comes_back(original: torch.dtype | None, in_float32: bool) -> None:
+    """It was lost: gradients were of the type that they were computed in."""
+    weight = nn.Parameter(torch.ones(1, dtype=BF16))
+    weight.grad_dtype = original
+    single(weight, in_float32=in_float32)  # an engine that was not closed
+    sharing = single(weight, in_float32=in_float32)
+    assert gradient_dtype(weight) == (FP32 if in_float32 else BF16)
+    sharing.close()
+    assert weight.grad_dtype == original
+
+
 def test_a_gradient_of_before_does_not_keep_its_type() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=BF16))
     weight.sum().backward()
@@ -104,7 +117,7 @@ def test_a_gradient_of_before_does_not_keep_its_type() -> None:
     weight.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == FP32
-    reset_gradient_dtype(weight)
+    restore_gradient_dtype(weight)
     assert weight.grad is None
 
 

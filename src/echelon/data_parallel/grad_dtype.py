@@ -5,11 +5,16 @@ bf16 weight is float32: autograd converts what a backward pass computes, and add
 (`Tensor.grad_dtype`). Buffers of gradients are then float32 too, and so is what ranks sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# `Tensor.grad_dtype` of each parameter whose type was set, as it was before. An engine that was not closed
+# has set it too: what the next one finds is not the user's.
+_original_dtypes: MutableMapping[Tensor, torch.dtype | None] = WeakIdKeyDictionary()
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -22,23 +27,33 @@ def weight_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def set_gradient_dtype(parameter: nn.Parameter, *, in_float32: bool) -> None:
-    """Let gradients of the parameter be of its own type, or `in_float32` if that is more.
+    """Let gradients of the parameter be of its own type, or `in_float32` if that is more, until
+    `restore_gradient_dtype`.
 
     A gradient of before that is of another type is dropped: torch would refuse to add to it.
     """
     is_low = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
-    if not (in_float32 and is_low):
-        reset_gradient_dtype(parameter)
-    elif parameter.grad_dtype != torch.float32:
-        parameter.grad = None
-        parameter.grad_dtype = torch.float32
+    dtype = torch.float32 if in_float32 and is_low else parameter.dtype
+    if gradient_dtype(parameter) != dtype:
+        _original_dtypes.setdefault(parameter, _setting(parameter, parameter.grad_dtype))
+        _change(parameter, _setting(parameter, dtype))
 
 
-def reset_gradient_dtype(parameter: nn.Parameter) -> None:
-    """Let gradients of the parameter be of its own type again, whatever it is converted to later."""
-    if parameter.grad_dtype not in (None, parameter.dtype):
-        parameter.grad = None
-        parameter.grad_dtype = None  # as computed; a type that is named here would outlast a conversion
+def restore_gradient_dtype(parameter: nn.Parameter) -> None:
+    """Let gradients of the parameter be of the type that was theirs before `set_gradient_dtype`."""
+    if parameter in _original_dtypes:
+        _change(parameter, _original_dtypes.pop(parameter))
+
+
+def _setting(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype | None:
+    """What to set for gradients of `dtype`: the parameter's own type, once set, would outlast a conversion.
+    None is: as computed."""
+    return None if dtype == parameter.dtype else dtype
+
+
+def _change(parameter: nn.Parameter, setting: torch.dtype | None) -> None:
+    parameter.grad = None
+    parameter.grad_dtype = setting
 
 
 @contextmanager

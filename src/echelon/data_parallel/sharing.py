@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 from torch import Tensor, nn
 
 from echelon.data_parallel.grad_accumulation import Accumulation
-from echelon.data_parallel.grad_dtype import reset_gradient_dtype, set_gradient_dtype
+from echelon.data_parallel.grad_dtype import restore_gradient_dtype, set_gradient_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
@@ -106,7 +106,7 @@ class Sharing(ABC):
         """Take away all hooks, and let go of gradients and their memory."""
         for _, parameter in self.parameter_set.trained:
             parameter.grad = None
-            reset_gradient_dtype(parameter)
+            restore_gradient_dtype(parameter)
 
 
 class LocalSum(Sharing):
