@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from echelon.data_parallel import layout
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
+from echelon.precision import buffer_layout
 from echelon.verify import Case, contract
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flat memory without gaps in this process, so that a test can list all of it."""
-    monkeypatch.setattr(layout, "ALIGNMENT", 1)
+    monkeypatch.setattr(buffer_layout, "ALIGNMENT", 1)
 
 
 @pytest.fixture(scope="session")

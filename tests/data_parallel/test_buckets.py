@@ -8,7 +8,7 @@ from torch import nn
 
 from echelon.data_parallel.buckets import Bucket, fill_buckets
 from echelon.data_parallel.grad_dtype import set_gradient_dtype, weight_dtype
-from echelon.data_parallel.layout import Layout
+from echelon.precision.buffer_layout import BufferLayout
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -78,7 +78,7 @@ def test_what_got_no_gradient_is_zero_and_gaps_too(monkeypatch: pytest.MonkeyPat
     """Memory that somebody had before holds anything."""
     monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
     weights = parameters(2, 3)
-    bucket = Bucket(weights, torch.float32, Layout([(0, 2), (4, 7)], 8))
+    bucket = Bucket(weights, torch.float32, BufferLayout([(0, 2), (4, 7)], 8))
     for view in bucket.views.values():
         view.fill_(7.0)  # of the step before
     bucket.open()

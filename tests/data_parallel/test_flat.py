@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, RecordingGroup
-from echelon.data_parallel import layout
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.grad_dtype import set_gradient_dtype
+from echelon.precision import buffer_layout
 from tests.groups import DeferredGroup
 
 pytestmark = pytest.mark.usefixtures("packed")
@@ -56,7 +56,7 @@ def test_parameters_parts_and_gradients_begin_at_multiples_of_256_bytes(
     dtype: torch.dtype, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both buffers, though their types differ; and gaps are zeros in all memory."""
-    monkeypatch.setattr(layout, "ALIGNMENT", 256)
+    monkeypatch.setattr(buffer_layout, "ALIGNMENT", 256)
     monkeypatch.setattr(torch, "empty", lambda size, **options: torch.full((size,), math.nan, **options))
     sizes = (5, 300, 128, 77, 1)
     named = [(f"p{size}", nn.Parameter(torch.full((size,), 2.0, dtype=dtype))) for size in sizes]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.grad_dtype import gradient_dtype
-from echelon.data_parallel.layout import Layout, block_size, lay_out
+from echelon.precision.buffer_layout import BufferLayout, block_size, lay_out
 
 
 class Bucket:
     """A buffer, and for each parameter the view that is its gradient; what lies between views is zeros."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, layout: Layout | None = None
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, layout: BufferLayout | None = None
     ) -> None:
         self._layout = layout or lay_out((p.numel() for p in parameters), block_size(dtype))
         self.buffer = torch.empty(self._layout.size, dtype=dtype, device=parameters[0].device)

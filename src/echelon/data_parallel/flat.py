@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.grad_dtype import gradient_dtype
-from echelon.data_parallel.layout import block_size, lay_out, round_up
 from echelon.ownership import LocalParameter
+from echelon.precision.buffer_layout import block_size, lay_out, round_up
 
 
 class FlatUnit:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 256  # bytes: kernels then load whole vectors of every tensor
+from echelon.precision.buffer_layout import block_size, lay_out
 
 
 def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -15,12 +15,9 @@ def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     views: dict[int, Tensor] = {}
     for device, indices in _by_memory(like).items():
-        begins, end = [], 0
-        for index in indices:
-            begins.append(end)
-            end += _aligned(like[index].numel(), dtype)
-        memory = torch.empty(end, dtype=dtype, device=device)
-        for index, begin in zip(indices, begins, strict=True):
+        layout = lay_out((like[index].numel() for index in indices), block_size(dtype))
+        memory = torch.empty(layout.size, dtype=dtype, device=device)
+        for index, (begin, _) in zip(indices, layout.places, strict=True):
             views[index] = memory.as_strided(like[index].shape, _strides(like[index]), begin)
     return [views[index] for index in range(len(like))]
 
@@ -35,9 +32,3 @@ def _by_memory(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(index)
     return indices
-
-
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    """`numel`, and what the next tensor needs to start at a multiple of the alignment."""
-    step = _ALIGNMENT // dtype.itemsize
-    return -(-numel // step) * step

@@ -1,9 +1,9 @@
-"""Where parameters lie in flat memory: each at a multiple of 256 bytes, as kernels and NCCL want them.
+"""Where tensors lie in one buffer: each at a multiple of 256 bytes, as kernels and NCCL want them.
 
     places   | query |gap| key |gap| value |      a gap is what is missing to the next block of 256 bytes
 
-Gaps are zeros and part of no parameter: a buffer may be summed, moved and squared whole. Weights and their
-gradients may be of different types and have one layout, so places are counted in elements.
+Gaps are part of no tensor. Weights and their gradients may be of different types and have one layout, so
+places are counted in elements.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,14 +14,14 @@ import torch
 ALIGNMENT = 256  # bytes
 
 
-class Layout(NamedTuple):
-    """Where each of some parameters begins and ends in a buffer of `size` elements."""
+class BufferLayout(NamedTuple):
+    """Where each of some tensors begins and ends in a buffer of `size` elements."""
 
     places: Sequence[tuple[int, int]]
     size: int
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """What lies between the parameters, and behind the last."""
+        """What lies between the tensors, and behind the last."""
         end = 0
         for begin, following in (*self.places, (self.size, self.size)):
             if end < begin:
@@ -34,11 +34,11 @@ def block_size(*dtypes: torch.dtype) -> int:
     return -(-ALIGNMENT // min(dtype.itemsize for dtype in dtypes))
 
 
-def lay_out(counts: Iterable[int], block: int) -> Layout:
-    """Parameters of `counts` elements one after the other, each at the start of a block; whole blocks in all.
+def lay_out(counts: Iterable[int], block: int) -> BufferLayout:
+    """Tensors of `counts` elements one after the other, each at the start of a block; whole blocks in all.
 
     >>> lay_out([100, 64, 3], block=64)
-    Layout(places=[(0, 100), (128, 192), (192, 195)], size=256)
+    BufferLayout(places=[(0, 100), (128, 192), (192, 195)], size=256)
     """
     places = []
     end = 0
@@ -46,7 +46,7 @@ def lay_out(counts: Iterable[int], block: int) -> Layout:
         begin = round_up(end, block)
         end = begin + count
         places.append((begin, end))
-    return Layout(places, round_up(end, block))
+    return BufferLayout(places, round_up(end, block))
 
 
 def round_up(count: int, block: int) -> int:

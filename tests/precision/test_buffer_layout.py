@@ -1,16 +1,16 @@
-"""Where parameters lie in flat memory: aligned, in order, with gaps that are nobody's."""
+"""Where tensors lie in a buffer: aligned, in order, with gaps that are nobody's."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data_parallel.layout import Layout, block_size, lay_out, round_up
+from echelon.precision.buffer_layout import BufferLayout, block_size, lay_out, round_up
 
 
 def test_each_parameter_begins_at_a_block_and_the_end_is_one() -> None:
     layout = lay_out([100, 64, 3], block=64)
-    assert layout == Layout([(0, 100), (128, 192), (192, 195)], 256)
+    assert layout == BufferLayout([(0, 100), (128, 192), (192, 195)], 256)
     assert list(layout.gaps()) == [(100, 128), (195, 256)]
 
 
