@@ -3,10 +3,12 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from echelon.precision.optimizer_call import DeviceCall, HostCall, OptimizerCall
 from tests.reads import HasReadError, no_reads
@@ -127,6 +129,54 @@ def test_sparse_gradients_are_left_to_torch_s_default(name: str) -> None:
             call([table.weight], torch.tensor(0.5, dtype=torch.float64), NO)
         weights.append(table.weight.detach())
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-12, atol=0.0)
+
+
+def test_a_dim_of_size_1_may_have_any_stride_in_a_fused_kernel() -> None:
+    """The kernel was given up for the gradient of a matrix with one column."""
+    weight = nn.Parameter(torch.ones(3, 1))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.arange(3.0).view(1, 3).t()
+    assert weight.grad.stride() != weight.stride()
+    DeviceCall(optimizer)([weight], torch.tensor(1.0), NO)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert weight.flatten().tolist() == pytest.approx([0.999, 0.899, 0.899])
+
+
+@pytest.mark.parametrize("is_global", [False, True], ids=["of one", "of all"])
+@pytest.mark.parametrize("kind", [HostCall, DeviceCall])
+@pytest.mark.parametrize("name", ["adamw", "chosen", "rmsprop"])
+def test_step_hooks_see_the_gradients_of_the_update_and_only_of_updates(
+    name: str, kind: type[OptimizerCall], is_global: bool
+) -> None:
+    """On a device they saw gradients before they were scaled, and were called where nothing is updated."""
+    called = Called(kind, MAKES[name], torch.float32)
+    called.step(3)  # the first update of each weight
+    seen: list[list[Tensor]] = []
+
+    def record(*_: Any) -> None:
+        seen.append([weight.grad.clone() for weight in called.weights if weight.grad is not None])
+
+    handles = (
+        [register_optimizer_step_pre_hook(record), register_optimizer_step_post_hook(record)]
+        if is_global
+        else [
+            called.optimizer.register_step_pre_hook(record),
+            called.optimizer.register_step_post_hook(record),
+        ]
+    )
+    try:
+        called.step(7, skip=YES)
+        called.step(7, factor=0.5)
+    finally:
+        for handle in handles:
+            handle.remove()
+    generator = torch.Generator().manual_seed(107)
+    expected = [
+        torch.randn(size, generator=generator, dtype=torch.float64).float() * 0.5 for size in (3, 5, 2)
+    ]
+    assert len(seen) == 2, "before and after the one update"
+    for gradients in seen:
+        assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_gradient_that_lies_unlike_its_weight_is_no_kernel_s() -> None:

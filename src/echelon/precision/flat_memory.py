@@ -22,6 +22,13 @@ def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [views[index] for index in range(len(like))]
 
 
+def have_same_layout(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors of one shape lie alike in memory. The stride of a dim of size 1
+    moves nothing, and may be any."""
+    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
+
+
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Those of a copy of the tensor."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

@@ -15,6 +15,9 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from echelon.precision.flat_memory import have_same_layout
 
 Factor = float | Tensor
 Skip = bool | Tensor
@@ -56,8 +59,9 @@ class HostCall(OptimizerCall):
 class DeviceCall(OptimizerCall):
     """Reads nothing, where the optimizer can take factor and skip on the device.
 
-    Two exceptions. The first update of a parameter reads `skip`: it makes the optimizer's state, which a
-    skipped update must not. An optimizer without the protocol reads `skip` in every step.
+    Three exceptions. The first update of a parameter reads `skip`: it makes the optimizer's state, which a
+    skipped update must not. For an optimizer without the protocol `skip` is read in every step, and for one
+    with step hooks too: they are called only for updates, and see the gradients that the update uses.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,10 +75,11 @@ class DeviceCall(OptimizerCall):
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         scale = torch.as_tensor(factor, dtype=torch.float64)
         new = [p for p in parameters if p not in self._updated]
-        if (new or not self._takes_flags) and skip:
+        on_host = not self._takes_flags or has_step_hooks(self._optimizer)
+        if (new or on_host) and skip:
             return
         self._prepare(new)
-        if self._takes_flags:
+        if self._takes_flags and not on_host:
             self._step_on_device(parameters, scale, skip)
         else:
             _scale(parameters, scale)
@@ -119,6 +124,16 @@ class DeviceCall(OptimizerCall):
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody hears of the optimizer's steps, or of those of all optimizers."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
 def _may_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's with a fused kernel, and the user left open how it works."""
     kernel = _FUSED.get(type(optimizer))
@@ -158,7 +173,7 @@ def _suits_kernel(parameter: nn.Parameter) -> bool:
         gradient is not None
         and not gradient.is_sparse
         and gradient.dtype == parameter.dtype
-        and gradient.stride() == parameter.stride()
+        and have_same_layout(gradient, parameter)
     )
 
 
