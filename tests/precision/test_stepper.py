@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision import DirectStepper, MasterStepper
+from tests.peak_memory import PeakMemory
 
 SIZES = (3, 5, 2)
 
@@ -85,6 +87,54 @@ def test_one_step_is_one_call(deferred: bool) -> None:
     set_gradients(local, 0)
     masters.step(1.0)
     assert calls == [1]
+
+
+class CountingSGD(torch.optim.SGD):
+    """Counts its steps by itself, as optimizers do that change their rate."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_of_the_user_s_own_is_called_once() -> None:
+    local = weights(torch.bfloat16)
+    masters = MasterStepper(CountingSGD, [each.parameter for each in local], local, in_parts=False)
+    set_gradients(local, 0)
+    masters.step(1.0)
+    assert isinstance(masters.optimizer, CountingSGD)
+    assert masters.optimizer.steps == 1
+
+
+def test_a_step_that_somebody_has_replaced_is_called_once() -> None:
+    local = weights(torch.bfloat16)
+    masters = MasterStepper(adamw, [each.parameter for each in local], local, in_parts=False)
+    steps: list[int] = []
+    masters.optimizer.step = lambda: steps.append(1)  # type: ignore[method-assign, assignment]
+    set_gradients(local, 0)
+    masters.step(1.0)
+    assert steps == [1]
+
+
+@deferred_and_not
+def test_gradients_in_bf16_and_their_copies_take_no_more_than_float32_gradients(deferred: bool) -> None:
+    """All of them were copied at once: 6 bytes per parameter in all, where float32 gradients take 4."""
+    local = [LocalParameter(str(size), p, p) for size in (640, 64, 320, 256) for p in [low_weight(size)]]
+    masters = MasterStepper(sgd, [each.parameter for each in local], local, in_parts=False, deferred=deferred)
+    for each in local:
+        each.tensor.grad = torch.ones_like(each.tensor)
+    masters.step(1.0)
+    with PeakMemory() as memory:
+        masters.step(1.0)
+    gradients = sum(each.tensor.numel() for each in local)
+    assert 2 * gradients + memory.peak <= 4 * gradients + 64, "and a few numbers"
+    assert all(bool((each.tensor == -2).all()) for each in local)
+
+
+def low_weight(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size, dtype=torch.bfloat16))
 
 
 def test_masters_share_one_memory_and_each_has_a_place_of_its_own() -> None:

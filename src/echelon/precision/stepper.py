@@ -11,10 +11,18 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.optim.local import Make, make_local
+from echelon.optim.local import Make, make_local, works_by_element
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision.flat_memory import flat_views
-from echelon.precision.optimizer_call import DeviceCall, Factor, HostCall, OptimizerCall, Skip
+from echelon.precision.float32_gradients import as_float32, divide
+from echelon.precision.optimizer_call import (
+    DeviceCall,
+    Factor,
+    HostCall,
+    OptimizerCall,
+    Skip,
+    has_step_hooks,
+)
 
 
 class Stepper(ABC):
@@ -83,8 +91,15 @@ class MasterStepper(Stepper):
 
     def step(self, factor: Factor, skip: Skip = False) -> None:
         weights = [each.tensor for each in self._local if each.tensor.grad is not None]
+        if not _takes_portions(self.optimizer):
+            self._step(weights, factor, skip)
+            return
+        for portion in divide(weights, [self._masters[weight] for weight in weights]):
+            self._step(portion, factor, skip)
+
+    def _step(self, weights: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         masters = [self._masters[weight] for weight in weights]
-        for master, gradient in zip(masters, _as_float32(weights, masters), strict=True):
+        for master, gradient in zip(masters, as_float32(weights, masters), strict=True):
             master.grad = gradient
         self._call(masters, factor, skip)
         with torch.no_grad():
@@ -97,21 +112,11 @@ class MasterStepper(Stepper):
         return {MASTER: master.detach(), **_state_tensors(self.optimizer, master)}
 
 
-def _as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients of `weights` as those of `masters`: themselves where they are float32 in the same layout,
-    else copies, in one memory."""
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    copied = [
-        (index, gradient)
-        for index, (gradient, master) in enumerate(zip(gradients, masters, strict=True))
-        if not gradient.is_sparse
-        and (gradient.dtype != torch.float32 or gradient.stride() != master.stride())
-    ]
-    copies = flat_views([masters[index].detach() for index, _ in copied], torch.float32)
-    _copy(copies, [gradient for _, gradient in copied])
-    for (index, _), copy in zip(copied, copies, strict=True):
-        gradients[index] = copy
-    return [gradient.float() if gradient.is_sparse else gradient for gradient in gradients]
+def _takes_portions(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls, each for some of the parameters, are the same as one: true of torch's optimizers
+    whose state is of single parameters. Nobody must hear of the calls, by a hook or in place of `step`."""
+    is_heard = has_step_hooks(optimizer) or "step" in vars(optimizer)
+    return works_by_element(optimizer) and not is_heard
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -1,0 +1,65 @@
+"""The gradients of weights below float32 as those of their float32 masters.
+
+A gradient that is float32 already, in the layout of the master, is taken as it is. Others are copied, in
+portions: the copies of one portion are gone before the next are made.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.precision.buffer_layout import block_size, round_up
+from echelon.precision.flat_memory import flat_views, have_same_layout
+
+_LARGEST_PORTION = 256 * 2**20  # bytes of copies: for kernels of so much work the host is fast enough
+
+
+def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The weights in portions, by what must be copied of their gradients: at most half of it at a time.
+
+    So bf16 gradients and their copies take no more than float32 gradients would, unless one weight is more
+    than half of all.
+    """
+    sizes = [
+        _copied_bytes(weight.grad, master)
+        for weight, master in zip(weights, masters, strict=True)
+        if weight.grad is not None
+    ]
+    limit = min(_LARGEST_PORTION, sum(sizes) // 2)
+    portion: list[nn.Parameter] = []
+    taken = 0
+    for weight, size in zip(weights, sizes, strict=True):
+        if taken and size and taken + size > limit:
+            yield portion
+            portion, taken = [], 0
+        portion.append(weight)
+        taken += size
+    if portion:
+        yield portion
+
+
+def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients of `weights` as those of `masters`; copies share one memory."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    copied = [
+        index
+        for index, (gradient, master) in enumerate(zip(gradients, masters, strict=True))
+        if _copied_bytes(gradient, master) and not gradient.is_sparse
+    ]
+    copies = flat_views([masters[index].detach() for index in copied], torch.float32)
+    if copies:
+        torch._foreach_copy_(copies, [gradients[index] for index in copied])
+    for index, copy in zip(copied, copies, strict=True):
+        gradients[index] = copy
+    return [gradient.float() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def _copied_bytes(gradient: Tensor, master: nn.Parameter) -> int:
+    """What a float32 copy of the gradient takes, or 0 if none is needed."""
+    if gradient.is_sparse:
+        is_taken = gradient.dtype == torch.float32
+        return 0 if is_taken else gradient._values().numel() * torch.float32.itemsize
+    if gradient.dtype == torch.float32 and have_same_layout(gradient, master):
+        return 0
+    return round_up(gradient.numel(), block_size(torch.float32)) * torch.float32.itemsize
