@@ -48,22 +48,38 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def norms(choice: str) -> dict[str, float]:
-    """By plan, the norm of two gradients, each the sum of 1 and of 2⁻⁹ for every other sample."""
+Measured = dict[str, tuple[float, set[torch.dtype]]]
+
+
+def measure(choice: str) -> Measured:
+    """By plan, the norm of two gradients, each the sum of 1 and of 2⁻⁹ for every other sample, and the types
+    that hooks on the weights have seen."""
     measured = {}
     samples = torch.full((MICROBATCHES, 1), SMALL)
     samples[0] = 1.0
     for plan, replicas in PLANS.items():
         text = f"{plan} microbatches={MICROBATCHES // replicas} precision=bf16 {choice}"
         model = nn.Sequential(Scale(), Scale())
+        hooked: set[torch.dtype] = set()
+        for weight in model.parameters():
+            weight.register_hook(lambda gradient, hooked=hooked: hooked.add(gradient.dtype))
         with echelon.parallelize(model, text, optimizer=sgd, loss=total, smallest_unit=0) as engine:
-            measured[plan] = float(engine.step(engine.local((samples, samples))).grad_norm)
+            norm = float(engine.step(engine.local((samples, samples))).grad_norm)
+        measured[plan] = norm, hooked
     return measured
 
 
 def test_every_way_to_share_gradients_sums_without_loss(warm_ranks: Warm) -> None:
     exact = math.sqrt(2) * (1 + (MICROBATCHES - 1) * SMALL) / MICROBATCHES
-    for measured in warm_ranks(2).run(norms, ""):
-        assert measured == pytest.approx(dict.fromkeys(PLANS, exact), rel=1e-7)
-    for measured in warm_ranks(2).run(norms, "gradients=same"):
-        assert all(value < exact * 0.99 for value in measured.values()), "in bf16 bits are lost"
+    for measured in warm_ranks(2).run(measure, ""):
+        norms = {plan: norm for plan, (norm, _) in measured.items()}
+        assert norms == pytest.approx(dict.fromkeys(PLANS, exact), rel=1e-7)
+        assert_hooked(measured, torch.float32)
+    for measured in warm_ranks(2).run(measure, "gradients=same"):
+        assert all(norm < exact * 0.99 for norm, _ in measured.values()), "in bf16 bits are lost"
+        assert_hooked(measured, torch.bfloat16)
+
+
+def assert_hooked(measured: Measured, dtype: torch.dtype) -> None:
+    """Hooks on weights see gradients of the type that they are summed in."""
+    assert {plan: hooked for plan, (_, hooked) in measured.items()} == {plan: {dtype} for plan in PLANS}
