@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from echelon.collectives import Group
@@ -72,6 +73,11 @@ class ParameterSet:
     def separate_shards(self) -> Set[nn.Parameter]:
         """The parameters that other stages hold too, which must cut them into the same parts."""
         return {g.parameter for g in self.shared_gradients if g.tie is not None}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the CPU if there are none."""
+        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     @property
     def numel(self) -> int:

@@ -27,6 +27,7 @@ from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
 from echelon.data_parallel.residency import Residency
 from echelon.data_parallel.sharing import Sharing, Storages, local_gradients
+from echelon.data_parallel.unit_agreement import check_same_units
 from echelon.data_parallel.uses import Use, UseHooks
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
@@ -51,10 +52,12 @@ class Zero(Sharing):
         self, parameter_set: ParameterSet, level: int, wrapping: Wrapping, *, prefetch: int = 1
     ) -> None:
         assert level in (1, 2, 3), level
+        units = list(parameter_set.units)
+        ahead = prefetch if level == 3 else 0
+        check_same_units(units, ahead, parameter_set.group, parameter_set.device)
         super().__init__(parameter_set)
         self._group, self._level = parameter_set.group, level
         self.lockstep = level > 1
-        units = list(parameter_set.units)
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
         self._flats = [_flatten(unit, self._group, level, separate) for unit in units]
