@@ -129,6 +129,21 @@ def test_a_new_step_reads_what_is_complete_and_totals_have_the_rest() -> None:
     assert len(rank.ledger.moves) == 1
 
 
+def test_the_times_of_a_step_are_its_own_when_somebody_looks_a_step_later() -> None:
+    rank = Rank()
+    rank.collective(5.0, 3.0)
+    rank.collective(7.0, 0.0)
+    synchronized = rank.device.synchronized
+    first = rank.ledger.step_moves()
+    rank.ledger.start_step()
+    rank.collective(100.0, None)
+    assert rank.device.synchronized == synchronized, "nobody has looked"
+    assert milliseconds(first.busy(), first.hidden()) == [5.0 + 7.0, 3.0]
+    assert rank.device.now == 12.0, "and whoever looks does not wait for the step that has begun"
+    assert milliseconds(rank.ledger.busy()) == [100.0]
+    assert milliseconds(rank.ledger.total().seconds) == [112.0], "every time is counted once"
+
+
 def test_a_move_without_a_wait_has_no_times_yet() -> None:
     rank = Rank()
     timing = EventTiming(rank.clock, lambda: rank.side)

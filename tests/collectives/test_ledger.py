@@ -48,6 +48,15 @@ def entered(*intervals: tuple[float, float, float, float]) -> Ledger:
     return ledger
 
 
+def test_the_moves_of_a_step_stay_as_they_were() -> None:
+    ledger = entered((0.0, 1.0, 0.75, 0.25))
+    first = ledger.step_moves()
+    ledger.begin("data", "all_gather", Traffic(5, 5, 5), 7.0).seconds = 9.0  # after the step
+    ledger.start_step()
+    assert (first.sent, first.busy(), first.hidden()) == (1, 1.0, 0.75)
+    assert ledger.step_moves().sent == 0
+
+
 def test_overlapping_operations_are_busy_once_and_waiting_is_not_hidden() -> None:
     ledger = entered((0.0, 1.0, 1.0, 0.0), (0.5, 1.0, 1.25, 0.25), (3.0, 0.5, 3.0, 0.5))
     assert ledger.busy() == 2.0

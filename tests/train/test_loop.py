@@ -5,24 +5,27 @@ from pathlib import Path
 
 import pytest
 
+import echelon
+from echelon.collectives import Move, Traffic
 from echelon.launching import Ranks
 from echelon.train import loop
 from echelon.train.events import Evaluated, Event, Stepped
 from echelon.train.job import Job, ModelJob
+from tests.cases import Perceptron, adamw, mean_loss, vectors
 
 
 def train_and_count(job: Job, folder: Path) -> tuple[int, int, list[Event]]:
-    """How many Stepped events this rank computed, and what it told."""
+    """Of how many steps this rank kept a record, and what it told."""
     computed, events = 0, list[Event]()
-    compute = loop._stepped
+    compute = loop._record
 
-    def count(*arguments: object) -> Stepped:
+    def count(*arguments: object) -> object:
         nonlocal computed
         computed += 1
         return compute(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_stepped", count)
+        patch.setattr(loop, "_record", count)
         loop.train_rank(job, folder, events.append)
     return computed, len(events), [event for event in events if isinstance(event, Stepped | Evaluated)]
 
@@ -40,3 +43,36 @@ def test_rank_0_alone_computes_and_tells(tmp_path: Path, warm_ranks: Callable[[i
     for step in steps:
         assert 0 <= step.comm_hidden_seconds <= step.comm_seconds <= step.seconds
         assert step.memory_bytes > 0
+
+
+class OnDevice:
+    """An operation of 2 s on a device, which the device has not completed."""
+
+    def __init__(self, move: Move, reads: list[str]) -> None:
+        self._move, self._reads = move, reads
+
+    def is_complete(self) -> bool:
+        return False
+
+    def read(self) -> Move:
+        self._reads.append(self._move.operation)
+        self._move.seconds = 2.0
+        return self._move
+
+
+def test_a_step_is_recorded_without_waiting_and_its_times_are_read_a_step_later() -> None:
+    # Rank 0 read the ledger's times right after every step, and the GPU had nothing to do meanwhile.
+    engine = echelon.parallelize(Perceptron(), "data=1", optimizer=adamw, loss=mean_loss)
+    reads: list[str] = []
+    records = []
+    for operation, sent in (("first", 10), ("second", 20)):
+        metrics = engine.step(vectors(0))
+        move = engine.ledger.begin("data", operation, Traffic(sent, sent, sent), 0.0)
+        engine.ledger.defer(OnDevice(move, reads))
+        records.append((metrics, loop._record(engine)))
+    assert reads == []
+    metrics, record = records[0]
+    event = loop._stepped(1, metrics, record)
+    assert reads == ["first"], "the second step is under way"
+    assert (event.moved_bytes, event.comm_seconds, event.comm_hidden_seconds) == (10, 2.0, 2.0)
+    assert (event.learning_rate, event.seconds) == (engine.learning_rate, metrics.seconds)

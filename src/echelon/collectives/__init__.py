@@ -3,7 +3,7 @@
 from echelon.collectives.backend import without_serialization_warning
 from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.group import Group, Handle, Reduction
-from echelon.collectives.ledger import Ledger, Move, Total, Traffic
+from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
 from echelon.collectives.shared.group import group_over
@@ -20,6 +20,7 @@ __all__ = [
     "Move",
     "RecordingGroup",
     "Reduction",
+    "StepMoves",
     "TorchGroup",
     "Total",
     "Traffic",

@@ -15,10 +15,11 @@ Bytes follow from a rule, not from a look at the backend. `payload` is the whole
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, final
 
 
 class Traffic(NamedTuple):
@@ -72,6 +73,31 @@ class Measurement(Protocol):
         """The move, with its times; waits for the device if need be."""
 
 
+@final
+class StepMoves:
+    """The moves of one step. Their bytes are known; a look at their times waits for this step alone."""
+
+    def __init__(self, moves: Sequence[Move], read_times: Callable[[], None]) -> None:
+        self._moves, self._read_times = moves, read_times
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(move.traffic.sent for move in self._moves)
+
+    def busy(self) -> float:
+        """Seconds in which an operation was unfinished; overlapping ones count once."""
+        self._read_times()
+        return _covered_seconds((move.start, move.seconds) for move in self._moves)
+
+    def hidden(self) -> float:
+        """Of the busy seconds, those in which no caller waited."""
+        self._read_times()
+        busy = [(move.start, move.seconds) for move in self._moves]
+        waits = [(move.wait_start, move.waited) for move in self._moves]
+        return _covered_seconds(busy + waits) - _covered_seconds(waits)
+
+
 class Ledger:
     """Everything that one rank moved: totals since the start, and each move of the current step.
 
@@ -84,18 +110,23 @@ class Ledger:
         self._totals: dict[tuple[str, str, str], Total] = defaultdict(Total)
         self._moves: list[Move] = []
         self._unread: deque[Measurement] = deque()
+        self._num_deferred = 0  # measurements ever, those of `_unread` last
 
     @property
     def totals(self) -> dict[tuple[str, str, str], Total]:
         """The sums since the start, by axis, operation and subject; waits for operations on a device."""
-        self._read_all()
+        self._read_until(self._num_deferred)
         return self._totals
 
     @property
     def moves(self) -> list[Move]:
         """The operations of this step, in the order of their calls; waits for those on a device."""
-        self._read_all()
+        self._read_until(self._num_deferred)
         return self._moves
+
+    def step_moves(self) -> StepMoves:
+        """The operations of this step so far, to be looked at when later steps have begun. Does not wait."""
+        return StepMoves(tuple(self._moves), partial(self._read_until, self._num_deferred))
 
     def start_step(self) -> None:
         """Drop the moves of the previous step; the totals stay.
@@ -136,17 +167,15 @@ class Ledger:
     def defer(self, measurement: Measurement) -> None:
         """Close a move whose caller has waited, but whose times are not known yet."""
         self._unread.append(measurement)
+        self._num_deferred += 1
 
     def busy(self) -> float:
         """Seconds of this step in which an operation was unfinished; overlapping ones count once."""
-        return _covered_seconds((move.start, move.seconds) for move in self.moves)
+        return self.step_moves().busy()
 
     def hidden(self) -> float:
         """Of the busy seconds, those in which no caller waited."""
-        moves = self.moves
-        busy = [(move.start, move.seconds) for move in moves]
-        waits = [(move.wait_start, move.waited) for move in moves]
-        return _covered_seconds(busy + waits) - _covered_seconds(waits)
+        return self.step_moves().hidden()
 
     def total(
         self, axis: str | None = None, operation: str | None = None, subject: str | None = None
@@ -174,8 +203,9 @@ class Ledger:
         other._totals.clear()
         other.start_step()
 
-    def _read_all(self) -> None:
-        while self._unread:
+    def _read_until(self, number: int) -> None:
+        """Read the times of the first `number` measurements ever; the device may be at later ones."""
+        while self._num_deferred - len(self._unread) < number:
             self._add_times(self._unread.popleft().read())
 
     def _add_times(self, move: Move) -> None:

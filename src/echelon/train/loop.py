@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from echelon.collectives import StepMoves
 from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf, save_hf
@@ -45,7 +46,7 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     unread: deque[_Unread] = deque()
     for step in range(1, job.steps + 1):
         metrics = engine.step(batches.at(step - 1, part))
-        unread.append(_Unread(step, metrics, _stepped(engine) if first else None))
+        unread.append(_Unread(step, metrics, _record(engine) if first else None))
         # A look at a step that is not done would leave a GPU idle until the next one is begun.
         while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
             _look(unread.popleft(), job, report)
@@ -101,40 +102,49 @@ def _due(step: int, job: Job) -> bool:
     return step == job.steps or (job.evaluate_every > 0 and step % job.evaluate_every == 0)
 
 
+class _Record(NamedTuple):
+    """What rank 0 tells of a step beside its metrics; times are read with these."""
+
+    learning_rate: float
+    memory_bytes: int
+    moves: StepMoves
+
+
 class _Unread(NamedTuple):
-    """A step whose metrics nobody has looked at; on rank 0 with its event, which still lacks them."""
+    """A step whose numbers nobody has looked at; `record` is for rank 0, which reports it."""
 
     step: int
     metrics: Metrics
-    event: partial[Stepped] | None
+    record: _Record | None
+
+
+def _record(engine: Engine) -> _Record:
+    """Of the step that was queued last. Waits for nothing."""
+    return _Record(engine.learning_rate, engine.memory().peak_total, engine.ledger.step_moves())
 
 
 def _look(unread: _Unread, job: Job, report: Callable[[Event], None]) -> None:
-    """Report a step on rank 0, and end the training if it diverged."""
-    step, metrics, event = unread
-    if event is not None:
-        report(
-            event(
-                loss=metrics.loss,
-                grad_norm=metrics.grad_norm,
-                tokens=metrics.tokens,
-                seconds=metrics.seconds,
-            )
-        )
+    """Report a step on rank 0, and end the training if it diverged. Waits for that step."""
+    step, metrics, record = unread
+    if record is not None:
+        report(_stepped(step, metrics, record))
     refuse_divergence(job, step, loss=metrics.loss)
     if not metrics.skipped:
         refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
 
 
-def _stepped(engine: Engine) -> partial[Stepped]:
-    return partial(
-        Stepped,
-        step=engine.steps,
-        learning_rate=engine.learning_rate,
-        moved_bytes=sum(move.traffic.sent for move in engine.ledger.moves),
-        comm_seconds=engine.ledger.busy(),
-        comm_hidden_seconds=engine.ledger.hidden(),
-        memory_bytes=engine.memory().peak_total,
+def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
+    return Stepped(
+        step=step,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        learning_rate=record.learning_rate,
+        tokens=metrics.tokens,
+        seconds=metrics.seconds,
+        moved_bytes=record.moves.sent,
+        comm_seconds=record.moves.busy(),
+        comm_hidden_seconds=record.moves.hidden(),
+        memory_bytes=record.memory_bytes,
     )
 
 
