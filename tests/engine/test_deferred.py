@@ -188,6 +188,113 @@ def test_where_numbers_are_read_at_once_the_step_itself_raises() -> None:
     assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 
+class Normalised(nn.Sequential):
+    """Running statistics and dropout: both depend on which steps there were."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 5))
+
+
+def refused_in_the_middle(plan: str, *, deferred: bool, first: int = 2) -> tuple[list[int], int, Weights]:
+    """The numbers for which the schedule was asked, the updates, and the weights; step `first` is refused."""
+    numbers: list[int] = []
+
+    def schedule(number: int) -> float:
+        numbers.append(number)
+        return 1.0 / (1 + number)
+
+    torch.manual_seed(0)
+    with deferring() if deferred else nullcontext():
+        engine = echelon.parallelize(
+            Normalised(), plan, optimizer=adamw, loss=counted, schedule=schedule, seed=3
+        )
+    batches = [*map(batch, range(first)), empty_batch(), *map(batch, range(first, 5))]
+    errors = 0
+    while batches:
+        try:
+            engine.step(engine.local(batches[0]))
+        except UserError as error:
+            assert NO_SAMPLE in str(error)
+            errors += 1
+            if deferred:
+                continue  # the call can be repeated
+        batches.pop(0)
+    assert errors == 1
+    weights = engine.full_state_dict()
+    engine.close(restore=False)
+    return numbers, engine.steps, weights
+
+
+def refused_both_ways(plan: str, first: int) -> tuple[list[int], int, Weights]:
+    """Of the deferred training, which must be the same."""
+    direct = refused_in_the_middle(plan, deferred=False, first=first)
+    late = refused_in_the_middle(plan, deferred=True, first=first)
+    assert late[:2] == direct[:2]
+    for name, value in direct[2].items():
+        assert torch.allclose(late[2][name], value, rtol=0, atol=1e-12), name
+    return late
+
+
+def test_after_a_refused_step_training_goes_on_alike_wherever_it_was_refused() -> None:
+    # The number after it was used twice, and only where numbers are read late.
+    numbers, updates, weights = refused_both_ways("data=1 precision=fp64", first=2)
+    assert numbers == [0, 1, 2, 3, 4, 5]
+    assert updates == 5
+    assert weights["1.num_batches_tracked"] == 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "first"),
+    [("data=2 precision=fp64", 0), ("pipeline=2 microbatches=2 precision=fp64", 2)],
+)
+def test_after_a_refused_step_ranks_go_on_together(warm_ranks: Warm, plan: str, first: int) -> None:
+    # On the CPU a pipeline raised in the middle of its program, and had to be started again.
+    one, two = warm_ranks(2).run(refused_both_ways, plan, first)
+    assert one[:2] == two[:2]
+    assert all(torch.equal(one[2][name], two[2][name]) for name in one[2])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_refused_step_changes_no_buffer(deferred: bool) -> None:
+    # Statistics of samples that were refused stayed, and were sent to every replica.
+    with deferring() if deferred else nullcontext():
+        engine = echelon.parallelize(Normalised(), "data=1", optimizer=adamw, loss=counted)
+    engine.step(batch(0))
+    before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    with nullcontext() if deferred else pytest.raises(UserError, match=NO_SAMPLE):
+        engine.step(empty_batch())
+    assert before.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in engine.module.named_buffers())
+    engine.step(batch(1))
+    assert engine.module[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_step_that_a_check_refuses_changes_no_buffer(deferred: bool) -> None:
+    with deferring() if deferred else nullcontext():
+        engine = echelon.parallelize(Normalised(), "data=1", optimizer=adamw, loss=lambda *_: "no loss")
+    with pytest.raises(UserError, match="loss"):
+        engine.step(batch(0))
+    assert engine.module[1].num_batches_tracked == 0
+
+
+def orders_agreed_on(deferred: bool) -> list[int]:
+    """How often the ranks have agreed on an order of gradients, after a refused step and after an update."""
+    with deferring() if deferred else nullcontext():
+        engine = engine_of("data=2")
+    agreements = []
+    for samples in (empty_batch(), batch(1)):
+        with nullcontext() if deferred or agreements else pytest.raises(UserError, match=NO_SAMPLE):
+            engine.step(engine.local(samples))
+        agreements.append(engine.ledger.total(subject="order").count)
+    return agreements
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_refused_first_step_does_not_set_the_order_of_gradients(warm_ranks: Warm, deferred: bool) -> None:
+    assert warm_ranks(2).run(orders_agreed_on, deferred) == [[0, 1]] * 2
+
+
 def run_different_modules() -> tuple[bool, str]:
     """Whether the weights are as before, and the error."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Ranks that would not train as one device does: refused with the fix. Each was accepted once."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from echelon.models import ModelConfig, build, cross_entropy
 from echelon.tensor_parallel import Table
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw, mean_loss, vectors
+from tests.engine.test_deferred import counted, deferring, empty_batch
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 
 Warm = Callable[[int], Ranks]
@@ -97,6 +99,28 @@ def styles(of_scale: str) -> Table:
 
 def rows(_: int) -> tuple[Tensor, Tensor]:
     return vectors(0)
+
+
+def answer_after_an_empty_step(deferred: bool) -> str:
+    """What the second step is refused with; no sample of the first one counts."""
+    torch.manual_seed(0)
+    with deferring() if deferred else nullcontext():
+        table = styles("replicated")
+        engine = echelon.parallelize(Scaled(), "tensor=2", optimizer=adamw, loss=counted, tensor_table=table)
+    with nullcontext() if deferred else pytest.raises(UserError, match="no replica had a sample"):
+        engine.step(empty_batch())
+    try:
+        engine.step(rows(0))
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_refused_first_step_leaves_the_comparison_to_the_next(warm_ranks: Warm, deferred: bool) -> None:
+    # Where numbers are read late, gradients of an empty step were compared, and never again.
+    for error in warm_ranks(2).run(answer_after_an_empty_step, deferred):
+        assert "ranks have different gradients of scale.weight, which" in error
 
 
 @pytest.mark.usefixtures("warm_contract")

@@ -170,3 +170,36 @@ def test_a_refused_step_changes_no_bit_and_raises_later() -> None:
     engine.step(batch(2))
     with pytest.raises(echelon.UserError, match="no replica had a sample"):
         engine.step(batch(3))
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def counted(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    losses = nn.functional.cross_entropy(output, targets.clamp(min=0), reduction="none")
+    return (losses * (targets >= 0)).sum(), (targets >= 0).sum()
+
+
+def samples(step: int, target: int = 1) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+    return inputs, torch.full((8,), target)
+
+
+def test_a_refused_step_changes_no_buffer_and_nobody_waits_to_know() -> None:
+    engine = echelon.parallelize(normalised(), "data=1", optimizer=adamw, loss=counted)
+    for step in range(WARM_UP):
+        engine.step(samples(step))
+    before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    torch.cuda.synchronize()
+    with waiting_raises():
+        refused = engine.step(samples(9, target=-1))
+        after = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        engine.step(samples(10))
+    assert all(torch.equal(after[name], before[name]) for name in before)  # waits
+    assert "refused: no replica had a sample" in repr(refused)
+    with pytest.raises(echelon.UserError, match="no replica had a sample"):
+        engine.synchronize()
+    assert engine.steps == WARM_UP + 1
+    assert engine.module[1].num_batches_tracked.item() == WARM_UP + 1

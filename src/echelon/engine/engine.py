@@ -6,7 +6,6 @@ plan is said by the strategies that `parallelize` composes.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,6 +19,7 @@ from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_split, restore_weights
 from echelon.engine.samples import Scopes
+from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
 from echelon.errors import UserError
 from echelon.launching import beat
@@ -28,7 +28,7 @@ from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, assemble, whole_slice
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
-from echelon.runtime import LocalStages, Push, StepNumbers, Update
+from echelon.runtime import LocalStages, Push, Update
 from echelon.wrapping import Wrapping
 
 
@@ -47,7 +47,7 @@ class Engine:
         wrapping: Wrapping,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
-        self.steps = 0
+        self._counter = StepCounter()
         self._names, self._local, self._layers = names, local, layers
         self._update, self._scopes, self._wrapping = update, scopes, wrapping
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
@@ -60,7 +60,6 @@ class Engine:
         self._stashed = self._runner.storages
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
-        self._unchecked: deque[StepNumbers] = deque()  # of steps that may turn out to be refused
         self._is_closed = False
 
     # What a training loop needs.
@@ -89,6 +88,11 @@ class Engine:
         return self.plan.data
 
     @property
+    def steps(self) -> int:
+        """How many updates were made; on a CUDA device the last two may still turn out to be refused."""
+        return self._counter.updates
+
+    @property
     def learning_rate(self) -> float:
         """The rate of the first parameter group at the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
@@ -101,25 +105,27 @@ class Engine:
     def step(self, batch: Batch) -> Metrics:
         """Train on this replica's part of the batch. Replicas may hold different numbers of samples.
 
-        On a CUDA device a step that must be refused (no sample that the loss counts) changes no weight. A
-        look at its metrics raises, and so does the second step after it, on every rank; that call trains
-        nothing and can be repeated.
+        A step that must be refused (no sample that the loss counts) raises, and changes no weight, no
+        optimizer state and no buffer. It keeps its number: the next step has the next rate and dropout. On a
+        CUDA device a look at its metrics raises, and so does the second step after it, on every rank; that
+        call trains nothing and can be repeated.
         """
         self._check_open()
         self._check_steps(but=1)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
-        self._update.set_learning_rate(self.steps)
+        number = self._counter.begun
+        self._update.set_learning_rate(number)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
-        numbers = self._runner.train(batch, self.steps)
+        numbers = self._runner.train(batch, number)
         self._meter.sample()
-        self.steps += 1
-        if not numbers.was_read:
-            self._unchecked.append(numbers)
+        self._counter.add(numbers)
         timer.stop()
         beat()
+        if not self._update.deferred:
+            self._check_steps()
         return Metrics(numbers, timer)
 
     def _check_steps(self, *, but: int = 0) -> None:
@@ -128,18 +134,9 @@ class Engine:
         In the same call on every rank, whoever has looked at the numbers already: ranks that raised in
         different calls could not go on together.
         """
-        error = self._late_error(but=but)
+        error = self._counter.late_error(but=but)
         if error is not None:
             raise error
-
-    def _late_error(self, *, but: int = 0) -> UserError | None:
-        first: UserError | None = None
-        while len(self._unchecked) > but:
-            error = self._unchecked.popleft().error()
-            if error is not None:
-                self.steps -= 1  # it made no update
-                first = first or error  # also where somebody has read it: elsewhere nobody may have
-        return first
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -177,8 +174,12 @@ class Engine:
 
     def _owned_counters(self) -> list[OwnedSlice]:
         # Asynchronous workers each have a number of steps of their own.
-        steps = f"steps of worker {self.replica}" if self.plan.sync == "async" else "steps"
-        counters = {steps: self.steps, "seed": self._scopes.seed}
+        whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
+        counters = {
+            f"steps{whose}": self.steps,
+            f"begun steps{whose}": self._counter.begun,
+            "seed": self._scopes.seed,
+        }
         return [
             OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.tensor(-1 if value is None else value))
             for part, value in counters.items()
@@ -245,7 +246,9 @@ class Engine:
         refused: UserError | None = None
         try:
             if not self._runner.is_broken:
-                refused = self._late_error()  # raised at the end: the model is as good as before that step
+                refused = (
+                    self._counter.late_error()
+                )  # raised at the end: the model is as good as before that step
                 self.synchronize()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()

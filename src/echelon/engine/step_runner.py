@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
+from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
@@ -207,7 +208,8 @@ class StepRunner(ABC):
 
     def update(self) -> None:
         sharded = self._layers.sharded
-        if not self._same_gradients and sharded is not None:
+        # An update that changes nothing has no gradients to compare.
+        if not self._same_gradients and sharded is not None and not self._update.skips:
             local, group = self._local.local_parameters(), self._mesh.group("tensor")
             check_same_gradients(local, sharded.replicated, group)
             self._same_gradients = True
@@ -219,14 +221,26 @@ class StepRunner(ABC):
 
 @final
 class FlushedRunner(StepRunner):
-    """Every step runs the whole program and makes one update."""
+    """Every step runs the whole program and makes one update, or is refused and changes nothing."""
+
+    def _prepare(self) -> None:
+        self._buffers = BufferSnapshot(self._local.modules)
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         normaliser = self._update.start_step()
-        feed = self._training_feed(batch, step)
-        script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
-        self._run(script, feed, normaliser)
+        self._buffers.take()
+        try:
+            feed = self._training_feed(batch, step)
+            script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
+            self._run(script, feed, normaliser)
+        except UserError:  # a check refuses the step
+            self._buffers.restore(refused=True)
+            raise
         return self._update.numbers
+
+    def publish(self) -> None:
+        self._buffers.restore(self._update.skips)
+        super().publish()
 
     def _program(self, number: int) -> Program:
         """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
@@ -237,7 +251,11 @@ class FlushedRunner(StepRunner):
 
 @final
 class ContinuousRunner(StepRunner):
-    """The pipeline is never empty between steps; each stage updates when its gradients are there."""
+    """The pipeline is never empty between steps; each stage updates when its gradients are there.
+
+    A step in which no sample counts is reported, but not undone: it also made updates of earlier steps'
+    microbatches. Its own microbatches update no weight.
+    """
 
     def _prepare(self) -> Versions:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
@@ -257,10 +275,7 @@ class ContinuousRunner(StepRunner):
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):
             group.all_reduce(summed)
-        numbers = StepNumbers(torch.cat([summed[:2], summed[2:].sqrt()]))
-        if not self._update.deferred:
-            numbers.read()
-        return numbers
+        return StepNumbers(torch.cat([summed[:2], summed[2:].sqrt()]))
 
     def drain(self) -> None:
         if self._taken == 0:

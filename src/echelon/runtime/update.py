@@ -55,6 +55,12 @@ class Update(ABC):
     def norm(self, tally: Tensor) -> None:
         """All gradients are summed: sum this rank's (loss total, count) and the norm over all ranks."""
 
+    @property
+    def skips(self) -> bool | Tensor:
+        """After `norm`: whether `step` changes nothing, for want of samples or for a problem. A tensor is on
+        the device, and to read it is to wait."""
+        return False
+
     @abstractmethod
     def step(self) -> None:
         """Update the local parameters."""
@@ -106,8 +112,8 @@ class SynchronousUpdate(Update):
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
         `steady`: all of them are at the same update, so that one's count can scale the next one's losses.
-        `deferred`: the numbers are read later, if at all: an update that is refused changes nothing, and
-        only `numbers` tells. Otherwise `norm` raises.
+        `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
+        changes nothing, and only `numbers` tells.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
@@ -116,6 +122,7 @@ class SynchronousUpdate(Update):
         # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
         # rank, known before the backward pass, and right whenever the count does not change.
         self._normaliser: Number = 1.0
+        self._has_published = False
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
@@ -141,7 +148,10 @@ class SynchronousUpdate(Update):
             self._scaling = scale_on_host(sums, self._normaliser, self._clip)
             values_here = [*sums[:2], float(self._scaling.norm), *sums[3:]]
             self.numbers = StepNumbers(values_here, may_be_empty=not self._steady)
-            self.numbers.read()
+
+    @property
+    def skips(self) -> bool | Tensor:
+        return self._scaling.skip
 
     def step(self) -> None:
         """A microbatch without samples is an update that changes nothing."""
@@ -150,8 +160,13 @@ class SynchronousUpdate(Update):
             self._normaliser = self._scaling.normaliser
 
     def publish(self) -> None:
-        if self.deferred or not self._scaling.skip:
-            self._stages.publish()
+        # The first time, ranks agree on the order in which gradients came, and a refused step may have had
+        # none. The first update of a parameter reads the flag too.
+        reads = not self.deferred or not self._has_published
+        if reads and self.skips:
+            return
+        self._has_published = True
+        self._stages.publish()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
         _sum(tally, self._everyone)
