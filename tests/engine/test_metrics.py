@@ -12,6 +12,7 @@ import echelon
 from echelon.engine.metrics import Metrics, StepTimer
 from echelon.launching import Ranks
 from echelon.runtime import Outcome, StepNumbers
+from echelon.runtime.numbers import HostCopy
 from tests.cases import Perceptron, adamw, counted_loss, mean_loss, sgd, vectors
 from tests.pipeline_parallel.models import perceptron
 
@@ -41,6 +42,53 @@ def test_metrics_show_compare_and_travel_by_their_values() -> None:
     assert pickle.loads(pickle.dumps(metrics)) == metrics
     assert metrics != Metrics(numbers, 0.5)
     assert len({metrics, Metrics(numbers, 0.25)}) == 1
+
+
+def test_metrics_are_printed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A debugger, or a failed assertion, that printed them waited for the GPU.
+    metrics = Metrics(StepNumbers(torch.tensor([6.0, 4.0, 0.5])), 0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostCopy, "is_ready", False)
+        patch.setattr(HostCopy, "wait", lambda _: pytest.fail("waits for the device"))
+        assert repr(metrics) == "Metrics(not read yet)"
+    assert repr(metrics) == "Metrics(loss=1.5, grad_norm=0.5, tokens=4, seconds=0.25, skipped=False)"
+
+
+def test_the_metrics_of_a_refused_step_are_printed_with_its_error() -> None:
+    metrics = Metrics(StepNumbers(torch.zeros(3)), 0.25)
+    assert repr(metrics).startswith("Metrics(refused: no replica had a sample that the loss counts; ")
+
+
+class FakeEvent:
+    """Of a device that is done when somebody waits for it, 2 s after the start."""
+
+    def __init__(self, **_: object) -> None:
+        self.is_done = False
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        assert end.is_done
+        return 2000.0
+
+
+def test_a_step_is_not_ready_before_its_last_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The numbers are there before the update is done. A look at `seconds` waited for the rest.
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    timer = StepTimer(torch.device("cuda"))
+    timer.stop()
+    metrics = Metrics(StepNumbers.known(Outcome(6.0, 4.0, 0.5)), timer)
+    assert not metrics.is_ready
+    assert repr(metrics) == "Metrics(not read yet)"
+    assert metrics.seconds == 2.0
+    assert metrics.is_ready
+    assert metrics.seconds == 2.0
 
 
 def test_a_timer_counts_from_its_start_to_its_stop() -> None:

@@ -1,12 +1,14 @@
 """The numbers of an update: which error they stand for, and who has seen it."""
 
 import pickle
+import weakref
 
 import pytest
 import torch
 
 from echelon.errors import UserError
 from echelon.runtime import Outcome, StepNumbers
+from echelon.runtime.numbers import check_counted
 
 
 def numbers(*values: float, may_be_empty: bool = False) -> StepNumbers:
@@ -16,10 +18,20 @@ def numbers(*values: float, may_be_empty: bool = False) -> StepNumbers:
 def test_numbers_are_read_once_somebody_looks() -> None:
     step = numbers(8.0, 4.0, 5.0, 0.0)
     assert step.is_ready
-    assert not step.was_read
+    assert isinstance(step.norm, torch.Tensor), "it is where it was computed"
     assert step.read() == Outcome(8.0, 4.0, 5.0)
-    assert step.was_read
-    assert float(step.norm) == 5.0
+    assert step.norm == 5.0
+
+
+def test_numbers_that_were_read_hold_no_memory_of_the_device_or_of_transfers() -> None:
+    values = torch.tensor([8.0, 4.0, 5.0, 0.0])
+    step = StepNumbers(values)
+    memory = [weakref.ref(values), weakref.ref(step._copy)]
+    del values
+    assert all(each() is not None for each in memory), "somebody may look"
+    step.read()
+    assert [each() for each in memory] == [None, None]
+    assert step.read() == Outcome(8.0, 4.0, 5.0)
 
 
 def test_an_error_is_raised_at_every_look_and_once_seen_is_known() -> None:
@@ -27,7 +39,6 @@ def test_an_error_is_raised_at_every_look_and_once_seen_is_known() -> None:
     for _ in range(2):
         with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
             step.read()
-    assert step.was_read
     assert isinstance(step.error(), UserError)
 
 
@@ -43,3 +54,16 @@ def test_a_problem_comes_before_the_count_that_it_may_have_spoilt() -> None:
 def test_numbers_go_to_other_processes_as_values() -> None:
     assert pickle.loads(pickle.dumps(numbers(8.0, 4.0, 5.0, 0.0))).read() == Outcome(8.0, 4.0, 5.0)
     assert StepNumbers.known(Outcome(1.0, 2.0, 3.0)).read() == Outcome(1.0, 2.0, 3.0)
+
+
+MESSAGES = {
+    False: "no replica had a sample that the loss counts; give the step one",
+    True: "this worker had no sample that the loss counts; give every worker",
+}
+
+
+@pytest.mark.parametrize("each_worker", MESSAGES)
+def test_a_mean_over_nothing_is_refused(each_worker: bool) -> None:
+    check_counted(1.0, each_worker=each_worker)
+    with pytest.raises(UserError, match=MESSAGES[each_worker]):
+        check_counted(0.0, each_worker=each_worker)

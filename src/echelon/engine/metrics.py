@@ -27,12 +27,18 @@ class StepTimer:
         else:
             self._seconds = time.perf_counter() - self._start
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `seconds` returns without waiting for the device. Only after `stop`."""
+        return not self._events or self._events[1].query()
+
     def seconds(self) -> float:
         """Waits for the device, where the step was on one."""
         if self._seconds is None:
             start, end = self._events
             end.synchronize()
             self._seconds = start.elapsed_time(end) / 1000
+            self._events = []
         return self._seconds
 
 
@@ -41,11 +47,12 @@ class Metrics:
     """One training step, over the global batch.
 
     `loss` is the mean over everything the loss counted, `grad_norm` the norm of its gradient before
-    clipping, `tokens` that count, `seconds` this rank's time. `skipped`: the weights were left as they are.
+    clipping, `tokens` that count, `seconds` this rank's time. `skipped`: the step has numbers, but left the
+    weights as they are. No plan has such steps yet, so it is False: a step makes an update or is refused.
 
     On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
     to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a
-    step that was refused raises its error.
+    step that was refused raises its error. `repr` does neither: it shows what is known.
     """
 
     __slots__ = ("_numbers", "_seconds")
@@ -73,12 +80,13 @@ class Metrics:
     @property
     def skipped(self) -> bool:
         self._numbers.read()
-        return False  # a step is updated or refused
+        return False
 
     @property
     def is_ready(self) -> bool:
-        """Whether the numbers are there, so that a look does not wait for the device."""
-        return self._numbers.is_ready
+        """Whether the step is done, so that a look does not wait for the device."""
+        timed = not isinstance(self._seconds, StepTimer) or self._seconds.is_ready
+        return timed and self._numbers.is_ready
 
     def as_named_tuple(self) -> "MetricValues":
         """The numbers themselves; waits for the device."""
@@ -91,6 +99,11 @@ class Metrics:
         return hash(self.as_named_tuple())
 
     def __repr__(self) -> str:
+        if not self.is_ready:
+            return "Metrics(not read yet)"
+        error = self._numbers.error()
+        if error is not None:
+            return f"Metrics(refused: {error})"
         return repr(self.as_named_tuple()).replace("MetricValues", "Metrics", 1)
 
     def __reduce__(self) -> tuple[Any, ...]:

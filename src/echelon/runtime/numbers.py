@@ -15,6 +15,7 @@ from echelon.data_parallel import Problem
 from echelon.errors import UserError
 
 _NO_SAMPLE = "no replica had a sample that the loss counts; give the step one that has"
+_NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every worker at least one per step"
 
 
 class Outcome(NamedTuple):
@@ -59,7 +60,7 @@ class StepNumbers:
 
         `may_be_empty`: an update of no samples is no error.
         """
-        self._values = values
+        self._values = values  # until they are read
         self._may_be_empty = may_be_empty
         self._copy = HostCopy(values) if isinstance(values, Tensor) else None
         self._outcome: Outcome | None = None
@@ -72,17 +73,13 @@ class StepNumbers:
 
     @property
     def norm(self) -> float | Tensor:
-        """Where it is: on the device, if the numbers came from there."""
+        """Where it is: on the device, if the numbers came from there and nobody has read them."""
         return self._values[2]
 
     @property
     def is_ready(self) -> bool:
         """Whether `read` returns without waiting for the device."""
         return self._copy is None or self._copy.is_ready
-
-    @property
-    def was_read(self) -> bool:
-        return self._outcome is not None
 
     def error(self) -> UserError | None:
         """Why the update was refused, if it was. Waits for the device."""
@@ -91,6 +88,7 @@ class StepNumbers:
             total, counted, norm, *flags = map(float, values)
             self._outcome = Outcome(total, counted, norm)
             self._error = self._first_error(flags)
+            self._values, self._copy = self._outcome, None  # gives pinned memory back to torch
         return None if self._error is None else UserError(self._error)
 
     def read(self) -> Outcome:
@@ -111,7 +109,7 @@ class StepNumbers:
         return StepNumbers.known, (self.read(),)
 
 
-def check_counted(counted: float) -> None:
-    """Refuse a mean over nothing."""
+def check_counted(counted: float, *, each_worker: bool = False) -> None:
+    """Refuse a mean over nothing. `each_worker`: of one worker's samples, where each updates by itself."""
     if counted == 0:
-        raise UserError(_NO_SAMPLE)
+        raise UserError(_NO_SAMPLE_HERE if each_worker else _NO_SAMPLE)
