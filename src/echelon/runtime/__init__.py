@@ -3,7 +3,8 @@
 It runs every plan; a model in one stage is the smallest pipeline.
 """
 
-from echelon.runtime.interpreter import Interpreter, Microbatch, StageRuntime
+from echelon.runtime.interpreter import Interpreter, StageRuntime
+from echelon.runtime.microbatch import Microbatch
 from echelon.runtime.numbers import Outcome, StepNumbers
 from echelon.runtime.script import Script
 from echelon.runtime.stage import LocalStages, Stage

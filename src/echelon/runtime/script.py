@@ -6,6 +6,8 @@ from functools import cached_property
 
 from echelon.program import RECEIVES, SENDS, Instruction, Op, Program
 
+Slot = tuple[int, int]  # stage, microbatch
+
 
 class Script:
     """The instructions of one rank, and what the interpreter must know of them beforehand."""
@@ -89,6 +91,15 @@ def _received_before(instructions: Sequence[Instruction], peer: int) -> Iterator
 def peer_of(instruction: Instruction) -> int:
     assert instruction.peer is not None
     return instruction.peer
+
+
+def slot_of(instruction: Instruction) -> Slot:
+    return instruction.stage, microbatch_of(instruction)
+
+
+def microbatch_of(instruction: Instruction) -> int:
+    assert instruction.microbatch is not None
+    return instruction.microbatch
 
 
 def _label(instruction: Instruction) -> str:

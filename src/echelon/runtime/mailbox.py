@@ -1,0 +1,110 @@
+"""The mailbox of a rank: what it sends to the other ranks of its pipeline, and what it receives from them.
+
+Sends return at once. Receives are posted ahead, in the order in which they will be needed, as soon as the
+form of what comes is known; the instruction itself only waits.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from echelon.program import Instruction, Op
+from echelon.runtime.flight import Flight, Value
+from echelon.runtime.message import Gradients
+from echelon.runtime.microbatch import Microbatch
+from echelon.runtime.script import Script, Slot, microbatch_of, peer_of, slot_of
+from echelon.runtime.structure import Leaf
+from echelon.runtime.wire import Posted, Wire
+
+# Receives from one rank that are posted before they are needed. Not more: behind a message that is not as
+# remembered come its description and the true one, which a second receive would take for the next.
+_AHEAD = 1
+
+
+@final
+class Mailbox:
+    """Sends and receives for the instructions of one rank.
+
+    `flights` are those of the interpreter: the form of a gradient is that of its microbatch's output.
+    """
+
+    def __init__(self, wire: Wire, flights: Mapping[Slot, Flight], *, has_versions: bool) -> None:
+        self._wire, self._flights, self._has_versions = wire, flights, has_versions
+
+    def start_step(self, script: Script, feed: Mapping[int, Microbatch]) -> None:
+        self._script, self._feed = script, feed
+        self._upcoming = {peer: deque(receives) for peer, receives in script.receives.items()}
+        self._posted: dict[int, deque[Posted]] = {peer: deque() for peer in script.receives}
+        self._num_received = dict.fromkeys(script.receives, 0)
+        self._wire.start_step()
+        self.post_ahead(at=-1)
+
+    def finish_step(self) -> None:
+        self._wire.finish_step(emptied=self._script.empties)
+        self._feed = {}
+
+    def send_activation(self, instruction: Instruction, value: Value) -> None:
+        key = (instruction.stage, self._look(instruction))
+        self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
+
+    def receive_activation(self, instruction: Instruction) -> Value:
+        peer, key = peer_of(instruction), self._activation_key(instruction)
+        value = Value(*self._wire.receive(self._take_posted(peer), peer, key))
+        self._acknowledge(peer)
+        return value
+
+    def send_gradients(self, instruction: Instruction, leaves: Sequence[Leaf], gradients: Gradients) -> None:
+        self._wire.send_gradients(leaves, gradients, peer_of(instruction))
+
+    def receive_gradients(self, instruction: Instruction) -> Gradients:
+        posted = self._take_posted(peer_of(instruction))
+        assert posted is not None, f"{instruction} before its forward"
+        gradients = self._wire.receive_gradients(posted)
+        self._acknowledge(peer_of(instruction))
+        return gradients
+
+    def post_ahead(self, at: int) -> None:
+        """Post the next receives from every rank, as far as the form of what comes is known; instruction
+        `at` is the last that was issued."""
+        for peer, upcoming in self._upcoming.items():
+            while upcoming and len(self._posted[peer]) < _AHEAD and self._may_post(peer, at):
+                posted = self._post(upcoming[0])
+                if posted is None:
+                    break
+                upcoming.popleft()
+                self._posted[peer].append(posted)
+
+    def _may_post(self, peer: int, at: int) -> bool:
+        """Whether this rank has queued all that the next message of `peer` waits for."""
+        if not self._wire.is_on_device:
+            return True
+        if self._has_versions:  # what was sent in earlier steps is not counted
+            return False
+        number = len(self._script.receives[peer]) - len(self._upcoming[peer])
+        return self._script.post_after[peer][number] <= at
+
+    def _take_posted(self, peer: int) -> Posted | None:
+        """The receive that is posted for the next message of `peer`; None if its form is not known."""
+        posted = self._posted[peer]
+        return posted.popleft() if posted else self._post(self._upcoming[peer].popleft())
+
+    def _post(self, instruction: Instruction) -> Posted | None:
+        if instruction.op is Op.RECV_ACTIVATION:
+            return self._wire.post(peer_of(instruction), self._activation_key(instruction))
+        flight = self._flights.get(slot_of(instruction))
+        if flight is None:
+            return None
+        return self._wire.post_gradients(flight.output_leaves, peer_of(instruction), tally=self._has_versions)
+
+    def _acknowledge(self, peer: int) -> None:
+        """A message has come from `peer`: let go of what it must have received before."""
+        if not self._has_versions:  # else messages of earlier steps are on their way
+            self._wire.acknowledge(peer, self._script.acknowledged[peer][self._num_received[peer]])
+            self._num_received[peer] += 1
+
+    def _activation_key(self, instruction: Instruction) -> tuple[int, str]:
+        """What the form of an activation that is received follows from."""
+        return instruction.stage - 1, self._look(instruction)
+
+    def _look(self, instruction: Instruction) -> str:
+        return self._feed[microbatch_of(instruction)].look
