@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -57,6 +57,10 @@ class NcclWorld(RankThreads):
             queue.join()
         return HostGroup(axis, here, len(members), ledger, queues)
 
+    def synchronize(self, rank: int) -> None:
+        """Return when all that the rank has issued is complete, as torch.cuda.synchronize does."""
+        self.wait(rank, _Rest([each for each in self._communicators.values() if rank in each.members], rank))
+
     def describe(self, rank: int) -> list[str]:
         return [
             f"queue on {communicator}: {', '.join(operation.label for operation in queue)}"
@@ -70,6 +74,20 @@ class NcclWorld(RankThreads):
         key = (axis, members, number)
         communicator = self._communicators.setdefault(key, Communicator(*key))
         return NcclLikeGroup(self, communicator, rank, ledger, waits_for_sends=self._waits_for_sends)
+
+
+class _Rest(NamedTuple):
+    """The end of all operations of a rank."""
+
+    communicators: Sequence[Communicator]
+    rank: int
+
+    @property
+    def is_complete(self) -> bool:
+        return not any(communicator.queue_of(self.rank) for communicator in self.communicators)
+
+    def __str__(self) -> str:
+        return "the end of all its operations"
 
 
 @final

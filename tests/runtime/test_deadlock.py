@@ -23,6 +23,7 @@ from tests.nccl_like import Deadlock, NcclMesh, NcclWorld
 
 CPU = torch.device("cpu")
 MakeEdges = Callable[[NcclMesh, Program], Edges]
+Between = Callable[[int, Group], None]  # what a rank does after each run, with the group of all ranks
 
 
 # A training of numbers.
@@ -119,9 +120,12 @@ class RankTraining:
         self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
         self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)
 
-    def train(self, runs: Sequence[Run]) -> tuple[float, dict[int, float]]:
+    def train(self, runs: Sequence[Run], between: Between) -> tuple[float, dict[int, float]]:
         """The sum of losses that were computed here, and of the gradients of each stage."""
-        losses = sum(self._run(run) for run in runs)
+        losses = 0.0
+        for run in runs:
+            losses += self._run(run)
+            between(self._rank, self._everyone)
         return losses, self._runtime.sums
 
     def _run(self, run: Run) -> float:
@@ -169,16 +173,26 @@ def evaluation(placement: Sequence[Sequence[int]], plan: Plan) -> Run:
     return Run(add_transfers(forward_only(placement, number)), range(number), trains=False)
 
 
-def check_training(text: str, make_edges: MakeEdges, length: int = 1, **options: Any) -> None:
-    """Train a plan, and compare with what is computed without stages."""
+def check_training(
+    text: str, make_edges: MakeEdges, length: int = 1, *, rests: bool = False, **options: Any
+) -> None:
+    """Train a plan, and compare with what is computed without stages.
+
+    `rests`: between runs, ranks wait for their devices and meet.
+    """
     plan = Plan.parse(text)
     runs = (continuous_runs if plan.schedule in ASYNCHRONOUS_SCHEDULES else flushed_runs)(plan, length)
     program = runs[0].program
     world = NcclWorld(plan.ranks, **options)
 
+    def between(rank: int, everyone: Group) -> None:
+        if rests:
+            world.synchronize(rank)
+            everyone.barrier()
+
     def train(rank: int) -> tuple[float, dict[int, float]]:
         mesh = NcclMesh(world, plan, rank)
-        return RankTraining(mesh, program, make_edges(mesh, program)).train(runs)
+        return RankTraining(mesh, program, make_edges(mesh, program)).train(runs, between)
 
     results = world.run(train)
     scale = prod(weight_of(stage) for stage in range(program.stages))
@@ -255,6 +269,16 @@ def test_nor_does_a_longer_training(plan: str) -> None:
 def test_nor_any_order_of_the_ranks(plan: str, options: dict[str, Any]) -> None:
     """Communicators are made at once; a rank does not wait until all is sent; any rank may run next."""
     check_training(plan, edges_of_mesh, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *ASYNCHRONOUS_SCHEDULES])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_between_steps_every_device_comes_to_rest(schedule: str, stages: int) -> None:
+    """PipeDream's sends waited for receives of the next step: torch.cuda.synchronize() and a barrier between
+    two steps hung, and so did a rank that left."""
+    for microbatches in (1, 4) if schedule != "pipedream-2bw" else (4,):
+        plan = f"pipeline={stages} microbatches={microbatches} schedule={schedule}"
+        check_training(plan, edges_of_mesh, length=2, rests=True)
 
 
 # What this suite finds when earlier queues are put back.

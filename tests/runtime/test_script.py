@@ -2,7 +2,16 @@
 
 import pytest
 
-from echelon.program import RECEIVES, SENDS, build
+from echelon.program import (
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Op,
+    Program,
+    add_transfers,
+    asynchronous,
+    build,
+)
 from echelon.runtime import Script
 
 
@@ -56,6 +65,29 @@ def test_no_message_is_acknowledged_before_it_was_sent(schedule: str, replicas: 
                 assert counts[received[instruction.peer]] <= sent.get(instruction.peer, 0)
                 received[instruction.peer] += 1
         assert all(received[peer] == len(counts) for peer, counts in script.acknowledged.items())
+
+
+def continuous(begin: int, taken: int) -> Program:
+    """A step of PipeDream on two stages with two microbatches a step, or (`taken` is 0) its drain."""
+    return add_transfers(asynchronous("pipedream", 2, 2, begin=begin, taken=taken, drain=taken == 0))
+
+
+def test_what_is_in_flight_between_the_steps_of_a_pipeline_that_never_drains() -> None:
+    full, drain = continuous(begin=6, taken=2), continuous(begin=6, taken=0)
+    receive = Instruction(Op.RECV_GRADIENT, 0, microbatch=7, peer=1)
+    assert Script(full, 0).in_flight == {1: [receive]}
+    assert Script(full, 1).in_flight == Script(drain, 0).in_flight == {}
+    assert Script(build("1f1b", (1, 1), microbatches=4), 0).in_flight == {}
+
+
+def test_messages_of_the_step_before_need_and_acknowledge_nothing_of_this_one() -> None:
+    """Rank 0 does F6 B5 F7 B6: it receives the gradients of 5, which is on its way, and of 6."""
+    program = continuous(begin=6, taken=2)
+    first, second = Script(program, 0), Script(program, 1)
+    assert first.post_after == {1: [-1, place_of(first, "SA6")]}
+    assert first.acknowledged == {1: [0, 1, 2]}, "the third is received in the next step"
+    assert second.post_after == {0: [-1, -1]}
+    assert second.acknowledged == {0: [0, 0]}, "what rank 0 receives first was sent in the step before"
 
 
 def test_a_replica_with_fewer_microbatches_makes_up_for_them() -> None:

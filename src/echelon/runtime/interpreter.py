@@ -59,7 +59,7 @@ class Interpreter:
         self._flights: dict[Slot, Flight] = {}
         self._gradients: dict[Slot, Gradients] = {}  # of a stage's outputs
         self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
-        self._mailbox = Mailbox(wire, self._flights, has_versions=versions is not None)
+        self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
         self._since_update = self._no_losses()
         self.spans: list[Span] = []
         self._do: dict[Op, Callable[[Instruction], None]] = {
@@ -113,6 +113,7 @@ class Interpreter:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
         for kept in (self._inputs, self._outputs, self._flights, self._gradients, self._returning):
             kept.clear()
+        self._mailbox.forget()
 
     # Compute.
 

@@ -2,6 +2,11 @@
 
 Sends return at once. Receives are posted ahead, in the order in which they will be needed, as soon as the
 form of what comes is known; the instruction itself only waits.
+
+A pipeline that never drains ends a step with messages on their way, whose instructions stand in the next
+step. Their receives are posted when the step ends. All that they wait for on this rank is queued then, and
+every send of a step has its receive, so between steps each device comes to rest by itself: a user may
+synchronise it, meet the other ranks, or leave.
 """
 
 from collections import deque
@@ -28,20 +33,33 @@ class Mailbox:
     `flights` are those of the interpreter: the form of a gradient is that of its microbatch's output.
     """
 
-    def __init__(self, wire: Wire, flights: Mapping[Slot, Flight], *, has_versions: bool) -> None:
-        self._wire, self._flights, self._has_versions = wire, flights, has_versions
+    def __init__(self, wire: Wire, flights: Mapping[Slot, Flight], *, with_tally: bool) -> None:
+        """`with_tally`: a tally of losses comes with each gradient."""
+        self._wire, self._flights, self._with_tally = wire, flights, with_tally
+        self._posted: dict[int, deque[Posted]] = {}  # by peer; from one step to the next, if it never drains
 
     def start_step(self, script: Script, feed: Mapping[int, Microbatch]) -> None:
         self._script, self._feed = script, feed
-        self._upcoming = {peer: deque(receives) for peer, receives in script.receives.items()}
-        self._posted: dict[int, deque[Posted]] = {peer: deque() for peer in script.receives}
+        self._upcoming: dict[int, deque[Instruction]] = {}
+        for peer, receives in script.receives.items():
+            posted = self._posted.setdefault(peer, deque())
+            self._upcoming[peer] = deque(receives[len(posted) :])
         self._num_received = dict.fromkeys(script.receives, 0)
         self._wire.start_step()
         self.post_ahead(at=-1)
 
     def finish_step(self) -> None:
+        for peer, receives in self._script.in_flight.items():
+            for receive in receives:
+                posted = self._post(receive)
+                assert posted is not None, f"{receive} before its form is known"
+                self._posted.setdefault(peer, deque()).append(posted)
         self._wire.finish_step(emptied=self._script.empties)
         self._feed = {}
+
+    def forget(self) -> None:
+        """Let go of the receives that are posted: a step has failed."""
+        self._posted.clear()
 
     def send_activation(self, instruction: Instruction, value: Value) -> None:
         key = (instruction.stage, self._look(instruction))
@@ -78,8 +96,6 @@ class Mailbox:
         """Whether this rank has queued all that the next message of `peer` waits for."""
         if not self._wire.is_on_device:
             return True
-        if self._has_versions:  # what was sent in earlier steps is not counted
-            return False
         number = len(self._script.receives[peer]) - len(self._upcoming[peer])
         return self._script.post_after[peer][number] <= at
 
@@ -94,13 +110,12 @@ class Mailbox:
         flight = self._flights.get(slot_of(instruction))
         if flight is None:
             return None
-        return self._wire.post_gradients(flight.output_leaves, peer_of(instruction), tally=self._has_versions)
+        return self._wire.post_gradients(flight.output_leaves, peer_of(instruction), tally=self._with_tally)
 
     def _acknowledge(self, peer: int) -> None:
         """A message has come from `peer`: let go of what it must have received before."""
-        if not self._has_versions:  # else messages of earlier steps are on their way
-            self._wire.acknowledge(peer, self._script.acknowledged[peer][self._num_received[peer]])
-            self._num_received[peer] += 1
+        self._wire.acknowledge(peer, self._script.acknowledged[peer][self._num_received[peer]])
+        self._num_received[peer] += 1
 
     def _activation_key(self, instruction: Instruction) -> tuple[int, str]:
         """What the form of an activation that is received follows from."""

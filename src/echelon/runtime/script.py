@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from echelon.program import RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.readiness import counterpart
 
 Slot = tuple[int, int]  # stage, microbatch
 
@@ -24,20 +25,33 @@ class Script:
                 self.receives.setdefault(peer_of(instruction), []).append(instruction)
 
     @cached_property
+    def in_flight(self) -> dict[int, list[Instruction]]:
+        """By peer: the receives of its messages to this rank that are left to a later program."""
+        senders = [sender for sender, receiver in self.program.pairs if receiver == self.rank]
+        left = {peer: _left_in_flight(self.program, peer, self.rank) for peer in senders}
+        return {peer: receives for peer, receives in left.items() if receives}
+
+    @cached_property
     def acknowledged(self) -> dict[int, list[int]]:
-        """By peer, for each of its messages to this rank: how many messages of this rank it has received
-        before it sends that one. Right only where nothing is on its way when the program begins."""
-        return {peer: list(_received_before(self.program.ranks[peer], self.rank)) for peer in self.receives}
+        """By peer, for each of its messages to this rank: how many messages that this rank sends in this
+        program it has received before it sends that one."""
+        return {peer: self._acknowledged_by(peer) for peer in self.receives}
+
+    def _acknowledged_by(self, peer: int) -> list[int]:
+        early = [0] * _num_carried(self.program, peer, self.rank)
+        carried = _num_carried(self.program, self.rank, peer)
+        received = _received_before(self.program.ranks[peer], self.rank)
+        return early + [max(0, count - carried) for count in received]
 
     @cached_property
     def post_after(self) -> dict[int, list[int]]:
         """By peer, for each of its messages to this rank: the last instruction of this rank without which
-        the message cannot come, −1 if it needs none. Right under the same condition.
+        the message cannot come, −1 if it needs none.
 
         On a GPU a receive that is posted earlier would wait for work that is not yet queued: whatever waits
         for the whole device in between (memory that runs short, a debugger) would wait forever.
         """
-        messages = {pair: deque[int]() for pair in self.program.pairs}
+        messages = {pair: deque([-1] * _num_carried(self.program, *pair)) for pair in self.program.pairs}
         needs = [-1] * len(self.program.ranks)  # of what each rank has done so far
         places = [0] * len(self.program.ranks)
         result: dict[int, list[int]] = {peer: [] for peer in self.receives}
@@ -76,6 +90,27 @@ class Script:
                 latest[instruction.stage] = place
             elif instruction.op is Op.REDUCE and instruction.stage in latest:
                 yield latest.pop(instruction.stage)
+
+
+def _left_in_flight(program: Program, sender: int, receiver: int) -> list[Instruction]:
+    """The receives of what one rank sends to another in a program, and the other does not receive in it."""
+    received = set(program.ranks[receiver])
+    return [receive for receive in _receives_of_sends(program, sender, receiver) if receive not in received]
+
+
+def _num_carried(program: Program, sender: int, receiver: int) -> int:
+    """How many messages that are received in a program were sent before it began."""
+    sent = set(_receives_of_sends(program, sender, receiver))
+    return sum(
+        instruction.op in RECEIVES and instruction.peer == sender and instruction not in sent
+        for instruction in program.ranks[receiver]
+    )
+
+
+def _receives_of_sends(program: Program, sender: int, receiver: int) -> Iterator[Instruction]:
+    for instruction in program.ranks[sender]:
+        if instruction.op in SENDS and instruction.peer == receiver:
+            yield counterpart(sender, instruction)
 
 
 def _received_before(instructions: Sequence[Instruction], peer: int) -> Iterator[int]:
