@@ -1,7 +1,8 @@
 """A Group that orders operations as NCCL does, between threads of one process on the CPU.
 
     queue       All operations of a rank on one communicator (sends, receives, collectives, over all peers)
-                run in one queue, in the order in which they were issued.
+                run in one queue, in the order in which they were issued. If the world has few `streams`,
+                communicators of a rank that take the same one share a queue.
     send        completes only together with its receive, when both are at the head of their queues. NCCL
                 may buffer a small message, which only hides a deadlock until a message is larger.
     collective  completes when it is at the head of every member's queue.

@@ -34,7 +34,7 @@ class Operation(Work):
         move: Callable[[MemberTensors], None],
         wait: Callable[["Operation"], None],
     ) -> None:
-        self._communicator, self.rank, self.name, self.form = communicator, rank, name, form
+        self.communicator, self.rank, self.name, self.form = communicator, rank, name, form
         self.peer, self.tensors, self.move, self._wait = peer, tensors, move, wait
         self.is_complete = False
 
@@ -44,11 +44,11 @@ class Operation(Work):
         form = " ".join(str(each).removeprefix("torch.") for each in self.form)
         if self.peer is None:
             return f"{self.name} ({form})"
-        other = self._communicator.members[self.peer]
+        other = self.communicator.members[self.peer]
         return f"{self.name} {'to' if self.name == 'send' else 'from'} {other} ({form})"
 
     def __str__(self) -> str:
-        return f"{self.label} on {self._communicator}"
+        return f"{self.label} on {self.communicator}"
 
     def meets(self, other: "Operation") -> bool:
         """Whether two heads are parts of one operation. Raises Mismatch if they are, in different forms."""
@@ -58,7 +58,7 @@ class Operation(Work):
             is_partner = other.peer == self.rank and {self.name, other.name} == {"send", "recv"}
             is_equal = self.form == other.form
         if is_partner and not is_equal:
-            first, second = (self._communicator.members[each.rank] for each in (self, other))
+            first, second = (self.communicator.members[each.rank] for each in (self, other))
             raise Mismatch(f"rank {first} has {self}, and rank {second} has {other.label}")
         return is_partner
 
@@ -71,7 +71,10 @@ class Operation(Work):
 
 @final
 class Communicator:
-    """The queues of its members. Ranks in it are those of the group."""
+    """The queues of its members. Ranks in it are those of the group.
+
+    A member's queue is a stream of its device, which other communicators may use too (`take_stream`).
+    """
 
     def __init__(self, axis: str, members: tuple[int, ...], number: int) -> None:
         self.axis, self.members, self._number = axis, members, number
@@ -82,33 +85,39 @@ class Communicator:
     def __str__(self) -> str:
         return f"{self.axis}[{self._number}] of ranks {'-'.join(map(str, self.members))}"
 
-    def queue_of(self, member: int) -> deque[Operation]:
-        return self._queues[self.members.index(member)]
+    def take_stream(self, member: int, stream: deque[Operation]) -> None:
+        """Let a member's operations run on `stream`, before the first of them."""
+        self._queues[self.members.index(member)] = stream
+
+    def queue_of(self, member: int) -> list[Operation]:
+        """What waits of this communicator."""
+        queue = self._queues[self.members.index(member)]
+        return [operation for operation in queue if operation.communicator is self]
 
     def issue(self, operation: Operation) -> None:
         """Append to the rank's queue, and complete whatever can."""
         queue = self._queues[operation.rank]
         queue.append(operation)
-        new_heads = [operation.rank] if len(queue) == 1 else []
-        while new_heads:
-            queue = self._queues[new_heads.pop()]
+        changed = [queue] if len(queue) == 1 else []
+        while changed:
+            queue = changed.pop()
             if queue:
-                new_heads += self._complete(queue[0])
+                changed += queue[0].communicator.complete(queue[0])
 
-    def _complete(self, head: Operation) -> Sequence[int]:
-        """Complete the head of a queue if its partners are heads too; returns the ranks that took part."""
+    def complete(self, head: Operation) -> Sequence[deque[Operation]]:
+        """Complete the head of a queue if its partners are heads too; returns the queues that moved on."""
         ranks = self._ranks if head.peer is None else (head.rank, head.peer)
         queues = [self._queues[rank] for rank in ranks]
         if not all(queues):
             return ()
         heads = [queue[0] for queue in queues]
         for other in heads:
-            if other is not head and not head.meets(other):
+            if other.communicator is not self or (other is not head and not head.meets(other)):
                 return ()
         head.move([operation.tensors for operation in heads])
         for queue in queues:
             queue.popleft().is_complete = True
-        return ranks
+        return queues
 
 
 @final

@@ -30,17 +30,17 @@ class NcclLikeGroup(Group):
     ) -> None:
         members = communicator.members
         super().__init__(communicator.axis, members.index(member), len(members), ledger)
-        self._threads, self._communicator, self._member = threads, communicator, member
+        self._threads, self.communicator, self._member = threads, communicator, member
         self._waits_for_sends = waits_for_sends
 
     def join(self) -> None:
         """Take part in the making of the communicator, without a wait for the others."""
-        self._communicator.joined.add(self._member)
+        self.communicator.joined.add(self._member)
 
     def connect(self, device: torch.device) -> None:  # noqa: ARG002
         """Return when all members have come to make the communicator."""
         self.join()
-        self._threads.wait(self._member, Making(self._communicator))
+        self._threads.wait(self._member, Making(self.communicator))
 
     def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
         return False
@@ -129,11 +129,11 @@ class NcclLikeGroup(Group):
         *tensors: Tensor,
         peer: int | None = None,
     ) -> Work:
-        if self._member not in self._communicator.joined:
+        if self._member not in self.communicator.joined:
             self.connect(CPU)
         tensors = tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
-        operation = Operation(self._communicator, self.rank, name, form, peer, tensors, move, self._wait)
-        self._communicator.issue(operation)
+        operation = Operation(self.communicator, self.rank, name, form, peer, tensors, move, self._wait)
+        self.communicator.issue(operation)
         return operation
 
     def _wait(self, operation: Operation) -> None:

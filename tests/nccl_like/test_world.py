@@ -75,6 +75,15 @@ def test_one_communicator_has_one_queue_over_all_peers(seed: int | None) -> None
     assert [result.item() for result in results] == [2, 3, 1]
 
 
+def test_communicators_that_share_a_stream_have_one_queue() -> None:
+    world = NcclWorld(3, streams=1)
+    with pytest.raises(Deadlock, match=r"rank 1 .*\n    queue .*: recv from 0 .*\n    queue .*: send to 2"):
+        world.run(lambda rank: chain(world, rank, communicators=3))
+    world = NcclWorld(3, streams=3)
+    results = world.run(lambda rank: chain(world, rank, communicators=3))
+    assert [result.item() for result in results] == [2, 3, 1]
+
+
 def test_a_rank_that_has_ended_is_named() -> None:
     world = NcclWorld(2)
 

@@ -1,14 +1,15 @@
 """Ranks as threads, and their communicators."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import cycle
 from typing import NamedTuple, final
 
 from torch import Tensor
 
 from echelon.collectives import Ledger, Work
 from tests.groups import PartialGroup
-from tests.nccl_like.communicator import Communicator
+from tests.nccl_like.communicator import Communicator, Operation
 from tests.nccl_like.group import CPU, NcclLikeGroup
 from tests.nccl_like.rank_threads import RankThreads
 
@@ -22,12 +23,21 @@ class NcclWorld(RankThreads):
 
     `lazy`: communicators are made at their first use. `waits_for_sends=False`: a wait for a send returns at
     once, as if every message were copied before it is sent. `seed`: choose who runs next at random.
+    `streams`: a rank has so many, and its communicators take them in turn; else each has one of its own.
     """
 
     def __init__(
-        self, size: int, *, lazy: bool = False, waits_for_sends: bool = True, seed: int | None = None
+        self,
+        size: int,
+        *,
+        lazy: bool = False,
+        waits_for_sends: bool = True,
+        seed: int | None = None,
+        streams: int | None = None,
     ) -> None:
         super().__init__(size, seed)
+        pools = ([deque[Operation]() for _ in range(streams or 0)] for _ in range(size))
+        self._streams = [cycle(pool) for pool in pools]
         self._lazy, self._waits_for_sends = lazy, waits_for_sends
         self._communicators: dict[tuple[str, tuple[int, ...], int], Communicator] = {}
         self._made: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
@@ -37,6 +47,9 @@ class NcclWorld(RankThreads):
     ) -> NcclLikeGroup:
         """A new communicator of `members`. The n-th calls of all of them with this axis make the same one."""
         group = self._group(axis, tuple(members), rank, ledger or Ledger())
+        stream = next(self._streams[rank], None)
+        if stream is not None:
+            group.communicator.take_stream(rank, stream)
         if not self._lazy:
             group.connect(CPU)
         return group

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from echelon.collectives import Edge, Edges, Group
 from echelon.data_parallel import Buffers
 from echelon.engine.step_program import step_program
+from echelon.errors import UserError
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Program, add_transfers, asynchronous, forward_only
 from echelon.runtime import Interpreter, Microbatch, Script, Stage, Versions, Wire
@@ -281,6 +282,12 @@ def test_between_steps_every_device_comes_to_rest(schedule: str, stages: int) ->
         check_training(plan, edges_of_mesh, length=2, rests=True)
 
 
+@pytest.mark.parametrize("pipeline", ["3-1", "8-1", "15-1", "2-1-2"])
+def test_stages_of_many_replicas_have_streams_enough(pipeline: str) -> None:
+    """torch has 32 streams, which communicators take in turn."""
+    check_training(f"pipeline={pipeline} microbatches=16", edges_of_mesh, streams=32)
+
+
 # What this suite finds when earlier queues are put back.
 
 
@@ -306,6 +313,20 @@ def test_one_queue_per_direction_deadlocks(
         deadlock = pytest.raises(Deadlock, match=r"queue on pipeline.*: recv from .*, (send to|recv from)")
         with deadlock if (stages, microbatches) == deadlocks else nullcontext():
             check_training(plan, one_queue_per_direction)
+
+
+@pytest.mark.parametrize(("pipeline", "streams"), [("2", 1), ("4", 2), ("3-1", 1), ("8-1", 1)])
+def test_communicators_that_share_streams_deadlock(
+    monkeypatch: pytest.MonkeyPatch, pipeline: str, streams: int
+) -> None:
+    """See [Note: shared streams] in mesh/stream_checks.py, which refuses such plans."""
+    plan = f"pipeline={pipeline} microbatches=16"
+    monkeypatch.setattr("echelon.mesh.stream_checks.NUM_STREAMS", streams)
+    with pytest.raises(UserError, match=f"torch has {streams}"):
+        check_training(plan, edges_of_mesh, length=2, streams=streams)
+    monkeypatch.setattr("echelon.mesh.stream_checks.NUM_STREAMS", 100)
+    with pytest.raises(Deadlock):
+        check_training(plan, edges_of_mesh, length=2, streams=streams)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "pipedream"])

@@ -22,6 +22,7 @@ from echelon.errors import UserError
 from echelon.launching import join
 from echelon.launching.group import backend_for, operation_limit
 from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
+from echelon.mesh.stream_checks import check_streams
 from echelon.plan import Plan
 
 
@@ -97,6 +98,7 @@ class Mesh:
         group = self.group("pipeline")
         if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
+        check_streams(self.plan, self._open_groups, pairs, group, self.group("all"), self.device)
         columns = self.layout.groups("pipeline")
         host = self._open_group(columns, backend="gloo")
         assert host is not None
