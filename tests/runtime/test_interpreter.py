@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.collectives.cuda_timing import EventClock
 from echelon.launching import Ranks
 from echelon.plan import Plan
 from echelon.program import Instruction, build
 from echelon.runtime import Spec
 from echelon.runtime.message import layout
 from tests.cases import vectors
+from tests.collectives.fake_device import FakeDevice
 from tests.runtime.watched_engine import engine_for
 
 Warm = Callable[[int], Ranks]
@@ -45,6 +47,18 @@ def test_every_instruction_is_executed_once_and_in_order(warm_ranks: Warm, plan:
         assert instructions == list(program.ranks[rank])
         assert in_order
         assert 0 < seconds < of_step
+
+
+def test_a_step_marks_its_instructions_on_the_clock_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of the host, which queues work and goes on, were given for those of a GPU."""
+    device = FakeDevice()
+    monkeypatch.setattr("echelon.runtime.interpreter.clock_of", lambda _: EventClock(device))
+    engine = engine_for("microbatches=2 schedule=gpipe")
+    synchronized = device.synchronized
+    engine.step(vectors(0))
+    assert device.synchronized == synchronized, "nothing waits in a step"
+    assert [span.instruction for span in engine.spans] == list(build("gpipe", (1,), 2).ranks[0])
+    assert device.synchronized > synchronized
 
 
 # Bytes.

@@ -21,7 +21,7 @@ Nothing here synchronises until someone reads the times. Events are reused.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple, Protocol, final
@@ -110,8 +110,18 @@ class EventClock:
         """When a completed event was, as of time.perf_counter."""
         return self._origin_seconds + _seconds(self._origin, event)
 
+    def read(self, events: Sequence[Event]) -> list[float]:
+        """When each of some events was, in their order; waits for the last one, and reuses them all."""
+        first, last = events[0], events[-1]
+        last.synchronize()
+        start = self.seconds_at(first)
+        seconds = [start + _seconds(first, event) for event in events]
+        self.release(*events[:-1])
+        self.release_last(last, seconds[-1])
+        return seconds
+
     def release(self, *events: Event) -> None:
-        """Reuse events whose times have been read."""
+        """Reuse events whose times have been read, or will not be."""
         self._free.extend(events)
 
     def release_last(self, event: Event, seconds: float) -> None:

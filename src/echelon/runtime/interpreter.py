@@ -1,6 +1,5 @@
 """The interpreter: runs any program, instruction by instruction. No schedule has a loop of its own."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from echelon.runtime.mailbox import Mailbox
 from echelon.runtime.message import Gradients
 from echelon.runtime.microbatch import Microbatch
 from echelon.runtime.script import Script, Slot, microbatch_of, slot_of
+from echelon.runtime.span_timer import SpanTimer, clock_of
 from echelon.runtime.split_backward import SplitBackward
 from echelon.runtime.stage import Stage
 from echelon.runtime.structure import Leaf
@@ -61,7 +61,7 @@ class Interpreter:
         self._returning: dict[Slot, tuple[list[Leaf], Gradients]] = {}  # of its inputs, and their form
         self._mailbox = Mailbox(wire, self._flights, with_tally=versions is not None)
         self._since_update = self._no_losses()
-        self.spans: list[Span] = []
+        self._timer = SpanTimer(clock_of(device))
         self._do: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -92,19 +92,23 @@ class Interpreter:
         self._tally = self._no_losses()
         if self._versions is None:  # all of a step's losses are one update's
             self._since_update = self._tally
-        self.spans = []
         self._mailbox.start_step(script, feed)
+        self._timer.start_step(script.rank, script.instructions)
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
-            start = time.perf_counter()
             self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead(self._at)
-            self.spans.append(Span(script.rank, start, time.perf_counter(), instruction))
+            self._timer.finish_instruction()
         at_instruction("")
         self._mailbox.finish_step()
         self._feed = {}
         return self._tally
+
+    @property
+    def spans(self) -> list[Span]:
+        """When each instruction of the last run was executed; waits for a CUDA device."""
+        return self._timer.spans
 
     def _no_losses(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self._device)
