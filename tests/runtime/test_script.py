@@ -37,6 +37,12 @@ def test_a_receive_is_posted_when_all_that_it_waits_for_is_queued() -> None:
     assert second.post_after == {0: [-1, place_of(second, "SG0")]}
 
 
+def test_a_message_needs_all_that_its_sender_has_received() -> None:
+    """Also what it received before a message of another replica, which needs nothing of this rank."""
+    script = Script(build("gpipe", (2, 1), microbatches=4), 0)
+    assert script.post_after == {2: [place_of(script, "SA2")] * 2}
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "naive", "interleaved"])
 def test_what_a_receive_waits_for_stands_before_it(schedule: str) -> None:
     chunks = 2 if schedule == "interleaved" else 1
