@@ -10,7 +10,7 @@ import echelon
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.data_parallel import Buffers
 from echelon.data_parallel import buffers as buffers_module
-from echelon.data_parallel.buffers import broadcast
+from echelon.data_parallel.packed_broadcast import broadcast_packed
 from echelon.launching import Ranks
 from tests.cases import adamw, mean_loss, vectors
 from tests.reads import HasReadError, no_reads
@@ -55,7 +55,7 @@ def test_small_buffers_are_sent_without_asking_where_that_would_wait(monkeypatch
     group, module = RecordingGroup("data", 0, 2), Counters()
     with no_reads():
         Buffers(module, group, asks=False).share()
-    assert sent(group) == [2, 3]
+    assert sent(group) == [5], "one message for all of a type"
     assert {move.operation for move in group.ledger.moves} == {"broadcast"}
     monkeypatch.setattr(buffers_module, "SMALL", 19)  # bytes; they have 20
     with no_reads(), pytest.raises(HasReadError):
@@ -66,7 +66,7 @@ def test_running_statistics_are_always_sent() -> None:
     """Their kernels leave no mark on the tensor's version."""
     group, module = RecordingGroup("data", 0, 2), nn.BatchNorm1d(2)
     Buffers(module, group).share()
-    assert len(sent(group)) == 3
+    assert sent(group) == [4, 2], "mean and variance; the counter, an integer of 8 bytes"
     group, module = RecordingGroup("data", 0, 2), nn.BatchNorm1d(2, track_running_stats=False)
     Buffers(module, group).share()
     assert sent(group) == []
@@ -104,8 +104,7 @@ def test_every_replica_has_those_of_replica_0_whoever_changed_them(
 def broadcast_of_own() -> list[list[float]]:
     group = group_over("data", torch.distributed.group.WORLD, Ledger())
     tensors = [torch.full((2, 3), float(group.rank)), torch.full((3, 2), float(group.rank)).t()]
-    for tensor in tensors:
-        broadcast(tensor, group)
+    broadcast_packed(tensors, group)
     return [tensor.flatten().tolist() for tensor in tensors]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup, group_over
-from echelon.engine import start
+from echelon.data_parallel import packed_broadcast
 from echelon.engine.start import start_equal
 from echelon.launching import Ranks
 from tests.cases import Perceptron
@@ -17,7 +17,7 @@ Warm = Callable[[int], Ranks]
 
 def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
     """Rank r fills its model with 100 r + the number of the tensor."""
-    start._BYTES_AT_ONCE = bytes_at_once
+    packed_broadcast.BYTES_AT_ONCE = bytes_at_once
     group = group_over("all", torch.distributed.group.WORLD, Ledger())
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(2), nn.Linear(1, 1).double())
     model[1].weight.data = torch.empty(4)[::2]  # not contiguous

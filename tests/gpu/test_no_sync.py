@@ -116,7 +116,7 @@ def test_a_step_of_two_ranks_waits_for_nothing(nccl: Ranks, plan: str, dropout: 
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_other_optimizers_with_fused_kernels_wait_for_nothing(name: str) -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         options = {"momentum": 0.9} if name == "SGD" else {}

@@ -20,13 +20,13 @@ FUSED: dict[str, Make] = {
     "adamw": partial(torch.optim.AdamW, lr=0.1),
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
     "chosen": partial(torch.optim.AdamW, lr=0.1, fused=True),
 }
 OTHER: dict[str, Make] = {
     "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
     "foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
     "not fused": partial(torch.optim.AdamW, lr=0.1, fused=False),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
     "rmsprop": partial(torch.optim.RMSprop, lr=0.1),
 }
 MAKES = FUSED | OTHER

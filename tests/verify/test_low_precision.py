@@ -210,7 +210,7 @@ def test_plans_are_within_rounding_of_one_device(plan: str) -> None:
     verdict = verify(case, plan, precision="bf16")
     assert verdict.holds, str(verdict)
     assert verdict.plan.precision == "bf16"
-    assert verdict.groups["weights"].plan > 0
+    assert verdict.groups["weights"].rounding > 0  # a worker alone may be equal to the bit
 
 
 def step_twice(engine: Engine) -> None:

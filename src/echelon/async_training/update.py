@@ -23,12 +23,12 @@ from echelon.async_training.messages import open_group
 from echelon.async_training.port import SERVER, LocalPort, Port, RemotePort
 from echelon.async_training.server import Gradient
 from echelon.collectives import Group
-from echelon.errors import UserError
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, MasterStepper
 from echelon.runtime import Outcome, Push, StepNumbers, Update
+from echelon.runtime.numbers import check_counted
 
 
 @final
@@ -52,6 +52,7 @@ class AsyncUpdate(Update):
         stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
     ) -> None:
         self._gradients, self._share_buffers = gradients, share_buffers
+        self._is_stale = staleness > 0
         parameter_set = gradients.parameter_set
         self._group: Group = parameter_set.group
         self._host: Host | None = None
@@ -93,7 +94,7 @@ class AsyncUpdate(Update):
         gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
         result = self._port.push(self._step, gradient)
         self._step += 1
-        _check_counted(result.counted)
+        check_counted(result.counted, each_worker=self._is_stale)
         if self._host is None:  # the server sets its own; here it is for those who look
             self._learning_rate.set(result.version - 1)
         self.numbers = StepNumbers.known(Outcome(result.total, result.counted, result.norm))
@@ -113,7 +114,7 @@ class AsyncUpdate(Update):
         with self._group.ledger.about("metrics"):
             self._group.all_reduce(tally)
         total, count = tally.tolist()
-        _check_counted(count)
+        check_counted(count)
         return total, count
 
     def owned(self) -> list[OwnedSlice]:
@@ -164,11 +165,3 @@ def _leave_at_exit(reference: weakref.ref[Port]) -> None:
     port = reference()
     if port is not None:
         port.leave()
-
-
-def _check_counted(count: float) -> None:
-    if count == 0:
-        raise UserError(
-            "a step had no sample that the loss counts; give every worker at least one (with staleness=0, "
-            "one worker)"
-        )

@@ -4,6 +4,7 @@ from echelon.data_parallel.all_reduce import AllReduce
 from echelon.data_parallel.buffers import Buffers
 from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
+from echelon.data_parallel.packed_broadcast import broadcast_packed
 from echelon.data_parallel.parameter_server import ParameterServer
 from echelon.data_parallel.parameter_set import ParameterSet, SharedGradient, Unit, named_subset
 from echelon.data_parallel.problems import Problem
@@ -28,6 +29,7 @@ __all__ = [
     "Unit",
     "Zero",
     "accumulate_in_place",
+    "broadcast_packed",
     "clip_factor",
     "divide_units",
     "named_subset",

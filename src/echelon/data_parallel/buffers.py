@@ -1,12 +1,14 @@
 """Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
 
 from collections.abc import Sequence
+from itertools import compress
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
 from echelon.data_parallel.flags import set_anywhere
+from echelon.data_parallel.packed_broadcast import broadcast_packed
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 
@@ -34,9 +36,7 @@ class Buffers:
         if not buffers:
             return
         with self._group.ledger.about("buffers"):
-            for buffer, is_changed in zip(buffers, self._changed_anywhere(buffers), strict=True):
-                if is_changed:
-                    broadcast(buffer, self._group)
+            broadcast_packed(list(compress(buffers, self._changed_anywhere(buffers))), self._group)
         self._marks = self._current_marks()
 
     def _changed_anywhere(self, buffers: Sequence[Tensor]) -> Sequence[bool]:
@@ -53,11 +53,3 @@ class Buffers:
     def _current_marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer does: which tensor it is, and its version."""
         return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
-
-
-def broadcast(tensor: Tensor, group: Group) -> None:
-    """Rank 0's values into everyone's `tensor`, however it lies in memory."""
-    packed = tensor.detach().contiguous()
-    group.broadcast(packed, source=0)
-    if packed.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(packed)

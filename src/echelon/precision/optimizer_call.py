@@ -22,12 +22,11 @@ from echelon.precision.flat_memory import have_same_layout
 Factor = float | Tensor
 Skip = bool | Tensor
 
-# torch's optimizers with a fused kernel, and its name.
+# torch's optimizers with a fused kernel, and its name. Not Adagrad, whose kernel torch 2.11 refuses on CUDA.
 _FUSED = {
     torch.optim.Adam: "_fused_adam_",
     torch.optim.AdamW: "_fused_adamw_",
     torch.optim.SGD: "_fused_sgd_",
-    torch.optim.Adagrad: "_fused_adagrad_",
 }
 
 
