@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     folder: Path | None = config.getoption("--record")
     if folder is None:
         return
-    stats = terminalreporter.stats
-    counts = {outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")}
-    result = make_result("gpu-tests", "pytest -m gpu tests/gpu --record benchmarks/results", counts, ())
-    passed = [report.nodeid for report in stats.get("passed", [])]
+    record = folder / "gpu-tests.json"
+    outcomes = {
+        report.nodeid: kind
+        for kind in ("passed", "skipped", "failed", "error")
+        for report in terminalreporter.stats.get(kind, [])
+    }
+    result = make_result("gpu-tests", "pytest -m gpu tests/gpu --record benchmarks/results", {}, ())
+    outcomes = _outcomes_at(result.commit, record) | outcomes
+    result = dataclasses.replace(result, settings=dict(Counter(outcomes.values())))
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dataclasses.asdict(result) | {"passed": passed}, indent=2)
-    (folder / "gpu-tests.json").write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(dataclasses.asdict(result) | {"outcomes": outcomes}, indent=2)
+    record.write_text(text + "\n", encoding="utf-8")
+
+
+def _outcomes_at(commit: str | None, record: Path) -> dict[str, str]:
+    """What an earlier run at the same commit has recorded: the tests need not all run at once."""
+    if not record.exists():
+        return {}
+    earlier = json.loads(record.read_text(encoding="utf-8"))
+    outcomes: dict[str, str] = earlier.get("outcomes", {})
+    return outcomes if commit is not None and earlier["commit"] == commit else {}

@@ -10,7 +10,9 @@ NCCL talks over loopback sockets: slow, but the real library with its real order
 import argparse
 import dataclasses
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.tensor_parallel.models import language_case
 
 DEADLINE = 60.0  # seconds without a sign of life; then the launcher reports every rank's stack
 _STEPS = 6
+FILE = "nccl.json"
 
 _SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "interleaved chunks=2")
 _CONTINUOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
@@ -76,6 +79,9 @@ class Outcome(NamedTuple):
     gap: float
     seconds: float
     text: str = ""
+
+
+Numbered = tuple[int, Outcome]  # the number of the whole run, from 1
 
 
 def environment(rank: int) -> dict[str, str]:
@@ -209,31 +215,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many whole runs")
     parser.add_argument("--out", type=Path, help="folder to write nccl.json into")
     options = parser.parse_args(arguments)
-    preload(*TRAINING_MODULES)
-    outcomes: list[tuple[int, Outcome]] = []
-    for number in range(options.runs):
-        for ranks in options.ranks:
-            for outcome in run(ranks, options.backend):
-                outcomes.append((number + 1, outcome))
-                print(
-                    f"{outcome.result:9} {outcome.seconds:6.2f} s  {outcome.gap:.1e}  {outcome.plan}", end=""
-                )
-                print(f" [{outcome.scenario}]" + (f"\n{outcome.text}" if outcome.text else ""), flush=True)
+    outcomes = _run_here(options) if len(options.ranks) == 1 else _run_together(options)
     bad = [outcome for _, outcome in outcomes if outcome.result != "equal"]
     print(f"{len(outcomes)} trainings, {len(bad)} not equal")
     if options.out is not None:
         _record(outcomes, options)
-    return int(bool(bad))
+    return int(bool(bad) or not outcomes)
 
 
-def _record(outcomes: Sequence[tuple[int, Outcome]], options: argparse.Namespace) -> None:
+def _run_here(options: argparse.Namespace) -> list[Numbered]:
+    preload(*TRAINING_MODULES)
+    outcomes: list[Numbered] = []
+    for number in range(options.runs):
+        for outcome in run(options.ranks[0], options.backend):
+            outcomes.append((number + 1, outcome))
+            print(f"{outcome.result:9} {outcome.seconds:6.2f} s  {outcome.gap:.1e}  {outcome.plan}", end="")
+            print(f" [{outcome.scenario}]" + (f"\n{outcome.text}" if outcome.text else ""), flush=True)
+    return outcomes
+
+
+def _run_together(options: argparse.Namespace) -> list[Numbered]:
+    """Each number of ranks in a process of its own, all at once: the GPU is idle most of the time."""
+    with tempfile.TemporaryDirectory() as folder:
+        common = ["--backend", options.backend, "--runs", str(options.runs)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.nccl", *common, "--ranks", str(n), "--out", f"{folder}/{n}"]
+            )
+            for n in options.ranks
+        ]
+        for process in processes:
+            process.wait()
+        records = [json.loads((Path(folder) / str(n) / FILE).read_text()) for n in options.ranks]
+    return [(each.pop("run"), Outcome(**each)) for record in records for each in record["outcomes"]]
+
+
+def _record(outcomes: Sequence[Numbered], options: argparse.Namespace) -> None:
     counts = {kind: sum(o.result == kind for _, o in outcomes) for kind in ("equal", "different", "failed")}
     command = f"python -m tests.gpu.nccl --runs {options.runs} --out benchmarks/results"
     result = make_result("nccl", command, {"runs": options.runs, "backend": options.backend, **counts}, ())
     plain = [{"run": number, **outcome._asdict()} for number, outcome in outcomes]
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dataclasses.asdict(result) | {"outcomes": plain}, indent=2)
-    (options.out / "nccl.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
