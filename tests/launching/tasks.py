@@ -269,12 +269,13 @@ def share(values: list[Any]) -> Any:
     """What `share_results` makes of `values[r]`, or the text of its error."""
     try:
         return share_results(values[dist.get_rank()])
-    except UserError as error:
-        return str(error)
+    except (UserError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def share_something_stubborn(failing_rank: int) -> Any:
-    return share([NotForSending() if rank == failing_rank else rank for rank in range(dist.get_world_size())])
+    stubborn = {"runs": [1, 2, NotForSending()]}
+    return share([stubborn if rank == failing_rank else rank for rank in range(dist.get_world_size())])
 
 
 def hold_the_interpreter() -> None:

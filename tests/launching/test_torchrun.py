@@ -73,14 +73,20 @@ def test_rank_0_has_all_results_and_others_their_own_and_its(warm_ranks: Callabl
     values = [{"loss": 0.5}, (1, 2), None]
     first, second, third = warm_ranks(3).run(tasks.share, values)
     assert first == values
-    assert second == [*values[:2], RemoteResult(2)]
-    assert third == [values[0], RemoteResult(1), None]
+    assert second[:2] == values[:2]
+    assert [type(second[2]), second[2].rank] == [RemoteResult, 2]
+    assert [third[0], third[2]] == [values[0], None]
+    assert [type(third[1]), third[1].rank] == [RemoteResult, 1]
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_on_every_rank(warm_ranks: Callable[[int], Ranks]) -> None:
     """The others would wait for it forever."""
-    for said in warm_ranks(3).run(tasks.share_something_stubborn, 1):
-        assert said.startswith("1 error in the results:\n  - rank 1: the result is of type NotForSending")
+    first, second, third = warm_ranks(3).run(tasks.share_something_stubborn, 1)
+    assert second.startswith(
+        "TypeError: the result['runs'][2] is of type NotForSending, which cannot be sent"
+    )
+    reason = second.removeprefix("TypeError: ")
+    assert first == third == f"UserError: 1 error in the results:\n  - rank 1: {reason}"
 
 
 def test_the_environment_is_set_before_the_group_is_joined(

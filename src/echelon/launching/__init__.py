@@ -10,7 +10,7 @@ from echelon.launching.launcher import launch
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
 from echelon.launching.pulse import at_instruction, beat, enter_operation, leave_operation
 from echelon.launching.ranks import Ranks
-from echelon.launching.results import RemoteResult
+from echelon.launching.remote_result import RemoteResult
 from echelon.launching.torchrun import join
 
 __all__ = [

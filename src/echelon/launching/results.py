@@ -1,55 +1,43 @@
-"""Results of ranks as bytes that hold data only: JSON, and tensors by safetensors.
+"""Results of ranks as bytes that hold data only: JSON, and tensors and arrays by safetensors.
 
 Under torchrun results travel over a network. Pickle would let anyone who can write to a socket run code.
-Here classes are looked up among the modules that are loaded, and no code of theirs runs.
+Here classes are found by name among those that are loaded (`data_classes.py`), and no code of theirs runs.
 """
 
 import dataclasses
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from echelon.errors import UserError
+from echelon.launching import data_classes
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 _LENGTH_BYTES = 8
 _FIX = (
-    "return None, numbers, strings, bytes, tensors, or lists, tuples, dicts, dataclasses and named tuples of "
-    "them; write anything else to a file"
+    "return None, numbers, strings, bytes, tensors, numpy arrays, or lists, tuples, dicts, dataclasses and "
+    "named tuples of them; write anything else to a file"
 )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class RemoteResult:
-    """Takes the place of another rank's result, which only rank 0 has."""
-
-    rank: int
-
-    def __repr__(self) -> str:
-        return f"<the result of rank {self.rank}: only rank 0 has it>"
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"only rank 0 has this result, so there is no {name!r} here: use it on rank 0")
-
-    def __bool__(self) -> bool:
-        raise UserError(f"{self!r} is neither true nor false: use the result on rank 0")
+_ARRAY_KINDS = "biufcSUmM"  # numpy's: booleans, numbers, text, times. Objects and records are not plain bytes
 
 
 def encode(value: object) -> bytes:
-    """The bytes of `value`; a UserError names what they cannot hold. Tensors are copied to the CPU."""
+    """The bytes of `value`; a TypeError names what they cannot hold. Tensors are copied to the CPU."""
     from safetensors.torch import save
 
     encoder = _Encoder()
-    text = json.dumps(encoder.structure(value, "the result")).encode()
+    try:
+        text = json.dumps(encoder.structure(value, "the result")).encode()
+    except RecursionError:
+        raise TypeError(f"the result contains itself, or is nested too deep: {_FIX}") from None
     try:
         tensors = save(encoder.tensors)
     except Exception as error:  # a type of numbers that safetensors does not have
         types = sorted({str(tensor.dtype) for tensor in encoder.tensors.values()})
-        raise UserError(
+        raise TypeError(
             f"the result has tensors of {', '.join(types)}, which cannot all be sent ({error}): "
             "convert them to float64, or to integers"
         ) from error
@@ -73,6 +61,7 @@ class _Encoder:
 
     def structure(self, value: Any, place: str) -> Any:
         """`place` says where `value` is, for errors."""
+        import numpy as np
         import torch
 
         kind = type(value)
@@ -85,17 +74,20 @@ class _Encoder:
         if kind in (dict, OrderedDict):
             return {kind.__name__: [self._entry(key, value[key], place) for key in value]}
         if kind is bytes:
-            data = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)
-            return {"bytes": self._keep(data)}
+            return {"bytes": self._bytes(value)}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return {"tensor": self._tensor(value, place)}
         if hasattr(kind, "as_named_tuple"):  # metrics, whose numbers may be on a device
             return self.structure(value.as_named_tuple(), place)
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return {"named tuple": [_class_name(kind, place), self._items(value, place)]}
-        if dataclasses.is_dataclass(value):
-            return {"dataclass": [_class_name(kind, place), self._fields(value, place)]}
-        raise UserError(f"{place} is of type {kind.__qualname__}, which cannot be sent: {_FIX}")
+        if kind is np.ndarray:
+            return {"array": self._array(value, place)}
+        if isinstance(value, np.generic):
+            return {"scalar": self._array(np.asarray(value), place)}
+        if data_classes.is_named_tuple(kind):
+            return {"named tuple": [data_classes.name_of(kind, place), self._values(value, place)]}
+        if dataclasses.is_dataclass(kind):
+            return {"dataclass": [data_classes.name_of(kind, place), self._fields(value, place)]}
+        raise TypeError(f"{place} is of type {kind.__qualname__}, which cannot be sent: {_FIX}")
 
     def _items(self, values: Iterable[Any], place: str) -> list[Any]:
         return [self.structure(value, f"{place}[{index}]") for index, value in enumerate(values)]
@@ -107,14 +99,32 @@ class _Encoder:
         ]
 
     def _fields(self, value: Any, place: str) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: self.structure(getattr(value, name), f"{place}.{name}") for name in names}
+        fields = data_classes.fields_of(value, place)
+        return {name: self.structure(fields[name], f"{place}.{name}") for name in fields}
+
+    def _values(self, value: Any, place: str) -> list[Any]:
+        names = type(value)._fields
+        data_classes.refuse_other_attributes(value, names, place)
+        return [self.structure(each, f"{place}.{name}") for name, each in zip(names, value, strict=True)]
+
+    def _array(self, array: "np.ndarray[Any, Any]", place: str) -> list[Any]:
+        if array.dtype.kind not in _ARRAY_KINDS:
+            raise TypeError(
+                f"{place} is a numpy array of {array.dtype}, which cannot be sent: convert it to an array of "
+                "numbers or text, or to lists (array.tolist())"
+            )
+        return [array.dtype.str, array.shape, self._bytes(array.tobytes())]
+
+    def _bytes(self, data: bytes) -> str:
+        import torch
+
+        return self._keep(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))
 
     def _tensor(self, tensor: "Tensor", place: str) -> str:
         import torch
 
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise UserError(
+            raise TypeError(
                 f"{place} is a sparse, quantized or meta tensor, which cannot be sent: "
                 "return a dense tensor (tensor.to_dense(), tensor.dequantize())"
             )
@@ -140,49 +150,31 @@ def _decode(structure: Any, tensors: "dict[str, Tensor]") -> Any:
         case "tensor":
             return tensors[content]
         case "bytes":
-            return tensors[content].numpy().tobytes()
+            return _read_bytes(tensors[content])
+        case "array":
+            return _read_array(content, tensors)
+        case "scalar":
+            return _read_array(content, tensors)[()]
         case "tuple":
             return tuple(_decode(content, tensors))
         case "named tuple":
             name, values = content
-            return tuple.__new__(_find_class(name), _decode(values, tensors))
+            return data_classes.make_named_tuple(data_classes.find(name), _decode(values, tensors))
         case "dataclass":
             name, fields = content
-            return _rebuild(_find_class(name), {key: _decode(fields[key], tensors) for key in fields})
+            values = {key: _decode(fields[key], tensors) for key in fields}
+            return data_classes.make_dataclass(data_classes.find(name), values)
         case _:
             entries = [(_decode(key, tensors), _decode(value, tensors)) for key, value in content]
             return OrderedDict(entries) if kind == "OrderedDict" else dict(entries)
 
 
-def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """A dataclass with these fields, without a call of its `__init__`."""
-    value = object.__new__(kind)
-    for name, content in fields.items():
-        object.__setattr__(value, name, content)  # also if it is frozen
-    return value
+def _read_bytes(tensor: "Tensor") -> bytes:
+    return tensor.numpy().tobytes()
 
 
-def _class_name(kind: type[Any], place: str) -> str:
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    if _loaded_class(name) is not kind:
-        raise UserError(
-            f"{place} is of type {kind.__qualname__}, which other ranks cannot find: define the class at the "
-            "top level of a module"
-        )
-    return name
+def _read_array(content: list[Any], tensors: "dict[str, Tensor]") -> "np.ndarray[Any, Any]":
+    import numpy as np
 
-
-def _find_class(name: str) -> type[Any]:
-    kind = _loaded_class(name)
-    is_data = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
-    if kind is None or not is_data:
-        raise UserError(f"a result of another rank is of type {name}, which this rank has not imported")
-    return kind
-
-
-def _loaded_class(name: str) -> type[Any] | None:
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else None
+    dtype, shape, name = content
+    return np.ndarray(tuple(shape), np.dtype(dtype), bytearray(_read_bytes(tensors[name])))

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from echelon.errors import UserError, raise_errors
 from echelon.launching.channel import is_launched_rank
 from echelon.launching.environment import Environment, variables_of
-from echelon.launching.results import RemoteResult, decode, encode
+from echelon.launching.remote_result import RemoteResult
+from echelon.launching.results import decode, encode
 
 T = TypeVar("T")
 
@@ -71,15 +72,18 @@ def share_results(value: object) -> list[Any]:
     """A list with the results of all ranks; off rank 0, a RemoteResult for all but rank 0 and this rank.
 
     Every rank must call this. Each result comes from its bytes, also that of this rank, so it is the same
-    wherever it is used.
+    wherever it is used. A result that cannot be sent is a TypeError on its rank, and a UserError on others.
     """
     import torch.distributed as dist
 
     from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
 
     data, error = _try_encode(value)
-    states = [json.loads(state) for state in all_gather_bytes(json.dumps([len(data), error]).encode())]
-    raise_errors("the results", [f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error])
+    state = [len(data), None if error is None else str(error) or type(error).__name__]
+    states = [json.loads(each) for each in all_gather_bytes(json.dumps(state).encode())]
+    if error is not None:
+        raise error
+    raise_errors("the results", [f"rank {rank}: {text}" for rank, (_, text) in enumerate(states) if text])
     lengths = [length for length, _ in states]
     gathered = gather_bytes(data, lengths)
     first = broadcast_bytes(data, lengths[0])
@@ -89,12 +93,12 @@ def share_results(value: object) -> list[Any]:
     return [decode(local[rank]) if rank in local else RemoteResult(rank) for rank in range(len(states))]
 
 
-def _try_encode(value: object) -> tuple[bytes, str]:
+def _try_encode(value: object) -> tuple[bytes, Exception | None]:
     """The bytes, or what is wrong: every rank must learn of it, or the others would wait forever."""
     try:
-        return encode(value), ""
+        return encode(value), None
     except Exception as error:
-        return b"", str(error) or type(error).__name__
+        return b"", error
 
 
 def _leave() -> None:
