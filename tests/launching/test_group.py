@@ -1,7 +1,9 @@
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ class Joins:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is restored after the test
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
         monkeypatch.setattr(group, "_numbers", itertools.repeat(0))
-        monkeypatch.setattr(group, "_mark_checked", lambda: None)
+        monkeypatch.setattr(group, "_mark_checked", lambda _: None)
         monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
         monkeypatch.setattr(dist, "init_process_group", self._init)
         self._monkeypatch = monkeypatch
@@ -111,6 +113,31 @@ def test_cuda_gets_enough_queues_unless_the_user_chose(
 
 def test_a_group_is_asked_for_its_backends(warm_ranks: Callable[[int], Ranks]) -> None:
     assert warm_ranks(2).run(tasks.kinds_of_backends) == [["gloo", "gloo", "gloo", None]] * 2
+
+
+def test_the_limit_is_that_of_the_group_that_was_joined_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed when the group was left, and limited the groups of one that the user initialised later."""
+    monkeypatch.setattr(group, "_checked_world", None)
+    limits = [group.operation_limit()]
+    with single_rank():
+        init_group(HashStore(), 0, 1, "gloo", timeout(60))
+        limits.append(group.operation_limit())
+    limits.append(group.operation_limit())
+    with single_rank():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        limits.append(group.operation_limit())
+        group.check_world()
+        limits.append(group.operation_limit())
+    assert limits == [None, timedelta(seconds=60), None, None, None]
+
+
+@contextmanager
+def single_rank() -> Iterator[None]:
+    """Leaves the process group of this process, the only rank."""
+    try:
+        yield
+    finally:
+        group.leave()
 
 
 def test_two_ranks_on_one_gpu_are_refused_on_every_rank(warm_ranks: Callable[[int], Ranks]) -> None:

@@ -1,7 +1,4 @@
-"""What a process group uses for the tensors of a device.
-
-The group knows, its name does not: one that was initialised with "cpu:gloo,cuda:nccl" has two backends.
-"""
+"""What a process group uses for the tensors of a device, and what that means for who waits where."""
 
 import os
 from collections.abc import Iterator
@@ -12,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.errors import UserError
+from echelon.launching.group import backends_of
+
+__all__ = ["Backend", "backend_of", "backends_of", "without_serialization_warning"]
 
 _HOST_BACKENDS = ("gloo", "mpi")
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -25,11 +25,6 @@ class Backend(NamedTuple):
     runs_on_host: bool  # in threads, which copy from and to a device; else on streams of the device
     waits_on_host: bool  # whether `wait` returns when an operation is complete
     has_urgent_streams: bool  # whether its streams have high priority
-
-
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The name of the group's backend for each type of device."""
-    return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str, caller: str) -> Backend:

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,23 @@ _LONGEST = timedelta(days=24)
 # waits for its peer blocks the kernels behind it.
 _CUDA_QUEUES = "32"
 
-_limit: timedelta | None = None
 _numbers = itertools.count()  # keeps the keys of one agreement in a store apart from those of the next
-_checked_world: "weakref.ref[dist.ProcessGroup] | None" = None
+
+
+class _CheckedWorld(NamedTuple):
+    """A group of all ranks whose devices are checked. The user may leave it, and initialise another."""
+
+    group: "weakref.ref[dist.ProcessGroup]"
+    limit: timedelta | None  # of one operation; None if the user initialised the group
+
+
+_checked_world: _CheckedWorld | None = None
 
 
 def operation_limit() -> timedelta | None:
     """How long an operation of the group that was joined here may take; None if somebody else joined it."""
-    return _limit
+    checked = _current_check()
+    return None if checked is None else checked.limit
 
 
 def timeout(seconds: float | None) -> timedelta:
@@ -56,8 +65,6 @@ def init_group(
     With `same_host` all ranks run on this host, with the same environment, numbered as in the job. Then each
     knows what the others would report, and decides the same without them.
     """
-    global _limit
-    _limit = limit
     _ask_for_queues()
     store.set_timeout(limit)
     if same_host:
@@ -81,7 +88,7 @@ def init_group(
         timeout=limit,
         device_id=device if placement.uses_nccl else None,  # otherwise NCCL guesses it, with a warning
     )
-    _mark_checked()
+    _mark_checked(limit)
 
 
 def check_world() -> None:
@@ -90,26 +97,31 @@ def check_world() -> None:
     NCCL itself fails late and unclearly where two ranks use one GPU. Does nothing for other backends, and for
     a group that was checked before.
     """
-    world = _world()
-    if _checked_world is not None and _checked_world() is world:
+    if _current_check() is not None:
         return
+    world = _world()
     if backend_for("cuda") == "nccl":
         keys = _new_keys("devices", dist.distributed_c10d._get_default_store())
         agree(
             keys, world.rank(), world.size(), report_current, lambda reports: check_devices(_parse(reports))
         )
-    _mark_checked()
+    _mark_checked(limit=None)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The name of the group's backend for each type of device.
+
+    The group knows, its name does not: one that was initialised with "cpu:gloo,cuda:nccl" has two backends.
+    """
+    return {device.type: group._get_backend(device).name() for device in group._device_types}
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
     """The name of the backend that moves tensors of this kind of device; None if the group has none.
 
-    Without `group`, that of all ranks. The name of a group's backend ('cpu:gloo,cuda:nccl') says less.
+    Without `group`, that of all ranks.
     """
-    try:
-        return str((group or _world())._get_backend(torch.device(device_type)).name())
-    except RuntimeError:
-        return None
+    return backends_of(group or _world()).get(device_type)
 
 
 def launch_backend(ranks: int) -> str:
@@ -151,9 +163,15 @@ def _new_keys(name: str, store: Store) -> PrefixStore:
     return PrefixStore(f"echelon/{name}/{next(_numbers)}", store)
 
 
-def _mark_checked() -> None:
+def _mark_checked(limit: timedelta | None) -> None:
     global _checked_world
-    _checked_world = weakref.ref(_world())
+    _checked_world = _CheckedWorld(weakref.ref(_world()), limit)
+
+
+def _current_check() -> _CheckedWorld | None:
+    """What is known of the group that is initialised now, if it was checked."""
+    is_current = _checked_world is not None and _checked_world.group() is dist.group.WORLD is not None
+    return _checked_world if is_current else None
 
 
 def _world() -> dist.ProcessGroup:
