@@ -55,9 +55,20 @@ def test_only_ranks_that_share_gpus_are_told_so() -> None:
     assert place(host("a", 2), None).note == ""
     assert place(host("a", 3, "xy"), None).note == (
         "3 ranks share 2 GPUs on host a, so they use Gloo, which is much slower than NCCL. "
-        "Start one rank per GPU, or choose backend='gloo' yourself."
+        "Start one rank per GPU, or accept it with backend='gloo'."
     )
-    assert "2 ranks share 1 GPU on each of 2 hosts" in place(host("a", 2, "x") + host("b", 2, "y"), None).note
+    assert "6 ranks share 3 GPUs on 2 hosts" in place(host("a", 2, "x") + host("b", 4, "xy"), None).note
+
+
+def test_ranks_that_share_although_there_are_enough_gpus_are_told_why() -> None:
+    reports = [report("a", "xy", 0)] * 2  # a launcher that sets LOCAL_RANK to 0 everywhere
+    assert place(reports, None).note == (
+        "2 ranks share 1 GPU on host a, so they use Gloo, which is much slower than NCCL. Number the ranks "
+        "of a host from 0 (LOCAL_RANK) and let them see all its GPUs, or accept it with backend='gloo'."
+    )
+    with pytest.raises(UserError, match=r"Number the ranks of a host .*, or use backend='gloo'") as caught:
+        place(reports, "nccl")
+    assert caught.value.errors == ("host a (ranks 0, 1): 2 GPUs, of which the ranks use 1",)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +87,28 @@ def test_only_ranks_that_share_gpus_are_told_so() -> None:
             ],
             id="one host has too few",
         ),
-        pytest.param(
-            [report("a", "x", 0), report("a", "", 1)],
-            ["host a (ranks 0, 1): 1 GPU, which some ranks do not see"],
-            id="one rank sees none",
-        ),
     ],
 )
 def test_hosts_that_differ_are_refused(reports: list[RankReport], lines: list[str]) -> None:
-    with pytest.raises(UserError, match=r"hosts of this job differ.*backend='gloo'") as caught:
+    with pytest.raises(UserError, match=r"^The hosts of this job differ.* on every host.*'gloo':") as caught:
         place(reports, None)
     assert list(caught.value.errors) == lines
+    assert place(reports, "gloo").backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "line"),
+    [
+        (["x", ""], "host a (ranks 0, 1): 1 GPU, which rank 1 does not see"),
+        (["xy", "", "xy", ""], "host a (ranks 0 to 3): 2 GPUs, which ranks 1, 3 do not see"),
+    ],
+)
+def test_on_one_host_it_is_the_ranks_that_differ(gpus: list[str], line: str) -> None:
+    reports = [report("a", visible, local_rank) for local_rank, visible in enumerate(gpus)]
+    with pytest.raises(UserError, match=r"^The ranks of a host differ: .* or use backend='gloo':") as caught:
+        place(reports, None)
+    assert "hosts" not in str(caught.value)
+    assert caught.value.errors == (line,)
     assert place(reports, "gloo").backend == "gloo"
 
 
@@ -96,6 +118,8 @@ def test_nccl_that_is_asked_for_needs_a_gpu_for_every_rank(backend: str) -> None
     for gpus in ("", "x"):
         with pytest.raises(UserError, match=f"backend='{backend}' needs a GPU for every rank"):
             place(host("a", 2, gpus), backend)
+    with pytest.raises(UserError, match=r"Use backend='gloo', or let the ranks see GPUs"):
+        place(host("a", 2), backend)
 
 
 def test_a_backend_that_is_asked_for_is_kept_without_a_word() -> None:

@@ -34,14 +34,27 @@ class Placement(NamedTuple):
 class _Host(NamedTuple):
     name: str
     ranks: list[int]
-    num_gpus: int
-    gpu_use: str  # 'none': no rank has a GPU; 'own': each has its own; 'shared'; 'some': only some have one
+    num_gpus: int  # that any of its ranks sees
+    used: list[str | None]  # the GPU of each rank
+
+    @property
+    def gpu_use(self) -> str:
+        """'none': no rank has a GPU; 'own': each has its own; 'shared'; 'some': only some have one."""
+        return _gpu_use(self.used)
+
+    @property
+    def num_used(self) -> int:
+        return len(set(self.used) - {None})
+
+    @property
+    def blind_ranks(self) -> list[int]:
+        return [rank for rank, gpu in zip(self.ranks, self.used, strict=True) if gpu is None]
 
 
 def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
     """NCCL if every rank has a GPU of its own, else Gloo; a `backend` that is given is kept.
 
-    Raises UserError where the hosts differ, or where NCCL is asked for and ranks lack a GPU of their own.
+    Raises UserError where only some ranks have a GPU of their own; if NCCL is asked for, where not all have.
     """
     devices = [
         local_rank % len(report.gpus) if report.gpus else None
@@ -52,11 +65,7 @@ def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
     if backend is not None:
         placement = Placement(backend, devices)
         if placement.uses_nccl and uses != {"own"}:
-            raise UserError(
-                f"backend={backend!r} needs a GPU for every rank that no other rank uses. Start one rank per "
-                "GPU, or use backend='gloo':",
-                _describe(hosts),
-            )
+            raise UserError(f"backend={backend!r} {_NCCL_RULE} {_nccl_fix(hosts)}:", _describe(hosts))
         return placement
     if uses == {"none"}:
         return Placement("gloo", devices)
@@ -64,12 +73,7 @@ def place(reports: Sequence[RankReport], backend: str | None) -> Placement:
         return Placement("nccl", devices)
     if uses == {"shared"}:
         return Placement("gloo", devices, _sharing_note(hosts))
-    raise UserError(
-        "The hosts of this job differ: either every rank must have a GPU of its own, or no rank may have "
-        "one. Start one rank per GPU on every host, or hide the GPUs (CUDA_VISIBLE_DEVICES=''), or use "
-        "backend='gloo':",
-        _describe(hosts),
-    )
+    raise UserError(f"{_difference(hosts)}, or use backend='gloo':", _describe(hosts))
 
 
 def check_devices(reports: Sequence[RankReport]) -> None:
@@ -77,9 +81,9 @@ def check_devices(reports: Sequence[RankReport]) -> None:
     hosts = _hosts(reports, [0 if report.gpus else None for report in reports])
     if {host.gpu_use for host in hosts} != {"own"}:
         raise UserError(
-            "The process group uses NCCL, which needs a GPU for every rank that no other rank uses. Call "
-            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group, '
-            "and start one rank per GPU:",
+            f"The process group uses NCCL, which {_NCCL_RULE} Call "
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group and start one '
+            "rank per GPU, or initialise the group with backend='gloo':",
             _describe(hosts),
         )
 
@@ -103,7 +107,7 @@ def _hosts(reports: Sequence[RankReport], devices: Sequence[int | None]) -> list
             reports[ranks[0]].host,
             ranks,
             len({gpu for rank in ranks for gpu in reports[rank].gpus}),
-            _gpu_use([_used_gpu(reports[rank], devices[rank]) for rank in ranks]),
+            [_used_gpu(reports[rank], devices[rank]) for rank in ranks],
         )
         for ranks in ranks_of.values()
     ]
@@ -119,30 +123,60 @@ def _gpu_use(used: Sequence[str | None]) -> str:
     return "own" if len(set(used)) == len(used) else "shared"
 
 
-_WORDS = {
-    "none": "no GPU",
-    "own": "each rank has its own",
-    "shared": "which ranks share",
-    "some": "which some ranks do not see",
-}
+_NCCL_RULE = "needs a GPU for every rank that no other rank uses."
+_NUMBERING = "Number the ranks of a host from 0 (LOCAL_RANK) and let them see all its GPUs"
+
+
+def _nccl_fix(hosts: Sequence[_Host]) -> str:
+    if all(host.gpu_use == "none" for host in hosts):
+        return "Use backend='gloo', or let the ranks see GPUs (CUDA_VISIBLE_DEVICES)"
+    return f"{_sharing_fix(hosts)}, or use backend='gloo'"
+
+
+def _difference(hosts: Sequence[_Host]) -> str:
+    """The rule that is broken where some ranks have a GPU of their own and others do not, and the fix."""
+    rule = "either every rank must have a GPU of its own, or no rank may have one."
+    hide = "or hide the GPUs from all ranks (CUDA_VISIBLE_DEVICES='')"
+    if any(host.gpu_use == "some" for host in hosts):
+        return f"The ranks of a host differ: {rule} Let every rank see a GPU (CUDA_VISIBLE_DEVICES), {hide}"
+    return f"The hosts of this job differ: {rule} Start one rank per GPU on every host, {hide}"
 
 
 def _describe(hosts: Sequence[_Host]) -> list[str]:
-    return [_describe_host(host) for host in hosts]
+    return [f"host {host.name} ({_name_ranks(host.ranks)}): {_describe_gpus(host)}" for host in hosts]
 
 
-def _describe_host(host: _Host) -> str:
-    gpus = "" if host.gpu_use == "none" else f"{_count(host.num_gpus, 'GPU')}, "
-    return f"host {host.name} ({_name_ranks(host.ranks)}): {gpus}{_WORDS[host.gpu_use]}"
+def _describe_gpus(host: _Host) -> str:
+    gpus = _count(host.num_gpus, "GPU")
+    match host.gpu_use:
+        case "none":
+            return "no GPU"
+        case "own":
+            return f"{gpus}, each rank has its own"
+        case "some":
+            do_not = "does not" if len(host.blind_ranks) == 1 else "do not"
+            return f"{gpus}, which {_name_ranks(host.blind_ranks)} {do_not} see"
+        case _ if host.num_used < host.num_gpus:
+            return f"{gpus}, of which the ranks use {host.num_used}"
+        case _:
+            return f"{gpus}, which ranks share"
 
 
 def _sharing_note(hosts: Sequence[_Host]) -> str:
-    first = hosts[0]
-    where = f"host {first.name}" if len(hosts) == 1 else f"each of {len(hosts)} hosts"
+    ranks, gpus = sum(len(host.ranks) for host in hosts), sum(host.num_used for host in hosts)
+    where = f"host {hosts[0].name}" if len(hosts) == 1 else f"{len(hosts)} hosts"
     return (
-        f"{_count(len(first.ranks), 'rank')} share {_count(first.num_gpus, 'GPU')} on {where}, so they use "
-        "Gloo, which is much slower than NCCL. Start one rank per GPU, or choose backend='gloo' yourself."
+        f"{_count(ranks, 'rank')} share {_count(gpus, 'GPU')} on {where}, so they use Gloo, which is much "
+        f"slower than NCCL. {_sharing_fix(hosts)}, or accept it with backend='gloo'."
     )
+
+
+def _sharing_fix(hosts: Sequence[_Host]) -> str:
+    """What gives every rank a GPU of its own."""
+    sharing = [host for host in hosts if host.gpu_use == "shared"]
+    if sharing and all(len(host.ranks) <= host.num_gpus for host in sharing):
+        return _NUMBERING
+    return "Start one rank per GPU"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
