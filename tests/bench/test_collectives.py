@@ -1,7 +1,9 @@
 from collections.abc import Callable
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from echelon.bench import collectives
 from echelon.launching import Ranks
@@ -14,6 +16,17 @@ def test_the_ledger_tells_what_each_way_sends(warm_ranks: Callable[[int], Ranks]
     assert hub == {"backend": 1.5 * size, "ring": 1.5 * size, "naive": 3 * size, "shared": 1.5 * size}
     for other in others:
         assert other == {"backend": 1.5 * size, "ring": 1.5 * size, "naive": size, "shared": 1.5 * size}
+
+
+def measure_in_a_group_called_nccl() -> dict[str, int]:
+    with patch.object(dist, "get_backend", lambda *_: "nccl"):
+        return collectives.measure(1024, 1).sent
+
+
+def test_the_device_is_that_of_the_group_whatever_its_name(warm_ranks: Callable[[int], Ranks]) -> None:
+    """A group called 'cpu:gloo,cuda:nccl' was measured on the CPU."""
+    for sent in warm_ranks(2).run(measure_in_a_group_called_nccl):
+        assert sent == dict.fromkeys(["backend", "ring", "naive", "shared"], 1024)
 
 
 def test_rows_have_bandwidth_and_the_busiest_ranks_bytes(

@@ -22,6 +22,7 @@ from echelon.collectives import (
     naive_all_reduce,
     ring_all_reduce,
 )
+from echelon.mesh import this_device
 from echelon.quantities import KIB, MIB, show_bytes
 
 _BASELINE = "backend"
@@ -51,8 +52,7 @@ def measure(size: int, rounds: int) -> Measured:
     """Runs in every rank: all contenders on a buffer of `size` bytes."""
     assert dist.group.WORLD is not None
     group = TorchGroup("data", dist.group.WORLD, Ledger())
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    buffer = torch.zeros(size // 4, device=device)  # zeros: sums of sums would soon overflow
+    buffer = torch.zeros(size // 4, device=this_device())  # zeros: sums of sums would soon overflow
     contenders: dict[str, Callable[[], object]] = {
         _BASELINE: partial(group.all_reduce, buffer),
         "ring": partial(ring_all_reduce, group, buffer),
