@@ -1,5 +1,7 @@
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,21 @@ def test_every_rank_has_the_decision_about_all_reports() -> None:
     futures = agree_on_all_ranks(decide)
     assert [future.result() for future in futures] == [["chosen", RANKS]] * RANKS
     assert calls == [[{"rank": rank} for rank in range(RANKS)]], "rank 0 alone decides, once"
+
+
+def test_a_decision_may_take_longer_than_the_store_waits() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+
+    def decide(_: list[Any]) -> str:
+        time.sleep(0.6)
+        return "late"
+
+    def join(rank: int) -> Any:
+        return agree(store, rank, RANKS, lambda: None, decide, limit=timedelta(seconds=60))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert list(pool.map(join, range(RANKS))) == ["late"] * RANKS
 
 
 def test_every_rank_raises_the_same_error() -> None:

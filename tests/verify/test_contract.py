@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from echelon.engine import Engine
-from echelon.launching import Ranks
+from echelon.errors import UserError
+from echelon.launching import Ranks, torchrun
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal, contract, verify
 from tests.cases import (
@@ -34,6 +36,44 @@ def test_plans_are_equal_to_one_device(plan: str) -> None:
 def test_running_ranks_can_be_used_again_and_again(warm_ranks: Callable[[int], Ranks]) -> None:
     for plan in ("data=2", "data=2 zero=1", "pipeline=auto data=2"):
         assert verify(perceptron_case(steps=3), plan, ranks=warm_ranks(2)).equal
+
+
+def no_progress(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def verify_under_torchrun(plan: str, case: Case) -> tuple[bool, str]:
+    """What a rank of torchrun gets; a launched rank differs from one only in knowing that it was launched."""
+    with patch.object(torchrun, "is_launched_rank", lambda: False):
+        try:
+            verdict = verify(case, plan)
+        except UserError as error:
+            return False, str(error)
+    return verdict.equal, str(verdict)
+
+
+def test_under_torchrun_every_rank_has_the_verdict(warm_ranks: Callable[[int], Ranks]) -> None:
+    """Ranks above 0 have no results of each other: from 3 ranks on they failed."""
+    case = perceptron_case(steps=2)
+    (is_equal, words), *others = warm_ranks(3).run(verify_under_torchrun, "data=3", case)
+    assert is_equal
+    assert words.startswith("'data=3' is equal to one device")
+    assert others == [(is_equal, words)] * 2
+
+
+def test_under_torchrun_auto_takes_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    assert contract._ranks_to_launch(Plan.parse("pipeline=auto")) == 5
+
+
+def test_under_torchrun_every_rank_has_the_error(warm_ranks: Callable[[int], Ranks]) -> None:
+    standstill = perceptron_case(steps=2, make_optimizer=no_progress)
+    for equal, words in warm_ranks(3).run(verify_under_torchrun, "data=3", standstill):
+        assert not equal
+        assert "no weight has moved" in words
+    for _, words in warm_ranks(3).run(verify_under_torchrun, "data=2", standstill):
+        assert "needs 2, but 3 are running. Start torchrun with 2 processes in total" in words
 
 
 def test_uneven_batches_weigh_by_samples() -> None:

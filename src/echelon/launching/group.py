@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -106,6 +107,16 @@ def check_world() -> None:
             keys, world.rank(), world.size(), report_current, lambda reports: check_devices(_parse(reports))
         )
     _mark_checked(limit=None)
+
+
+def decide_on_rank_0(decide: Callable[[], object]) -> Any:
+    """What `decide()` returns on rank 0, as JSON, on every rank; a UserError of it too.
+
+    Every rank must call this. They wait in the store, as long as it takes: an operation has a limit.
+    """
+    world = _world()
+    keys = _new_keys("decision", dist.distributed_c10d._get_default_store())
+    return agree(keys, world.rank(), world.size(), lambda: None, lambda _: decide(), limit=_LONGEST)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:

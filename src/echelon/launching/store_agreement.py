@@ -14,17 +14,25 @@ _READ_SECONDS = 10.0
 
 
 def agree(
-    store: Store, rank: int, ranks: int, report: Callable[[], object], decide: Callable[[list[Any]], object]
+    store: Store,
+    rank: int,
+    ranks: int,
+    report: Callable[[], object],
+    decide: Callable[[list[Any]], object],
+    *,
+    limit: timedelta | None = None,
 ) -> Any:
     """What `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
 
     A UserError, of `decide` or of any rank's `report`, is raised on every rank. Reports and decision are
-    JSON: tuples arrive as lists.
+    JSON: tuples arrive as lists. `limit` is how long the decision may take; without it, the store's own.
     """
     store.set(f"report-{rank}", json.dumps(_outcome(report)))
     if rank == 0:
         reports = [json.loads(store.get(f"report-{each}")) for each in range(ranks)]
         store.set("decision", json.dumps(_decide(reports, decide)))
+    if limit is not None:
+        store.wait(["decision"], limit)
     outcome = json.loads(store.get("decision"))
     if "error" in outcome:
         _await_readers(store, rank, ranks)

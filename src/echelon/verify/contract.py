@@ -19,8 +19,9 @@ from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
+from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
 from echelon.ownership import MASTER, assemble
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.precision import DTYPES
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import BUGS, Bug
@@ -97,7 +98,8 @@ def verify(
     log records: the log is replayed on one process. `inject_bug` breaks the parallel training in a known way
     (by name, see inject_bug.py; or a function of the engine): the verdict must find it. `ranks` are running
     processes to use, as many as the plan takes; with pipeline=auto, any number. Without them, `verify`
-    starts its own, which takes longer.
+    starts its own, which takes longer. Under torchrun it trains on all ranks of that, and every rank returns
+    the verdict.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     _check(plan, precision, inject_bug)
@@ -106,11 +108,16 @@ def verify(
     gradients = "fp32" if precision == "fp64" else plan.gradients
     trained = dataclasses.replace(plan, precision=precision, gradients=gradients)
     results = _train(ranks, case, trained, inject_bug)
-    if precision != "fp64":
-        return judge_low_precision(case, results)
-    verdict = judge(case, results, tolerance=tolerance)
-    ran = dataclasses.replace(verdict.plan, precision=plan.precision, gradients=plan.gradients)
-    return dataclasses.replace(verdict, plan=ran)
+
+    def compare() -> Verdict | LowPrecisionVerdict:
+        if precision != "fp64":
+            return judge_low_precision(case, results)
+        verdict = judge(case, results, tolerance=tolerance)
+        ran = dataclasses.replace(verdict.plan, precision=plan.precision, gradients=plan.gradients)
+        return dataclasses.replace(verdict, plan=ran)
+
+    # Under torchrun only rank 0 has the results of all ranks.
+    return ask_rank_0(compare) if ranks is None and is_under_torchrun() else compare()
 
 
 def judge(case: Case, results: Sequence[TrainingResult], *, tolerance: float = TOLERANCE) -> Verdict:
@@ -202,7 +209,19 @@ def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -
     if ranks is not None:
         return ranks.run(train_rank, case, plan, bug)
     preload(*TRAINING_MODULES)
-    return launch(train_rank, ranks_here(plan), case, plan, bug, deadline=_DEADLINE)
+    return launch(train_rank, _ranks_to_launch(plan), case, plan, bug, deadline=_DEADLINE)
+
+
+def _ranks_to_launch(plan: Plan) -> int:
+    if not is_under_torchrun():
+        return ranks_here(plan)
+    running = int(os.environ["WORLD_SIZE"])
+    if plan.pipeline != AUTO and plan.ranks != running:
+        raise UserError(
+            f"verify trains on all ranks of torchrun: plan '{plan}' needs {plan.ranks}, but {running} are "
+            f"running. Start torchrun with {plan.ranks} processes in total, or run verify without torchrun."
+        )
+    return running
 
 
 def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
