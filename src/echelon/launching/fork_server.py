@@ -10,6 +10,7 @@ ranks inherit the module from it.
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -34,7 +35,13 @@ def request_training_modules() -> None:
 
 
 def leave_server() -> None:
-    """In a new rank: give the signal back to the user's function."""
+    """In a new rank: give the signal back to the user's function, and collect garbage again.
+
+    But not among what the server has imported: the collector writes into each object that it looks at, so
+    every rank would need memory of its own for all of them.
+    """
+    gc.freeze()
+    gc.enable()
     if signal.getsignal(_REQUEST) is _on_request:
         signal.signal(_REQUEST, signal.SIG_DFL)
 

@@ -12,7 +12,7 @@ from multiprocessing.forkserver import ensure_running
 TRAINING_MODULES = ("echelon.engine", "torch._dynamo")
 
 _modules = [
-    "echelon.launching.no_cuda",
+    "echelon.launching.server_settings",
     "torch",
     "torch.distributed",
     "echelon.launching.fork_server",  # after torch: before a fork it must take its lock ahead of all others
