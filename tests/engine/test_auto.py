@@ -151,3 +151,20 @@ def measured_here() -> int:
 
 def test_layers_are_measured_and_split_over_all_ranks(warm_ranks: Warm) -> None:
     assert warm_ranks(2).run(measured_here) == [2, 2]
+
+
+class Layerless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def refusal() -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(Layerless(), AUTO, vectors(0), None)
+    return str(caught.value)
+
+
+def test_what_the_first_rank_finds_wrong_is_an_error_on_every_rank(warm_ranks: Warm) -> None:
+    first, second = warm_ranks(2).run(refusal)
+    assert first == second
+    assert "Layerless does not say where it can be cut" in first

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -202,6 +202,14 @@ def send_counts(steps: int) -> int:
 def send_counts_and_die(steps: int) -> None:
     send_counts(steps)
     os._exit(7)
+
+
+def fail_after_a_message(seconds: Sequence[float]) -> None:
+    """Each rank waits, says its number and fails."""
+    rank = dist.get_rank()
+    time.sleep(seconds[rank])
+    send_message(rank)
+    raise RuntimeError(f"rank {rank}")
 
 
 def send_from_threads(threads: int, words: int) -> None:

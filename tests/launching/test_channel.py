@@ -1,6 +1,8 @@
 from collections import defaultdict
 
-from echelon.launching import Ranks, is_launched_rank, send_message
+import pytest
+
+from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 
 from . import tasks
 
@@ -24,6 +26,13 @@ def test_messages_arrive_in_order_while_the_run_waits() -> None:
 def test_messages_without_a_listener_are_dropped() -> None:
     with Ranks(1) as ranks:
         assert ranks.run(tasks.send_counts, 3) == [3]
+
+
+def test_what_a_rank_says_after_another_has_failed_is_heard() -> None:
+    received = []
+    with Ranks(2) as ranks, pytest.raises(RankFailed, match="rank 1"):
+        ranks.run(tasks.fail_after_a_message, (0.1, 0.0), on_message=lambda *event: received.append(event))
+    assert sorted(received) == [(0, 0), (1, 1)]
 
 
 def test_threads_of_a_rank_do_not_mix_their_messages() -> None:

@@ -54,10 +54,17 @@ def resolve(
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
     bandwidth = _measure_bandwidth(group, device)
-    chosen = _choose(model, plan, sample_batch, workers, bandwidth, device) if group.rank == 0 else {}
-    replicas, layers = _broadcast(chosen, group, device)
+    chosen: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            chosen = _choose(model, plan, sample_batch, workers, bandwidth, device)
+        except UserError as error:
+            chosen = {"error": str(error)}  # the others wait for an answer
+    chosen = _broadcast(chosen, group, device)
     group.close()
-    return _resolved(plan, replicas, layers)
+    if "error" in chosen:
+        raise UserError(chosen["error"])
+    return _resolved(plan, chosen["replicas"], chosen["layers"])
 
 
 def ranks_here(plan: Plan) -> int:
@@ -98,15 +105,15 @@ def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
     return Resolved(dataclasses.replace(plan, pipeline=tuple(replicas)), boundaries)
 
 
-def _broadcast(chosen: dict[str, Any], group: Group, device: torch.device) -> tuple[list[int], list[int]]:
+def _broadcast(chosen: dict[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
     """What rank 0 chose, on every rank."""
     text = torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([len(text)], device=device)
     group.broadcast(size)
     text = text if group.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
     group.broadcast(text)
-    received = json.loads(bytes(text.tolist()))
-    return received["replicas"], received["layers"]
+    received: dict[str, Any] = json.loads(bytes(text.tolist()))
+    return received
 
 
 def _measure_bandwidth(group: Group, device: torch.device) -> float:

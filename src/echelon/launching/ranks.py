@@ -163,7 +163,7 @@ class Ranks:
             elif watch.deadline_passed():
                 raise self._hang_error(replies, watch.reason)
         if replies.failures:
-            self._await_root_cause(replies)
+            self._await_root_cause(replies, on_message)
             raise self._failure_error(replies)
         return [replies.answers[process.rank] for process in self._processes]
 
@@ -182,14 +182,14 @@ class Ranks:
                     on_message(process.rank, content)
         return True
 
-    def _await_root_cause(self, replies: _Replies) -> None:
+    def _await_root_cause(self, replies: _Replies, on_message: OnMessage | None) -> None:
         """Receive a little longer: the first failure to arrive is often a consequence of another."""
         give_up = time.monotonic() + _GRACE_SECONDS
         while (
             len(replies.failures.keys() | replies.answers.keys()) < len(self._processes)
             and (remaining := give_up - time.monotonic()) > 0
         ):
-            self._receive(remaining, replies, on_message=None)
+            self._receive(remaining, replies, on_message)
 
     def _failure_error(self, replies: _Replies) -> Exception:
         root = root_cause(replies.failures.values())
