@@ -71,6 +71,17 @@ def test_all_synchronize_on_the_same_weights_and_none_starts_before() -> None:
         assert again[0].result(1) == again[1].result(1)
 
 
+def test_state_is_not_read_before_all_have_what_they_synchronized_on() -> None:
+    """The reader's stream may hold a collective that waits for those who have not."""
+    served = Served(2, staleness=float("inf"))
+    served.server._taking = {1}
+    reading = served.later(served.server.state)
+    with served.server._changed:
+        served.server._taking = set()
+        served.server._changed.notify_all()
+    assert len(reading.result(1)) == 1
+
+
 def test_resting_ends_a_round_that_would_wait_forever() -> None:
     served = Served(2, staleness=0)
     alone = served.later(served.push, 1, 0, 2.0)

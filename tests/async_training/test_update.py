@@ -171,12 +171,25 @@ def test_what_the_server_moves_and_holds() -> None:
     assert server_memory["gradients"] == 3 * size, "its own, and one for each worker"
 
 
-def no_samples_at_all() -> None:
+def steps_around_an_empty_one() -> tuple[str, list[int], int]:
+    """What a worker is told, which steps of worker 1 made updates, and how many steps this one began."""
     engine = engine_for(perceptron_case(), "data=2 staleness=1")
     inputs, targets = vectors(0)
-    engine.step((inputs[:0], targets[:0]) if engine.replica else (inputs, targets))
+    message = ""
+    for is_empty in (False, True, False):
+        try:
+            engine.step((inputs[:0], targets[:0]) if is_empty and engine.replica else (inputs, targets))
+        except echelon.UserError as error:
+            message = str(error)
+    pushed = [entry.step for entry in engine.log() if entry.worker == 1]
+    return message, pushed, engine._counter.begun
 
 
-def test_a_worker_without_samples_is_refused() -> None:
-    with pytest.raises(echelon.UserError, match="no sample that the loss counts"):
-        echelon.launch(no_samples_at_all, 2)
+def test_a_worker_s_step_without_samples_is_refused_and_keeps_its_number() -> None:
+    first, second = echelon.launch(steps_around_an_empty_one, 2)
+    assert first == ("", [0, 2], 3)
+    assert second == (
+        "this worker had no sample that the loss counts; give every worker at least one per step",
+        [0, 2],
+        3,
+    )

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[int, list[dict[str, Any]], list[str], str]] = {
         1,
         [{}, {}],
         ["first", "other"],
-        "in unit 'first', and rank 1 has other.weight of shape (6, 6)",
+        "ranks 0 and 1 have different models: rank 0 has first.weight of shape (6, 6)",
     ),
     "prefetch where nothing is gathered ahead": (2, [{"prefetch": 1}, {"prefetch": 2}], SAME, ""),
 }

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from echelon.collectives import Ledger, RecordingGroup, group_over
 from echelon.data_parallel import packed_broadcast
 from echelon.engine.start import start_equal
+from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.cases import Perceptron
 
@@ -26,9 +27,9 @@ def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
         for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
             tensor.fill_(100 * group.rank + number)
     start_equal(model, group)
-    assert {move.subject for move in group.ledger.moves} == {"parameters"}
+    assert {move.subject for move in group.ledger.moves} == {"agreement", "parameters"}
     values = [float(t.flatten()[0]) for t in [*model.parameters(), *model.buffers()] if t.numel()]
-    return values, len(group.ledger.moves)
+    return values, len(group.ledger.moves) - 1  # one compares the models
 
 
 @pytest.mark.parametrize(("bytes_at_once", "messages"), [(2**20, 3), (1, 9)])
@@ -61,3 +62,31 @@ def test_replicas_start_as_replica_zero(warm_ranks: Warm) -> None:
     first, *others = warm_ranks(3).run(weights_of_rank_zero)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def refusal(different: str) -> str:
+    """What a rank is told whose model is not that of rank 0."""
+    other = torch.distributed.get_rank() == 1
+    model = nn.Sequential(nn.Linear(2, 3 if other and different == "shape" else 2), nn.BatchNorm1d(3))
+    model[0].weight.requires_grad_(not (other and different == "frozen"))
+    if other and different == "buffer":
+        model.register_buffer("more", torch.zeros(1))
+    with pytest.raises(UserError) as caught:
+        start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ("shape", "of shape (2, 2) and type torch.float32, and rank 1 has 0.weight of shape (3, 2)"),
+        ("frozen", "and rank 1 has 0.weight of shape (2, 2) and type torch.float32, frozen; give"),
+        ("buffer", "rank 1 has more of shape (1,)"),
+    ],
+)
+def test_ranks_with_different_models_are_refused_before_anything_moves(
+    warm_ranks: Warm, different: str, message: str
+) -> None:
+    first, second = warm_ranks(2).run(refusal, different)
+    assert first == second
+    assert message in first

@@ -73,6 +73,12 @@ def test_other_types_and_layouts_are_copied_into_one_memory() -> None:
     assert copies[2] is gradients[2]
 
 
+def test_a_gradient_without_elements_is_converted_too() -> None:
+    parameter = weight(torch.ones(0, 3, dtype=BF16))
+    (converted,) = as_float32([parameter], [nn.Parameter(torch.zeros(0, 3))])
+    assert (converted.dtype, converted.shape) == (FP32, (0, 3))
+
+
 def test_a_sparse_gradient_stays_sparse() -> None:
     table = nn.Embedding(4, 2, sparse=True, dtype=BF16)
     table(torch.tensor([1, 1, 3])).sum().backward()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.ownership import MASTER, LocalParameter
-from echelon.precision import DirectStepper, MasterStepper
+from echelon.precision import DirectStepper, MasterStepper, stepper
 from tests.peak_memory import PeakMemory
 
 SIZES = (3, 5, 2)
@@ -131,6 +132,31 @@ def test_gradients_in_bf16_and_their_copies_take_no_more_than_float32_gradients(
     gradients = sum(each.tensor.numel() for each in local)
     assert 2 * gradients + memory.peak <= 4 * gradients + 64, "and a few numbers"
     assert all(bool((each.tensor == -2).all()) for each in local)
+
+
+def portioned(make: Callable[..., torch.optim.Optimizer], *, deferred: bool) -> MasterStepper:
+    """Four weights with bf16 gradients, which are updated two at a time."""
+    local = [LocalParameter(str(number), p, p) for number in range(4) for p in [low_weight(64)]]
+    for each in local:
+        each.tensor.grad = torch.ones_like(each.tensor)
+    return MasterStepper(make, [each.parameter for each in local], local, in_parts=False, deferred=deferred)
+
+
+def test_a_flag_that_must_be_read_is_read_once_for_all_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = portioned(partial(torch.optim.SGD, lr=0.1, foreach=True), deferred=True)
+    masters.step(1.0)  # the first update of each weight reads it by itself
+    reads: list[int] = []
+    read = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: reads.append(1) or read(self))
+    masters.step(1.0, torch.tensor(False))
+    assert len(reads) == 1
+
+
+def test_a_scheduler_of_rates_does_not_make_one_portion_of_all() -> None:
+    optimizer = portioned(partial(torch.optim.SGD, lr=0.1), deferred=False).optimizer
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    assert "step" in vars(optimizer)
+    assert stepper._takes_portions(optimizer)
 
 
 def low_weight(size: int) -> nn.Parameter:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import echelon
 from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw, stop, vectors
+from tests.cases import adamw, mean_loss, stop, vectors
 from tests.contract_models import token_loss
 from tests.pipeline_parallel.models import VOCAB, WIDTH, Hidden, perceptron, tokens, vector_case
 
@@ -96,9 +96,23 @@ def test_buffers_are_those_of_one_device(replicas: str) -> None:
     assert {"0.count", "1.mask", "1.norm.running_var"} <= verdict.tensors.keys()
 
 
+def many_steps(replicas: str) -> float:
+    torch.manual_seed(0)
+    plan = f"pipeline=2 microbatches=3 schedule=pipedream {replicas}"
+    with echelon.parallelize(normalised(), plan, optimizer=adamw, loss=mean_loss) as engine:
+        losses = [engine.step(engine.local(vectors(step))).loss for step in range(6)]
+    return losses[-1]
+
+
 def test_buffers_with_microbatches_in_versions() -> None:
     case = vector_case(normalised, clip=None)
     assert_equal(case, "pipeline=2 microbatches=3 schedule=pipedream")
+
+
+def test_replicas_share_buffers_while_microbatches_have_saved_them() -> None:
+    """In the first steps activations are measured, and autograd does not look at versions then."""
+    losses = echelon.launch(many_steps, 4, "data=2")
+    assert len(set(losses)) == 1
 
 
 def shared() -> nn.Module:

@@ -7,7 +7,7 @@ behind the collective.
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -36,11 +36,9 @@ class DeviceQueue:
             yield
         caller.wait_stream(self._stream)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[object]:
         """What is queued inside waits for nothing that the caller's stream holds."""
-        with torch.cuda.stream(self._stream):  # does nothing for None
-            yield
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -147,8 +147,10 @@ class Server:
 
     def state(self) -> list[tuple[LocalParameter, dict[str, Tensor]]]:
         """The optimizer's state, and the master, of each parameter."""
-        with self._changed, self.queue.behind_caller():
-            return [(local, self._stepper.state(local)) for local in self._local]
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taking or self._error is not None)  # as for a pull
+            with self.queue.behind_caller():
+                return [(local, self._stepper.state(local)) for local in self._local]
 
     def drain(self, ledger: Ledger) -> None:
         """Move what connections have counted so far into the rank's own ledger."""

@@ -52,7 +52,7 @@ class AsyncUpdate(Update):
         stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
     ) -> None:
         self._gradients, self._share_buffers = gradients, share_buffers
-        self._is_stale = staleness > 0
+        self._is_stale, self._is_empty = staleness > 0, False
         parameter_set = gradients.parameter_set
         self._group: Group = parameter_set.group
         self._host: Host | None = None
@@ -83,6 +83,7 @@ class AsyncUpdate(Update):
     def start_step(self) -> float:
         self._port.pull(self._step, self._gradients.weights)
         self._gradients.start_step()
+        self._is_empty = False
         return 1.0
 
     def norm(self, tally: Tensor) -> None:
@@ -94,10 +95,17 @@ class AsyncUpdate(Update):
         gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
         result = self._port.push(self._step, gradient)
         self._step += 1
-        check_counted(result.counted, each_worker=self._is_stale)
-        if self._host is None:  # the server sets its own; here it is for those who look
+        self._is_empty = result.counted == 0
+        if (
+            self._host is None and not self._is_empty
+        ):  # the server sets its own; here it is for those who look
             self._learning_rate.set(result.version - 1)
-        self.numbers = StepNumbers.known(Outcome(result.total, result.counted, result.norm))
+        outcome = Outcome(result.total, result.counted, result.norm)
+        self.numbers = StepNumbers.known(outcome, of_worker=self._is_stale)
+
+    @property
+    def skips(self) -> bool:
+        return self._is_empty
 
     def publish(self) -> None:
         """The next pull brings the new weights."""

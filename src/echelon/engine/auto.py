@@ -5,7 +5,6 @@ measures and broadcasts its answer. The bandwidth is that of a broadcast among a
 """
 
 import dataclasses
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from echelon.collectives import Group, Ledger, group_over
 from echelon.engine.batch import Batch, cast, take_part
 from echelon.engine.upload import to_device
 from echelon.errors import UserError
+from echelon.launching.group import decide_on_rank_0
 from echelon.mesh import this_device
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.planner import partition, profile
@@ -54,16 +54,8 @@ def resolve(
     assert dist.group.WORLD is not None
     group = group_over("all", dist.group.WORLD, Ledger())
     bandwidth = _measure_bandwidth(group, device)
-    chosen: dict[str, Any] = {}
-    if group.rank == 0:
-        try:
-            chosen = _choose(model, plan, sample_batch, workers, bandwidth, device)
-        except UserError as error:
-            chosen = {"error": str(error)}  # the others wait for an answer
-    chosen = _broadcast(chosen, group, device)
     group.close()
-    if "error" in chosen:
-        raise UserError(chosen["error"])
+    chosen = decide_on_rank_0(lambda: _choose(model, plan, sample_batch, workers, bandwidth, device))
     return _resolved(plan, chosen["replicas"], chosen["layers"])
 
 
@@ -103,17 +95,6 @@ def _resolved(plan: Plan, replicas: list[int], layers: list[int]) -> Resolved:
         return Resolved(dataclasses.replace(plan, pipeline=1, data=plan.data * replicas[0]), None)
     boundaries = [sum(layers[:number]) for number in range(1, len(layers))]
     return Resolved(dataclasses.replace(plan, pipeline=tuple(replicas)), boundaries)
-
-
-def _broadcast(chosen: dict[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
-    """What rank 0 chose, on every rank."""
-    text = torch.tensor(list(json.dumps(chosen).encode()), dtype=torch.uint8, device=device)
-    size = torch.tensor([len(text)], device=device)
-    group.broadcast(size)
-    text = text if group.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
-    group.broadcast(text)
-    received: dict[str, Any] = json.loads(bytes(text.tolist()))
-    return received
 
 
 def _measure_bandwidth(group: Group, device: torch.device) -> float:

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 from echelon.engine.agreement import check_same_batch, check_same_gradients
@@ -295,7 +296,11 @@ class ContinuousRunner(StepRunner):
         self._updates += 1
 
     def publish(self) -> None:
-        super().publish()
+        # Backward passes that are still to come have saved buffers, and autograd would refuse those that were
+        # written. Gradients do not depend on what replicas share, which is statistics for evaluation.
+        buffers = tuple(buffer for module in self._local.modules for buffer in module.buffers())
+        with _unsafe_preserve_version_counter(buffers):
+            super().publish()
         self._update.start_step()
 
 

@@ -45,7 +45,7 @@ def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter])
     copied = [
         index
         for index, (gradient, master) in enumerate(zip(gradients, masters, strict=True))
-        if _copied_bytes(gradient, master) and not gradient.is_sparse
+        if _needs_copy(gradient, master) and not gradient.is_sparse
     ]
     copies = flat_views([masters[index].detach() for index in copied], torch.float32)
     if copies:
@@ -57,9 +57,13 @@ def as_float32(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter])
 
 def _copied_bytes(gradient: Tensor, master: nn.Parameter) -> int:
     """What a float32 copy of the gradient takes, or 0 if none is needed."""
-    if gradient.is_sparse:
-        is_taken = gradient.dtype == torch.float32
-        return 0 if is_taken else gradient._values().numel() * torch.float32.itemsize
-    if gradient.dtype == torch.float32 and have_same_layout(gradient, master):
+    if not _needs_copy(gradient, master):
         return 0
-    return round_up(gradient.numel(), block_size(torch.float32)) * torch.float32.itemsize
+    numel = gradient._values().numel() if gradient.is_sparse else gradient.numel()
+    return round_up(numel, block_size(torch.float32)) * torch.float32.itemsize
+
+
+def _needs_copy(gradient: Tensor, master: nn.Parameter) -> bool:
+    if gradient.dtype != torch.float32:
+        return True
+    return not gradient.is_sparse and not have_same_layout(gradient, master)

@@ -40,10 +40,17 @@ class OptimizerCall(ABC):
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         """Update `parameters`, all of which have gradients, unless `skip`. Gradients may be changed."""
 
+    @abstractmethod
+    def readable(self, skip: Skip) -> Skip:
+        """`skip` as a bool, if all calls of a step would read it: to be read once."""
+
 
 @final
 class HostCall(OptimizerCall):
     """Reads factor and skip."""
+
+    def readable(self, skip: Skip) -> Skip:
+        return bool(skip)
 
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         if skip:
@@ -74,7 +81,7 @@ class DeviceCall(OptimizerCall):
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         scale = torch.as_tensor(factor, dtype=torch.float64)
         new = [p for p in parameters if p not in self._updated]
-        on_host = not self._takes_flags or has_step_hooks(self._optimizer)
+        on_host = self._reads_skip
         if (new or on_host) and skip:
             return
         self._prepare(new)
@@ -83,6 +90,13 @@ class DeviceCall(OptimizerCall):
         else:
             _scale(parameters, scale)
             self._optimizer.step()
+
+    def readable(self, skip: Skip) -> Skip:
+        return bool(skip) if self._reads_skip else skip
+
+    @property
+    def _reads_skip(self) -> bool:
+        return not self._takes_flags or has_step_hooks(self._optimizer)
 
     def _prepare(self, new: Sequence[nn.Parameter]) -> None:
         """Before the first update of parameters. What a fused kernel does not take is left to torch's
@@ -125,9 +139,9 @@ class DeviceCall(OptimizerCall):
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anybody hears of the optimizer's steps, or of those of all optimizers."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
+    return bool(  # some wrappers of optimizers never call Optimizer.__init__
+        getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
     )

@@ -94,6 +94,7 @@ class MasterStepper(Stepper):
         if not _takes_portions(self.optimizer):
             self._step(weights, factor, skip)
             return
+        skip = self._call.readable(skip)
         for portion in divide(weights, [self._masters[weight] for weight in weights]):
             self._step(portion, factor, skip)
 
@@ -115,8 +116,10 @@ class MasterStepper(Stepper):
 def _takes_portions(optimizer: torch.optim.Optimizer) -> bool:
     """Whether several calls, each for some of the parameters, are the same as one: true of torch's optimizers
     whose state is of single parameters. Nobody must hear of the calls, by a hook or in place of `step`."""
-    is_heard = has_step_hooks(optimizer) or "step" in vars(optimizer)
-    return works_by_element(optimizer) and not is_heard
+    if not works_by_element(optimizer) or has_step_hooks(optimizer):
+        return False
+    replaced = vars(optimizer).get("step")
+    return replaced is None or hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

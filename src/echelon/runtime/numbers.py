@@ -55,21 +55,23 @@ class HostCopy:
 class StepNumbers:
     """Loss total, count, norm and problems of one update, the same on every rank."""
 
-    def __init__(self, values: Tensor | Sequence[float], *, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, values: Tensor | Sequence[float], *, may_be_empty: bool = False, of_worker: bool = False
+    ) -> None:
         """`values`: [total, count, norm], and flags for each `Problem` where there may be any.
 
-        `may_be_empty`: an update of no samples is no error.
+        `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
         """
         self._values = values  # until they are read
-        self._may_be_empty = may_be_empty
+        self._may_be_empty, self._of_worker = may_be_empty, of_worker
         self._copy = HostCopy(values) if isinstance(values, Tensor) else None
         self._outcome: Outcome | None = None
         self._error: str | None = None
 
     @classmethod
-    def known(cls, outcome: Outcome) -> "StepNumbers":
+    def known(cls, outcome: Outcome, *, of_worker: bool = False) -> "StepNumbers":
         """Numbers that are on the host already."""
-        return cls(outcome)
+        return cls(outcome, of_worker=of_worker)
 
     @property
     def norm(self) -> float | Tensor:
@@ -103,13 +105,15 @@ class StepNumbers:
         if any(flags):
             return next(problem.value for problem, flag in zip(Problem, flags, strict=True) if flag)
         is_empty = self._outcome is not None and self._outcome.counted == 0
-        return _NO_SAMPLE if is_empty and not self._may_be_empty else None
+        if not is_empty or self._may_be_empty:
+            return None
+        return _NO_SAMPLE_HERE if self._of_worker else _NO_SAMPLE
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepNumbers.known, (self.read(),)
 
 
-def check_counted(counted: float, *, each_worker: bool = False) -> None:
-    """Refuse a mean over nothing. `each_worker`: of one worker's samples, where each updates by itself."""
+def check_counted(counted: float) -> None:
+    """Refuse a mean over nothing."""
     if counted == 0:
-        raise UserError(_NO_SAMPLE_HERE if each_worker else _NO_SAMPLE)
+        raise UserError(_NO_SAMPLE)
