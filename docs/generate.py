@@ -77,15 +77,18 @@ def with_results(text: str) -> str:
 
 
 def results_table(name: str) -> str:
-    """The rows of a result file as a table, and below it where they come from."""
+    """The rows of a result file as a table, and below it where they come from; of tests, the counts."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return f"Not measured yet: `echelon bench {name} --out benchmarks/results`\n"
     result = json.loads(path.read_text(encoding="utf-8"))
-    extras = list(dict.fromkeys(extra for row in result["rows"] for extra in row["extras"]))
+    rows = result["rows"]
+    extras = list(dict.fromkeys(extra for row in rows for extra in row["extras"]))
     heads = ["case", "contender", "time", "ratio to baseline", *map(heading, extras)]
-    lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
-    lines += [_cells(row, extras) for row in result["rows"]]
+    if not rows:
+        heads = list(result["settings"])
+    lines = [heads, ["---" if column < 2 else "---:" for column in range(len(heads))]]
+    lines += [_cells(row, extras) for row in rows] or [[str(count) for count in result["settings"].values()]]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"\n{table}\n{_origin(result)}\n\n"
 
@@ -105,8 +108,9 @@ def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
 def _origin(result: dict[str, Any]) -> str:
     hardware = result["hardware"]
     machine = ", ".join([f"{hardware['cores']} cores of {hardware['cpu']}", *hardware["gpus"]])
+    measured = ": medians; ratios paired by round, with quartiles" if result["rows"] else ""
     return (
-        f"*`{result['command']}`: medians; ratios paired by round, with quartiles. {machine}, "
+        f"*`{result['command']}`{measured}. {machine}, "
         f"torch {result['versions']['torch']}, {result['date'][:10]}.*"
     )
 

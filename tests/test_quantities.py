@@ -45,6 +45,7 @@ def test_rates(rate: float, text: str) -> None:
     ("name", "number", "head", "text"),
     [
         ("bus_bytes_per_second", 4e6, "bus", "4.00 MB/s"),
+        ("tokens_per_second", 241134.07, "tokens", "241,134/s"),
         ("busiest_rank_sent_bytes", 2048, "busiest rank sent", "2.0 KiB"),
         ("transfer_seconds", 0.002, "transfer", "2.0 ms"),
         ("bubble_difference_points", -1.24, "bubble difference", "-1.2 points"),

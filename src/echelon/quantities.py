@@ -43,6 +43,7 @@ def show_rate(bytes_per_second: float) -> str:
 
 _UNITS: dict[str, Callable[[float], str]] = {
     "_bytes_per_second": show_rate,
+    "_per_second": lambda rate: f"{rate:,.0f}/s",
     "_bytes": show_bytes,
     "_seconds": show_seconds,
     "_count": lambda count: f"{count:g}",
