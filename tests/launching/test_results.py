@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from echelon.engine.metrics import Metrics
@@ -147,11 +148,37 @@ def test_a_list_that_contains_itself_is_refused() -> None:
         encode(loop)
 
 
+def decode_structure(structure: Any, **tensors: Tensor) -> Any:
+    """Decode bytes made by hand, as another program could send them."""
+    text = json.dumps(structure).encode()
+    return decode(len(text).to_bytes(8, "little") + text + save(tensors))
+
+
 def test_only_classes_of_data_are_looked_up() -> None:
-    text = json.dumps({"dataclass": ["subprocess:Popen", {"args": "true"}]}).encode()
-    data = len(text).to_bytes(8, "little") + text + encode(None)[12:]
     with pytest.raises(UserError, match="subprocess:Popen"):
-        decode(data)
+        decode_structure({"dataclass": ["subprocess:Popen", {"args": "true"}]})
+
+
+@pytest.mark.parametrize("kind", ["array", "scalar"])
+@pytest.mark.parametrize("dtype", ["|O", "|V8", "f4,O", {"names": ["x"], "formats": ["O"]}, "(2,)f4"])
+def test_arrays_of_objects_and_records_are_not_read(kind: str, dtype: object) -> None:
+    """The bytes of an array of objects are pointers: whoever sent them would choose what they point to."""
+    content = [dtype, [1], "data"]
+    with pytest.raises(UserError, match=r"a numpy array of .*, which is not read: run the same code"):
+        decode_structure({kind: content}, data=torch.zeros(8, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [[1], [3], [2**62, 4], []])
+def test_the_shape_of_an_array_must_fit_its_bytes(shape: list[int]) -> None:
+    data = torch.arange(16, dtype=torch.uint8)
+    with pytest.raises(UserError, match=r"shape \(.*\), for which 16 bytes do not fit: run the same code"):
+        decode_structure({"array": ["<f8", shape, "data"]}, data=data)
+    assert decode_structure({"array": ["<f8", [2], "data"]}, data=data).shape == (2,)
+
+
+def test_an_unknown_kind_is_not_read_as_a_dict() -> None:
+    with pytest.raises(UserError, match="content of the unknown kind 'set': run the same code"):
+        decode_structure({"set": []})
 
 
 def test_metrics_are_sent_by_their_values() -> None:

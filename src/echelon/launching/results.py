@@ -6,10 +6,12 @@ Here classes are found by name among those that are loaded (`data_classes.py`), 
 
 import dataclasses
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from echelon.errors import UserError
 from echelon.launching import data_classes
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ _FIX = (
     "return None, numbers, strings, bytes, tensors, numpy arrays, or lists, tuples, dicts, dataclasses and "
     "named tuples of them; write anything else to a file"
 )
+_SAME = "run the same code, with the same version of echelon, on every rank"
 _ARRAY_KINDS = "biufcSUmM"  # numpy's: booleans, numbers, text, times. Objects and records are not plain bytes
 
 
@@ -164,9 +167,11 @@ def _decode(structure: Any, tensors: "dict[str, Tensor]") -> Any:
             name, fields = content
             values = {key: _decode(fields[key], tensors) for key in fields}
             return data_classes.make_dataclass(data_classes.find(name), values)
-        case _:
+        case "dict" | "OrderedDict":
             entries = [(_decode(key, tensors), _decode(value, tensors)) for key, value in content]
             return OrderedDict(entries) if kind == "OrderedDict" else dict(entries)
+        case _:
+            raise UserError(f"a result of another rank has content of the unknown kind {kind!r}: {_SAME}")
 
 
 def _read_bytes(tensor: "Tensor") -> bytes:
@@ -176,5 +181,13 @@ def _read_bytes(tensor: "Tensor") -> bytes:
 def _read_array(content: list[Any], tensors: "dict[str, Tensor]") -> "np.ndarray[Any, Any]":
     import numpy as np
 
-    dtype, shape, name = content
-    return np.ndarray(tuple(shape), np.dtype(dtype), bytearray(_read_bytes(tensors[name])))
+    text, shape, name = content
+    dtype, data = np.dtype(text), _read_bytes(tensors[name])
+    if dtype.kind not in _ARRAY_KINDS:  # the bytes of an object would be a pointer
+        raise UserError(f"a result of another rank has a numpy array of {dtype}, which is not read: {_SAME}")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise UserError(
+            f"a result of another rank has a numpy array of {dtype} and shape {tuple(shape)}, for which "
+            f"{len(data)} bytes do not fit: {_SAME}"
+        )
+    return np.ndarray(tuple(shape), dtype, bytearray(data))
