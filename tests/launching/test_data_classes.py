@@ -2,12 +2,14 @@ import dataclasses
 import functools
 import sys
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 
 from echelon.errors import UserError
 from echelon.launching import data_classes
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class Computed:
 
 
 @dataclasses.dataclass
+class Box(Generic[T]):
+    content: T
+
+
+@dataclasses.dataclass
 class Table(dict[str, int]):
     x: int = 0
 
@@ -79,6 +86,13 @@ def test_a_dataclass_is_made_of_its_fields() -> None:
     inner = Outer.Inner(4)
     assert inner.double == 8, "a cached property is no loss: it is computed again"
     assert (make(inner), make(inner).double) == (inner, 8)
+
+
+def test_an_object_of_a_generic_dataclass_may_name_its_types() -> None:
+    """It has the attribute __orig_class__, which is no field, and was refused for it."""
+    box = Box[int](1)
+    assert "__orig_class__" in vars(box)
+    assert make(box) == Box(1)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def fields_of(value: Any, place: str) -> dict[str, Any]:
 
 def refuse_other_attributes(value: Any, names: Sequence[str], place: str) -> None:
     """Refuse an object that would arrive without something that it has."""
-    others = [name for name in getattr(value, "__dict__", {}) if name not in names]
+    # typing adds __orig_class__ to an object that is made by Box[int](…); it only repeats the annotation.
+    expected = {*names, "__orig_class__"}
+    others = [name for name in getattr(value, "__dict__", {}) if name not in expected]
     lost = [name for name in others if not _is_cache(type(value), name)]
     if lost:
         _refuse(value, place, f"has {lost[0]!r}, which is no field", "declare it: a field(init=False)")
