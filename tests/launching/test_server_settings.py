@@ -7,12 +7,17 @@ from pathlib import Path
 SCRIPT = Path(__file__).parent / "scripts" / "server_settings.py"
 
 
-def test_the_fork_server_asks_nvml_for_cuda_and_collects_no_garbage_but_ranks_do_as_usual() -> None:
+def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() -> None:
+    """multiprocessing has one fork server: the user's own processes ran without garbage collection too."""
     paths = os.pathsep.join([str(SCRIPT.parent), *sys.path])  # the fork server has the path of its start
     done = subprocess.run(
         [sys.executable, SCRIPT], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True
     )
-    in_server, in_rank, frozen = json.loads(done.stdout)
-    assert in_server == ["1", False]
-    assert in_rank == [None, True]
-    assert frozen > 10_000, "ranks share the memory of what the server has imported"
+    found = json.loads(done.stdout)
+    assert found["server"] == {"NVML": "1", "collects garbage": False}
+    usual = {"NVML": None, "collects garbage": True, "SIGUSR2 is free": True}
+    for process in ("rank", "user's process"):
+        frozen = found[process].pop("frozen")
+        assert found[process] == usual, process
+        assert frozen > 10_000, "it shares the memory of what the server has imported"
+    assert found["fork of a rank"] == {"NVML": "mine", "collects garbage": False, "SIGUSR2 is free": False}

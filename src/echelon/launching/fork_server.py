@@ -10,7 +10,6 @@ ranks inherit the module from it.
 
 import atexit
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -34,14 +33,9 @@ def request_training_modules() -> None:
         os.kill(_SERVER_PID, _REQUEST)
 
 
-def leave_server() -> None:
-    """In a new rank: give the signal back to the user's function, and collect garbage again.
-
-    But not among what the server has imported: the collector writes into each object that it looks at, so
-    every rank would need memory of its own for all of them.
-    """
-    gc.freeze()
-    gc.enable()
+def _leave_server() -> None:
+    """In a process that was forked: release the lock, and give the signal back to the user."""
+    _lock.release()
     if signal.getsignal(_REQUEST) is _on_request:
         signal.signal(_REQUEST, signal.SIG_DFL)
 
@@ -72,4 +66,4 @@ def _end_during_import() -> None:
 
 signal.signal(_REQUEST, _on_request)
 atexit.register(_end_during_import)
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_leave_server)

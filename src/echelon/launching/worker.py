@@ -74,9 +74,6 @@ def _answer(channel: Channel, call: bytes) -> None:
 
 def _set_up_process(config: RankConfig) -> None:
     """Give this process the parent's folder and environment: the fork server has those of its own start."""
-    from echelon.launching import fork_server  # inherited: only the fork server may import it itself
-
-    fork_server.leave_server()
     os.chdir(config.working_directory)
     os.environ.clear()
     os.environ.update(config.environment | _rank_environment(config) | config.overrides)

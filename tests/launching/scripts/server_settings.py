@@ -1,18 +1,57 @@
-"""Prints what a preloaded module finds, and what a rank's function does: PYTORCH_NVML_BASED_CUDA_CHECK, and
-whether garbage is collected. Then how many objects the rank does not look through for garbage."""
+"""Prints the settings that a preloaded module finds in the fork server, and those of processes that it forks:
+a rank, and a process that the user starts from it. Then those of a process that a rank forks after it has
+changed them."""
 
 import gc
 import json
+import multiprocessing
 import os
+import signal
+from multiprocessing.connection import Connection
 
 NAME = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
-def inspect_rank() -> list[object]:
+def settings() -> dict[str, object]:
+    return {
+        "NVML": os.environ.get(NAME),
+        "collects garbage": gc.isenabled(),
+        "SIGUSR2 is free": signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL,
+    }
+
+
+def inspect_rank() -> dict[str, object]:
     import asking_module
 
-    in_server = [asking_module.answer, asking_module.collects_garbage]
-    return [in_server, [os.environ.get(NAME), gc.isenabled()], gc.get_freeze_count()]
+    server = {"NVML": asking_module.answer, "collects garbage": asking_module.collects_garbage}
+    rank = settings() | {"frozen": gc.get_freeze_count()}
+    gc.disable()
+    os.environ[NAME] = "mine"
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    return {"server": server, "rank": rank, "fork of a rank": inspect_fork()}
+
+
+def inspect_fork() -> object:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, json.dumps(settings()).encode())
+        os._exit(0)
+    os.wait()
+    return json.loads(os.read(reading, 10_000))
+
+
+def inspect_process(connection: Connection) -> None:
+    connection.send(settings() | {"frozen": gc.get_freeze_count()})
+
+
+def inspect_user_process() -> object:
+    context = multiprocessing.get_context("forkserver")
+    reading, writing = context.Pipe(duplex=False)
+    process = context.Process(target=inspect_process, args=(writing,))
+    process.start()
+    found = reading.recv()
+    process.join()
+    return found
 
 
 if __name__ == "__main__":
@@ -20,4 +59,5 @@ if __name__ == "__main__":
 
     os.environ.pop(NAME, None)
     preload("asking_module")
-    print(json.dumps(launch(inspect_rank, 1)[0]))
+    (found,) = launch(inspect_rank, 1)
+    print(json.dumps(found | {"user's process": inspect_user_process()}))
