@@ -67,6 +67,18 @@ def test_under_torchrun_auto_takes_all_its_ranks(monkeypatch: pytest.MonkeyPatch
     assert contract._ranks_to_launch(Plan.parse("pipeline=auto")) == 5
 
 
+def test_under_torchrun_the_process_group_has_the_usual_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script goes on with the group: an operation of its training may take longer than one of verify."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    deadlines: list[float] = []
+    monkeypatch.setattr(torchrun, "join", lambda _, deadline: deadlines.append(deadline))
+    monkeypatch.setattr(torchrun, "share_results", lambda value: [value])
+    monkeypatch.setattr(contract, "train_rank", lambda *_: None)
+    contract._train(None, perceptron_case(), Plan.parse("data=2"), None)
+    assert deadlines == [1800.0]
+
+
 def test_under_torchrun_every_rank_has_the_error(warm_ranks: Callable[[int], Ranks]) -> None:
     standstill = perceptron_case(steps=2, make_optimizer=no_progress)
     for equal, words in warm_ranks(3).run(verify_under_torchrun, "data=3", standstill):

@@ -7,6 +7,7 @@ run, the float32 masters of bf16, has a contract of its own (low_precision.py).
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Literal, get_args, overload
@@ -209,7 +210,9 @@ def _train(ranks: Ranks | None, case: Case, plan: Plan, bug: str | Bug | None) -
     if ranks is not None:
         return ranks.run(train_rank, case, plan, bug)
     preload(*TRAINING_MODULES)
-    return launch(train_rank, _ranks_to_launch(plan), case, plan, bug, deadline=_DEADLINE)
+    # Ranks of torchrun keep the process group, and its deadline, for what the script does afterwards.
+    start = launch if is_under_torchrun() else functools.partial(launch, deadline=_DEADLINE)
+    return start(train_rank, _ranks_to_launch(plan), case, plan, bug)
 
 
 def _ranks_to_launch(plan: Plan) -> int:
