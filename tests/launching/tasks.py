@@ -32,7 +32,7 @@ from echelon.launching import (
 )
 from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes, gather_bytes
 from echelon.launching.placement import RankReport
-from echelon.launching.torchrun import share_results
+from echelon.launching.torchrun import ask_rank_0, share_results
 
 from .processes import wait_until
 
@@ -284,6 +284,14 @@ def share(values: list[Any]) -> Any:
 def share_something_stubborn(failing_rank: int) -> Any:
     stubborn = {"runs": [1, 2, NotForSending()]}
     return share([stubborn if rank == failing_rank else rank for rank in range(dist.get_world_size())])
+
+
+def ask_something_stubborn() -> str:
+    """The error of this rank where rank 0 answers with what cannot be sent."""
+    try:
+        return f"returned {ask_rank_0(NotForSending)}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def hold_the_interpreter() -> None:

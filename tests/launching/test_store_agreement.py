@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistStoreError, HashStore
 
 from echelon.errors import UserError
-from echelon.launching import store_agreement
+from echelon.launching import PeerLost, store_agreement
 from echelon.launching.store_agreement import agree
 
 RANKS = 3
@@ -23,6 +23,7 @@ def agree_on_all_ranks(
     decide: Callable[[list[Any]], object], report: Callable[[int], object] = report
 ) -> list[Future[Any]]:
     store = HashStore()
+    store.set_timeout(timedelta(seconds=10))
     with ThreadPoolExecutor(RANKS) as pool:
         return [
             pool.submit(agree, store, rank, RANKS, partial(report, rank), decide)
@@ -77,6 +78,54 @@ def test_an_error_of_one_rank_is_raised_on_every_rank() -> None:
 
     errors = [future.exception() for future in agree_on_all_ranks(len, fail_on_rank_1)]
     assert [str(error) for error in errors] == ["LOCAL_RANK='x': must be an integer"] * RANKS
+
+
+def test_any_error_of_rank_0_reaches_every_rank() -> None:
+    """The others would wait for its decision, and that may take days."""
+    cause = KeyError("lr")
+
+    def decide(_: list[Any]) -> object:
+        raise cause
+
+    *others, first = agree_on_all_ranks(decide)
+    assert first.exception() is cause
+    for future in others:
+        assert repr(future.exception()) == repr(PeerLost("rank 0 raised KeyError: 'lr'"))
+
+
+def test_a_decision_that_is_no_json_is_an_error_on_every_rank() -> None:
+    *others, first = agree_on_all_ranks(lambda _: b"")
+    assert isinstance(first.exception(), TypeError)
+    assert {type(future.exception()) for future in others} == {PeerLost}
+
+
+def test_any_error_of_another_rank_reaches_every_rank() -> None:
+    cause = OSError("no such device")
+
+    def fail_on_rank_1(rank: int) -> object:
+        if rank == 1:
+            raise cause
+        return rank
+
+    last, failed, first = agree_on_all_ranks(len, fail_on_rank_1)
+    assert failed.exception() is cause
+    for future in (first, last):
+        assert repr(future.exception()) == repr(PeerLost("rank 1 raised OSError: no such device"))
+
+
+def test_a_rank_that_does_not_report_is_an_error_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stops waiting for its report; the others would wait for a decision for much longer."""
+    monkeypatch.setattr(store_agreement, "_READ_SECONDS", 0.01)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+
+    def join(rank: int) -> Any:
+        return agree(store, rank, RANKS, lambda: None, len, limit=timedelta(seconds=5))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(join, rank) for rank in range(2))
+        assert isinstance(first.exception(), DistStoreError)
+        assert str(second.exception()).startswith("rank 0 raised ")
 
 
 def test_rank_0_keeps_the_store_until_every_rank_has_read_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

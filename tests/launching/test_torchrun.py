@@ -89,6 +89,15 @@ def test_a_result_that_cannot_be_sent_is_an_error_on_every_rank(warm_ranks: Call
     assert first == third == f"UserError: 1 error in the results:\n  - rank 1: {reason}"
 
 
+def test_an_answer_that_cannot_be_sent_is_an_error_on_every_rank(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    """The others would wait for it, for 24 days."""
+    first, second = warm_ranks(2).run(tasks.ask_something_stubborn)
+    assert first.startswith("TypeError: the result is of type NotForSending, which cannot be sent")
+    assert second == f"PeerLost: rank 0 raised {first}"
+
+
 def test_the_environment_is_set_before_the_group_is_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PeerLost(RuntimeError):  # noqa: N818 (says what happened)
-    """A rank cannot continue because another rank is gone. This is a consequence, never the root cause."""
+    """A rank cannot continue because another rank is gone or failed: a consequence, never the root cause."""
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (says what happened)

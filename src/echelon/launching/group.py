@@ -112,7 +112,8 @@ def check_world() -> None:
 def decide_on_rank_0(decide: Callable[[], object]) -> Any:
     """What `decide()` returns on rank 0, as JSON, on every rank; a UserError of it too.
 
-    Every rank must call this. They wait in the store, as long as it takes: an operation has a limit.
+    Every rank must call this. They wait in the store, as long as it takes: an operation has a limit. Any
+    other error is a PeerLost on the other ranks.
     """
     world = _world()
     keys = _new_keys("decision", dist.distributed_c10d._get_default_store())

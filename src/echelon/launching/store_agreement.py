@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
 
 from echelon.errors import UserError
+from echelon.launching.errors import PeerLost
 
 _READ_SECONDS = 10.0
 
@@ -24,34 +26,50 @@ def agree(
 ) -> Any:
     """What `decide` makes of all ranks' reports, in rank order. Rank 0 decides.
 
-    A UserError, of `decide` or of any rank's `report`, is raised on every rank. Reports and decision are
-    JSON: tuples arrive as lists. `limit` is how long the decision may take; without it, the store's own.
+    A UserError, of `decide` or of any rank's `report`, is raised on every rank. Any other error is raised on
+    the rank where it happens, and is a PeerLost on the others. Reports and decision are JSON: tuples arrive
+    as lists. `limit` is how long the decision may take; without it, the store's own.
     """
-    store.set(f"report-{rank}", json.dumps(_outcome(report)))
+    outcome, local_error = _run(report, rank)
+    store.set(f"report-{rank}", outcome)
+    if rank == 0 and local_error is None:
+        outcome, local_error = _run(lambda: decide(_read_reports(store, ranks)), rank)
     if rank == 0:
-        reports = [json.loads(store.get(f"report-{each}")) for each in range(ranks)]
-        store.set("decision", json.dumps(_decide(reports, decide)))
+        store.set("decision", outcome)
     if limit is not None:
         store.wait(["decision"], limit)
-    outcome = json.loads(store.get("decision"))
-    if "error" in outcome:
-        _await_readers(store, rank, ranks)
-        raise UserError(*outcome["error"])
-    return outcome["value"]
+    decision = json.loads(store.get("decision"))
+    if "value" in decision:
+        return decision["value"]
+    _await_readers(store, rank, ranks)
+    raise local_error or _error_of(decision)
 
 
-def _decide(reports: list[dict[str, Any]], decide: Callable[[list[Any]], object]) -> dict[str, Any]:
-    for report in reports:
-        if "error" in report:
-            return report
-    return _outcome(lambda: decide([report["value"] for report in reports]))
-
-
-def _outcome(function: Callable[[], object]) -> dict[str, Any]:
+def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | None]:
+    """The JSON of what `function` returns or raises; and the error, if it is for this rank alone."""
     try:
-        return {"value": function()}
+        return json.dumps({"value": function()}), None
     except UserError as error:
-        return {"error": [error.title, error.errors]}
+        return json.dumps({"user error": [error.title, error.errors]}), None
+    except PeerLost as error:  # says which rank is the cause
+        return json.dumps({"peer lost": str(error)}), error
+    except Exception as error:
+        headline = "".join(traceback.format_exception_only(error)).strip()
+        return json.dumps({"peer lost": f"rank {rank} raised {headline}"}), error
+
+
+def _read_reports(store: Store, ranks: int) -> list[Any]:
+    reports = [json.loads(store.get(f"report-{rank}")) for rank in range(ranks)]
+    for report in reports:
+        if "value" not in report:
+            raise _error_of(report)
+    return [report["value"] for report in reports]
+
+
+def _error_of(outcome: dict[str, Any]) -> Exception:
+    if "user error" in outcome:
+        return UserError(*outcome["user error"])
+    return PeerLost(outcome["peer lost"])
 
 
 def _await_readers(store: Store, rank: int, ranks: int) -> None:

@@ -96,7 +96,8 @@ def share_results(value: object) -> list[Any]:
 def ask_rank_0(fn: Callable[[], T]) -> T:
     """What `fn()` returns on rank 0, on every rank, however long it takes; a UserError of it too.
 
-    Every rank must call this. The value must be one that `launch` can return.
+    Every rank must call this. The value must be one that `launch` can return. Any other error of rank 0 is a
+    PeerLost on the other ranks.
     """
     from echelon.launching import group
     from echelon.launching.byte_collectives import all_gather_bytes
