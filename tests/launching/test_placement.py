@@ -122,6 +122,20 @@ def test_nccl_that_is_asked_for_needs_a_gpu_for_every_rank(backend: str) -> None
         place(host("a", 2), backend)
 
 
+@pytest.mark.parametrize(
+    "reports",
+    [
+        pytest.param([report("a", "x", 0), report("a", "", 1)], id="a rank of the host"),
+        pytest.param(host("a", 2, "xy") + host("b", 2), id="a host"),
+        pytest.param(host("a", 3, "xy") + host("b", 2), id="a host, and others share"),
+    ],
+)
+def test_nccl_where_some_see_no_gpu_says_to_show_them_one(reports: list[RankReport]) -> None:
+    """It said to start one rank per GPU, also if the host had as many GPUs as ranks."""
+    with pytest.raises(UserError, match=r"Let every rank see a GPU of its own \(CUDA_VISIBLE_DEVICES\), or"):
+        place(reports, "nccl")
+
+
 def test_a_backend_that_is_asked_for_is_kept_without_a_word() -> None:
     assert place(host("a", 3, "xy"), "gloo") == Placement("gloo", [0, 1, 0])
     assert place(host("a", 2, "xy"), "gloo") == Placement("gloo", [0, 1])

@@ -130,6 +130,8 @@ _NUMBERING = "Number the ranks of a host from 0 (LOCAL_RANK) and let them see al
 def _nccl_fix(hosts: Sequence[_Host]) -> str:
     if all(host.gpu_use == "none" for host in hosts):
         return "Use backend='gloo', or let the ranks see GPUs (CUDA_VISIBLE_DEVICES)"
+    if any(None in host.used for host in hosts):
+        return "Let every rank see a GPU of its own (CUDA_VISIBLE_DEVICES), or use backend='gloo'"
     return f"{_sharing_fix(hosts)}, or use backend='gloo'"
 
 
