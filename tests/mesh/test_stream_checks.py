@@ -72,7 +72,7 @@ def test_few_hardware_queues_are_refused(monkeypatch: pytest.MonkeyPatch, queues
     first, second = errors_of_ranks("pipeline=2")
     assert first == second
     assert f"CUDA_DEVICE_MAX_CONNECTIONS must be at least 8, and a rank has {queues}" in first
-    assert "unset it (echelon asks for 32), or set it to 32" in first
+    assert "set it to 32 before CUDA starts, or unset it" in first
 
 
 @pytest.mark.parametrize("queues", ["", "8", "32", "all"])

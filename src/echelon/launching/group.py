@@ -51,10 +51,10 @@ def timeout(seconds: float | None) -> timedelta:
 
 
 def _ask_for_queues() -> None:
-    """CUDA reads this when it starts. Not under MPS, where queues are few and all processes share them: two
-    ranks would take all."""
+    """CUDA reads this when it starts; later it would only mislead those who look. Not under MPS, where queues
+    are few and all processes share them: two ranks would take all."""
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    if not os.path.exists(pipes):
+    if not os.path.exists(pipes) and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)
 
 

@@ -69,8 +69,8 @@ def _errors(num_streams: int, num_edges: int, queues: int, extra: int) -> Iterat
     if queues < _DEFAULT_QUEUES:
         yield (
             f"{_QUEUES} must be at least {_DEFAULT_QUEUES}, and a rank has {queues}: in so few hardware "
-            f"queues an operation that waits for another rank holds up what that rank waits for; unset it "
-            f"(echelon asks for 32), or set it to 32"
+            f"queues an operation that waits for another rank holds up what that rank waits for; set it to "
+            f"32 before CUDA starts, or unset it"
         )
 
 
