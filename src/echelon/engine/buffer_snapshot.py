@@ -2,6 +2,10 @@
 
 A forward pass changes running statistics before anybody knows whether the step makes an update. On a device
 that stays unknown to the host: there a kernel chooses between old and new values.
+
+Kernels may change a buffer and leave no mark on its version, so buffers are copied in every step. Those above
+`LARGEST_COPY` (tables, frozen weights) are not, nor sparse, quantised and expanded ones: of these only a
+reassigned one is put back, and what a refused step changed in place stays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,114 +13,160 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+LARGEST_COPY = 16 * 2**20  # bytes of one buffer; also of what one kernel chooses, for the sake of its memory
 
 Slot = tuple[nn.Module, str]
 
 
 class _Saved(NamedTuple):
-    """A copy of `source`, made when that had `version`."""
+    """What a slot held at `take`: the buffer itself, where its memory was, and a copy of its values."""
 
-    copy: Tensor
-    source: Tensor
-    version: int
+    buffer: Tensor | None
+    address: int
+    copy: Tensor | None
+
+    def is_reassigned(self, now: Tensor | None) -> bool:
+        """Whether the slot holds another tensor, or its tensor has other memory: perhaps the user's batch."""
+        if now is not self.buffer or now is None or self.copy is None:
+            return now is not self.buffer
+        return now.data_ptr() != self.address or not _same_form(now, self.copy)
 
 
-class _Change(NamedTuple):
-    slot: Slot
+class _Pair(NamedTuple):
     buffer: Tensor
-    before: Tensor
-
-    def can_be_undone_in_place(self, refused: bool | Tensor) -> bool:
-        near = not isinstance(refused, Tensor) or refused.device == self.buffer.device
-        return near and _is_writable(self.buffer) and _same_form(self.buffer, self.before)
+    copy: Tensor
 
 
 @final
 class BufferSnapshot:
-    """`take` before a step, `restore` where it may have been refused."""
+    """`take` before a step, then `restore` when it is decided whether the step was refused."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = list(dict.fromkeys(module for root in modules for module in root.modules()))
-        self._saved: dict[Slot, _Saved] = {}
+        self._saved: dict[Slot, _Saved] | None = None  # while a step is undecided
+        self._copies: dict[Slot, Tensor] = {}  # of the last `take`; the next one uses their memory again
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the buffers that may have changed since they were last copied. Waits for nothing."""
-        again: list[_Change] = []
+        """Note and copy what the buffers are now. Waits for nothing."""
+        earlier, self._copies, self._saved = self._copies, {}, {}
+        pairs: list[_Pair] = []
         for slot, buffer in self._buffers():
-            saved = self._saved.get(slot)
-            if saved is None or not _same_form(buffer, saved.copy):
-                self._saved[slot] = _Saved(buffer.detach().clone(), buffer, buffer._version)
-            elif _may_differ(buffer, saved):
-                self._saved[slot] = _Saved(saved.copy, buffer, buffer._version)
-                again.append(_Change(slot, buffer, saved.copy))
-        for group in _by_memory(again):
-            torch._foreach_copy_([each.before for each in group], [each.buffer for each in group])
+            if buffer is None or not _is_copied(buffer):
+                self._saved[slot] = _Saved(buffer, 0, None)
+                continue
+            copy = earlier.get(slot)
+            if copy is None or not _same_form(copy, buffer):
+                copy = torch.empty_like(buffer)
+            self._copies[slot] = copy
+            self._saved[slot] = _Saved(buffer, buffer.data_ptr(), copy)
+            pairs.append(_Pair(buffer, copy))
+        for group in _by_memory(pairs):
+            torch._foreach_copy_([each.copy for each in group], [each.buffer for each in group])
 
     @torch.no_grad()
     def restore(self, refused: bool | Tensor) -> None:
-        """Where `refused`, bring all buffers back to what `take` found.
+        """Where `refused`, bring all buffers back to what `take` found. Only the first call decides.
 
-        A flag on a device is not read, unless a buffer has got another form or device in the step.
+        A flag on a device is read only where a kernel cannot choose: if a buffer has come, gone or got
+        another form in the step, or has changed on another device.
         """
-        if refused is False:
+        saved, self._saved = self._saved, None
+        if refused is False or saved is None:
             return
-        in_place: list[_Change] = []
-        for change in self._changes():
-            if change.can_be_undone_in_place(refused):
-                in_place.append(change)
-            elif refused:
-                module, name = change.slot
-                module._buffers[name] = change.before.clone()
+        in_place: list[_Pair] = []
+        for slot, before in saved.items():
+            module, name = slot
+            now = module._buffers.get(name)
+            if before.is_reassigned(now):
+                _put_back(slot, before, now, refused)
+            elif now is not None and before.copy is not None:
+                in_place.append(_Pair(now, before.copy))
         for group in _by_memory(in_place):
-            before = [each.before for each in group]
-            values = _choose(refused, group) if isinstance(refused, Tensor) else before
-            torch._foreach_copy_([each.buffer for each in group], values)
+            _write_back(group, refused)
+        registered = [slot for slot, _ in self._buffers() if slot not in saved]
+        if registered and refused:
+            for module, name in registered:
+                delattr(module, name)
 
-    def _buffers(self) -> Iterator[tuple[Slot, Tensor]]:
+    def storages(self) -> list[Tensor]:
+        """The copies, and, while a step is undecided, the buffers that may be put back."""
+        held = [saved.buffer for saved in (self._saved or {}).values() if saved.buffer is not None]
+        return [*self._copies.values(), *held]
+
+    def _buffers(self) -> Iterator[tuple[Slot, Tensor | None]]:
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield (module, name), buffer
-
-    def _changes(self) -> Iterator[_Change]:
-        for slot, buffer in self._buffers():
-            saved = self._saved.get(slot)
-            if saved is not None and _may_differ(buffer, saved):
-                yield _Change(slot, buffer, saved.copy)
+                yield (module, name), buffer
 
 
-def _may_differ(buffer: Tensor, saved: _Saved) -> bool:
-    # Kernels of normalisation change running statistics, vectors, and leave no mark on the tensor's version.
-    is_vector = buffer.ndim == 1 and buffer.is_floating_point() and _is_writable(buffer)
-    return is_vector or buffer is not saved.source or buffer._version != saved.version
+def _put_back(slot: Slot, before: _Saved, now: Tensor | None, refused: bool | Tensor) -> None:
+    """Give the slot a tensor of its own, or what it held: `now` may be the user's batch, or a view of it."""
+    module, name = slot
+    old = before.buffer if before.copy is None else before.copy
+    if isinstance(refused, Tensor) and old is not None and now is not None and _are_alike(refused, old, now):
+        module._buffers[name] = torch.where(refused, old, now)
+    elif refused:
+        module._buffers[name] = old if before.copy is None else before.copy.clone()
 
 
-def _same_form(one: Tensor, other: Tensor) -> bool:
-    is_same_kind = one.dtype == other.dtype and one.device == other.device and one.layout == other.layout
-    return is_same_kind and one.shape == other.shape
+def _write_back(pairs: Sequence[_Pair], refused: bool | Tensor) -> None:
+    """Write what was there into the buffers, which all are on one device and of one type."""
+    buffers = tuple(each.buffer for each in pairs)
+    values = [each.copy for each in pairs]
+    if isinstance(refused, Tensor):
+        if refused.device == buffers[0].device:
+            values = _choose(refused, pairs)
+        elif all(torch.equal(*each) for each in pairs) or not refused:
+            return
+    # The backward passes are over, and a new version would say that constants have changed: replicas would
+    # send them. What the step itself has changed keeps the version that it got there.
+    with _unsafe_preserve_version_counter(buffers):
+        torch._foreach_copy_(buffers, values)
 
 
-def _is_writable(buffer: Tensor) -> bool:
-    """Whether each element has memory of its own: an expanded tensor cannot be copied into."""
-    if buffer.layout != torch.strided:
+def _choose(refused: Tensor, pairs: Sequence[_Pair]) -> list[Tensor]:
+    """The old values where `refused`, else the new ones; the host does not learn which."""
+    before = torch.cat([each.copy.flatten() for each in pairs])
+    after = torch.cat([each.buffer.flatten() for each in pairs])
+    chosen = torch.where(refused, before, after).split([each.buffer.numel() for each in pairs])
+    return [values.view(each.buffer.shape) for values, each in zip(chosen, pairs, strict=True)]
+
+
+def _are_alike(refused: Tensor, old: Tensor, now: Tensor) -> bool:
+    """Whether a kernel can choose between the two: none of them is sparse, and all are on one device."""
+    return _is_dense(old) and _is_dense(now) and _same_form(old, now) and now.device == refused.device
+
+
+def _is_copied(buffer: Tensor) -> bool:
+    if not _is_dense(buffer) or buffer.nbytes > LARGEST_COPY:
         return False
+    # Elements of an expanded tensor share memory: it cannot be written to, and its copy would be larger.
     return buffer.is_contiguous() or all(
         stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )
 
 
-def _by_memory(changes: Sequence[_Change]) -> list[list[_Change]]:
-    """Those of one device and type together: few kernels serve them all."""
-    groups: dict[tuple[torch.device, torch.dtype], list[_Change]] = {}
-    for each in changes:
-        groups.setdefault((each.buffer.device, each.buffer.dtype), []).append(each)
-    return list(groups.values())
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def _choose(refused: Tensor, changes: Sequence[_Change]) -> list[Tensor]:
-    """The old values where `refused`, else the new ones; the host does not learn which."""
-    before = torch.cat([each.before.flatten() for each in changes])
-    after = torch.cat([each.buffer.flatten() for each in changes])
-    chosen = torch.where(refused, before, after).split([each.buffer.numel() for each in changes])
-    return [values.view(each.buffer.shape) for values, each in zip(chosen, changes, strict=True)]
+def _same_form(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _by_memory(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    """Those of one device and type together, up to `LARGEST_COPY` bytes: few kernels serve them all."""
+    groups: dict[tuple[torch.device, torch.dtype], list[_Pair]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for each in pairs:
+        kind = (each.buffer.device, each.buffer.dtype)
+        size = sizes.get(kind, 0) + each.buffer.nbytes
+        if size > LARGEST_COPY and kind in groups:
+            yield groups.pop(kind)
+            size = each.buffer.nbytes
+        sizes[kind] = size
+        groups.setdefault(kind, []).append(each)
+    yield from groups.values()
