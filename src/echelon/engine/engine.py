@@ -51,12 +51,14 @@ class Engine:
         self._names, self._local, self._layers = names, local, layers
         self._update, self._scopes, self._wrapping = update, scopes, wrapping
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
+        self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages)
         self._runner: StepRunner
         if mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:
             self._runner = ContinuousRunner(mesh, local, update, layers, self._meter, scopes)
         else:
-            self._runner = FlushedRunner(mesh, local, update, layers, self._meter, scopes)
+            runner = FlushedRunner(mesh, local, update, layers, self._meter, scopes)
+            self._runner, self._buffer_copies = runner, runner._buffers.storages
         self._stashed = self._runner.storages
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
@@ -299,4 +301,5 @@ class Engine:
     def _storages(self) -> dict[str, list[Tensor]]:
         storages = self._update.storages()
         storages["parameters"] = [*storages["parameters"], *self._stashed()]
+        storages["buffers"] = [*self.module.buffers(), *self._buffer_copies()]
         return storages

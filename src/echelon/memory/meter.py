@@ -35,7 +35,7 @@ class Memory(NamedTuple):
 
 
 class Meter:
-    """Watches one rank's model; `storages` tells what holds its parameters, gradients and optimizer state."""
+    """Watches one rank's model; `storages` tells what holds each category but activations."""
 
     def __init__(self, module: nn.Module, storages: Callable[[], dict[str, list[Tensor]]]) -> None:
         self._module, self._storages = module, storages
@@ -61,7 +61,6 @@ class Meter:
     def _measure(self) -> dict[str, int]:
         found = {category: _storage_bytes(tensors) for category, tensors in self._storages().items()}
         found["activations"] = self._activations
-        found["buffers"] = _storage_bytes(self._module.buffers())
         now = {category: found[category] for category in CATEGORIES}
         for category, size in now.items():
             self._peak[category] = max(self._peak[category], size)
