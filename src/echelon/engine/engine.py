@@ -91,7 +91,10 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """How many updates were made; on a CUDA device the last two may still turn out to be refused."""
+        """How many updates were made; on a CUDA device the last two may still turn out to be refused.
+
+        With a PipeDream schedule: how many steps had a sample that the loss counts.
+        """
         return self._counter.updates
 
     @property
@@ -111,6 +114,9 @@ class Engine:
         optimizer state and no buffer. It keeps its number: the next step has the next rate and dropout. On a
         CUDA device a look at its metrics raises, and so does the second step after it, on every rank; that
         call trains nothing and can be repeated.
+
+        With a PipeDream schedule such a step is reported alike, but not undone: it has applied the updates of
+        earlier microbatches, and buffers keep what its own have changed.
         """
         self._check_open()
         self._check_steps(but=1)
@@ -248,9 +254,8 @@ class Engine:
         refused: UserError | None = None
         try:
             if not self._runner.is_broken:
-                refused = (
-                    self._counter.late_error()
-                )  # raised at the end: the model is as good as before that step
+                # Raised at the end: the model is as good as before that step.
+                refused = self._counter.late_error()
                 self.synchronize()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
