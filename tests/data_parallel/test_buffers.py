@@ -51,6 +51,20 @@ def test_only_what_changed_since_the_last_time_is_sent() -> None:
     assert {move.subject for move in group.ledger.moves} == {"buffers"}
 
 
+def test_a_buffer_that_was_none_is_sent_and_one_that_takes_its_place_too() -> None:
+    group, module = RecordingGroup("data", 0, 2), Counters()
+    module.register_buffer("later", None)
+    buffers = Buffers(module, group)
+    module.later = torch.zeros(7)
+    buffers.share()
+    assert sent(group) == [7]
+    for _ in range(3):  # the second may be where the first was in memory
+        module.later = None
+        module.later = torch.zeros(7)
+        buffers.share()
+    assert sent(group) == [7] * 4
+
+
 def test_small_buffers_are_sent_without_asking_where_that_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     group, module = RecordingGroup("data", 0, 2), Counters()
     with no_reads():

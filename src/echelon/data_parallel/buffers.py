@@ -1,7 +1,9 @@
 """Buffers of a model (running statistics and such) among replicas: those of replica 0 are everyone's."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -11,6 +13,16 @@ from echelon.data_parallel.flags import set_anywhere
 from echelon.data_parallel.packed_broadcast import broadcast_packed
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
+
+
+class _Mark(NamedTuple):
+    """What changes when a buffer does: which tensor it is, and its version."""
+
+    tensor: "weakref.ref[Tensor]"
+    version: int
+
+    def is_on(self, buffer: Tensor) -> bool:
+        return self.tensor() is buffer and self.version == buffer._version
 
 
 class Buffers:
@@ -32,24 +44,27 @@ class Buffers:
         """Send replica 0's buffers to all, where any replica may have changed them."""
         if self._group.size == 1:
             return
-        buffers = list(self._module.buffers())  # a model may assign a buffer instead of changing it
+        buffers = dict(self._module.named_buffers())  # a model may assign a buffer instead of changing it
         if not buffers:
             return
         with self._group.ledger.about("buffers"):
-            broadcast_packed(list(compress(buffers, self._changed_anywhere(buffers))), self._group)
+            changed = self._changed_anywhere(buffers)
+            broadcast_packed(list(compress(buffers.values(), changed)), self._group)
         self._marks = self._current_marks()
 
-    def _changed_anywhere(self, buffers: Sequence[Tensor]) -> Sequence[bool]:
+    def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
         """Which buffers some replica may have changed."""
-        asks = buffers[0].is_cpu if self._asks is None else self._asks
-        if not asks and sum(buffer.nbytes for buffer in buffers) <= SMALL:
+        first = next(iter(buffers.values()))
+        asks = first.is_cpu if self._asks is None else self._asks
+        if not asks and sum(buffer.nbytes for buffer in buffers.values()) <= SMALL:
             return [True] * len(buffers)
         changed = [
-            buffer in self._statistics or mark != earlier
-            for buffer, mark, earlier in zip(buffers, self._current_marks(), self._marks, strict=True)
+            buffer in self._statistics or name not in self._marks or not self._marks[name].is_on(buffer)
+            for name, buffer in buffers.items()
         ]
-        return set_anywhere(changed, self._group, buffers[0].device)
+        return set_anywhere(changed, self._group, first.device)
 
-    def _current_marks(self) -> list[tuple[int, int]]:
-        """What changes when a buffer does: which tensor it is, and its version."""
-        return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
+    def _current_marks(self) -> dict[str, _Mark]:
+        return {
+            name: _Mark(weakref.ref(buffer), buffer._version) for name, buffer in self._module.named_buffers()
+        }

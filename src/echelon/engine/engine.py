@@ -53,13 +53,10 @@ class Engine:
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages)
-        self._runner: StepRunner
-        if mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES:
-            self._runner = ContinuousRunner(mesh, local, update, layers, self._meter, scopes)
-        else:
-            runner = FlushedRunner(mesh, local, update, layers, self._meter, scopes)
-            self._runner, self._buffer_copies = runner, runner._buffers.storages
-        self._stashed = self._runner.storages
+        continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
+        kind = ContinuousRunner if continuous else FlushedRunner
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes)
+        self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
         self._is_closed = False

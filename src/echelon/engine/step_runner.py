@@ -112,6 +112,10 @@ class StepRunner(ABC):
         """Memory of weights beside the newest."""
         return []
 
+    def buffer_copies(self) -> list[Tensor]:
+        """Memory of buffers as they were before the step."""
+        return []
+
     @property
     def spans(self) -> list[Span]:
         """When each instruction of the last step was executed here."""
@@ -238,6 +242,9 @@ class FlushedRunner(StepRunner):
             self._buffers.restore(refused=True)
             raise
         return self._update.numbers
+
+    def buffer_copies(self) -> list[Tensor]:
+        return self._buffers.storages()
 
     def publish(self) -> None:
         self._buffers.restore(self._update.skips)
