@@ -23,6 +23,13 @@ def test_a_schedule_by_name_is_lowered_as_the_plan_says() -> None:
     assert Op.GATHER.value not in ops("data=2 zero=2")
 
 
+def test_a_program_is_of_one_pipeline_however_many_there_are() -> None:
+    few = step_program(Plan.parse("pipeline=16 microbatches=64"), ties=True)
+    many = step_program(Plan.parse("data=128 tensor=8 pipeline=16 microbatches=64"), ties=True)
+    assert many == few
+    assert len(many.ranks) == 16
+
+
 END = "REDUCE UPDATE"
 
 

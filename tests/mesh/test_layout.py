@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.mesh import Layout
@@ -65,23 +65,69 @@ def test_the_group_through_a_rank() -> None:
     assert layout("data=4 tensor=2").group("data", 5) == (1, 3, 5, 7)
 
 
-degrees = st.integers(1, 4)
+# The coordinates that ranks of one group have in common.
+EQUAL_COORDINATES = {
+    "all": "",
+    "stage": "pipeline",
+    "weights": "pipeline tensor",
+    "pipeline": "replica context tensor",
+    "data": "pipeline context tensor",
+    "context": "pipeline data tensor",
+    "tensor": "pipeline data context",
+    "expert": "pipeline expert_data context tensor",
+    "expert_data": "pipeline expert context tensor",
+}
 
-
-@given(
-    data=degrees,
-    tensor=degrees,
-    context=degrees,
-    stages=degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple),
+degrees = st.integers(1, 3)
+layouts = st.builds(
+    lambda data, expert, tensor, context, stages: Layout(
+        Plan(data=data * expert, expert=expert, tensor=tensor, context=context, pipeline=stages)
+    ),
+    degrees,
+    degrees,
+    degrees,
+    degrees,
+    degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple),
 )
-def test_every_rank_is_in_one_group_along_each_axis(
-    data: int, tensor: int, context: int, stages: int | tuple[int, ...]
-) -> None:
-    grid = Layout(Plan(data=data, tensor=tensor, context=context, pipeline=stages))
-    for axis in ("pipeline", "data", "context", "tensor"):
-        assert sorted(itertools.chain(*grid.groups(axis))) == list(range(grid.plan.ranks))
-    assert {len(ranks) for ranks in grid.groups("tensor")} == {tensor}
-    assert {len(ranks) for ranks in grid.groups("pipeline")} == {sum(grid.plan.replicas)}
+
+
+def groups_by_search(grid: Layout, axis: str) -> list[tuple[int, ...]]:
+    """The groups along an axis, from a look at the position of every rank."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, position in enumerate(grid.positions):
+        key = tuple(getattr(position, name) for name in EQUAL_COORDINATES[axis].split())
+        members.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in members.values()]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts)
+def test_a_group_is_the_ranks_with_equal_coordinates(grid: Layout) -> None:
+    for axis in EQUAL_COORDINATES:
+        expected = groups_by_search(grid, axis)
+        assert list(grid.groups(axis)) == expected
+        for ranks in expected:
+            assert {grid.group(axis, rank) for rank in (ranks[0], ranks[-1])} == {ranks}
+            places = [grid.place(axis, rank) for rank in ranks]
+            assert places == [(number, len(ranks)) for number in range(len(ranks))]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts)
+def test_axes_are_the_same_when_all_their_groups_are(grid: Layout) -> None:
+    groups = {axis: grid.groups(axis) for axis in EQUAL_COORDINATES}
+    for axis, other in itertools.combinations(EQUAL_COORDINATES, 2):
+        assert grid.same_groups(axis, other) == (groups[axis] == groups[other]), (axis, other)
+
+
+def test_positions_count_from_the_outermost_axis_to_the_innermost() -> None:
+    grid = layout("pipeline=2-1 data=2 context=2 tensor=2")
+    counted = itertools.chain(
+        itertools.product((0,), range(4), range(2), range(2)),
+        itertools.product((1,), range(2), range(2), range(2)),
+    )
+    assert [position[:4] for position in grid.positions] == list(counted)
+    assert [grid.position(rank).replica for rank in (0, 15, 16, 23)] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("text", ["data=8", "tensor=8", "pipeline=8"])

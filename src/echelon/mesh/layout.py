@@ -18,8 +18,11 @@ Experts are spread over neighbouring data ranks: the ranks along `expert` hold d
 `expert_data` the same ones.
 """
 
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from echelon.plan import Plan
@@ -53,35 +56,73 @@ class Position(NamedTuple):
     expert_data: int
 
 
+class Extent(NamedTuple):
+    """The ranks of a group: in each of its stages all combinations of these coordinates."""
+
+    stages: range
+    data: tuple[range, ...]  # in each of the stages
+    context: range
+    tensor: range
+
+
 @dataclass(frozen=True)
 class Layout:
-    """The positions of all ranks of a plan, and their groups."""
+    """The position of each rank of a plan, and its groups. A question about one rank looks at no other."""
 
     plan: Plan
 
-    @cached_property
-    def positions(self) -> tuple[Position, ...]:
-        """The position of each rank, in rank order."""
+    def position(self, rank: int) -> Position:
+        """The coordinates of `rank`."""
         plan = self.plan
-        return tuple(
-            Position(stage, data, context, tensor, data // replicas, data % plan.expert, data // plan.expert)
-            for stage, replicas in enumerate(plan.replicas)
-            for data in range(replicas * plan.data)
-            for context in range(plan.context)
-            for tensor in range(plan.tensor)
+        stage = bisect_right(self._first_ranks, rank) - 1
+        cell, tensor = divmod(rank - self._first_ranks[stage], plan.tensor)
+        data, context = divmod(cell, plan.context)
+        replicas = plan.replicas[stage]
+        return Position(
+            stage, data, context, tensor, data // replicas, data % plan.expert, data // plan.expert
         )
+
+    @property
+    def positions(self) -> Iterator[Position]:
+        """The position of each rank, in rank order."""
+        return map(self.position, range(self.plan.ranks))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks along `axis`; each rank is in exactly one of them."""
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, position in enumerate(self.positions):
-            key = tuple(getattr(position, name) for name in _EQUAL_COORDINATES[axis])
-            members.setdefault(key, []).append(rank)
-        return tuple(tuple(ranks) for ranks in members.values())
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.plan.ranks):
+            if rank not in seen:
+                groups.append(self.group(axis, rank))
+                seen.update(groups[-1])
+        return tuple(groups)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks along `axis` through `rank`, in order."""
-        return next(ranks for ranks in self.groups(axis) if rank in ranks)
+        extent, plan = self._extent(axis, self.position(rank)), self.plan
+        return tuple(
+            self._first_ranks[stage] + (data * plan.context + context) * plan.tensor + tensor
+            for stage, data_ranks in zip(extent.stages, extent.data, strict=True)
+            for data in data_ranks
+            for context in extent.context
+            for tensor in extent.tensor
+        )
+
+    def place(self, axis: str, rank: int) -> tuple[int, int]:
+        """The number of `rank` within its group along `axis`, and the size of that group."""
+        position = self.position(rank)
+        extent = self._extent(axis, position)
+        before = extent.stages.index(position.pipeline)
+        cells = sum(map(len, extent.data[:before])) + extent.data[before].index(position.data)
+        cells = cells * len(extent.context) + extent.context.index(position.context)
+        number = cells * len(extent.tensor) + extent.tensor.index(position.tensor)
+        return number, sum(map(len, extent.data)) * len(extent.context) * len(extent.tensor)
+
+    def same_groups(self, axis: str, other: str) -> bool:
+        """Whether the groups along two axes are the same. The groups of one stage have one shape, so that
+        its first rank answers for all."""
+        firsts = [self.position(rank) for rank in self._first_ranks]
+        return all(self._extent(axis, first) == self._extent(other, first) for first in firsts)
 
     @property
     def even(self) -> bool:
@@ -94,3 +135,35 @@ class Layout:
         plan = self.plan
         assert self.even
         return plan.stages, plan.replicas[0] * plan.data, plan.context, plan.tensor
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        plan = self.plan
+        sizes = [replicas * plan.data * plan.context * plan.tensor for replicas in plan.replicas]
+        return tuple(accumulate(sizes[:-1], initial=0))
+
+    def _extent(self, axis: str, position: Position) -> Extent:
+        """The group along `axis` through `position`."""
+        plan, equal = self.plan, _EQUAL_COORDINATES[axis]
+        stages = _along(range(plan.stages), position.pipeline, fixed="pipeline" in equal)
+        data = tuple(self._data_ranks(equal, position, plan.replicas[stage]) for stage in stages)
+        context = _along(range(plan.context), position.context, fixed="context" in equal)
+        tensor = _along(range(plan.tensor), position.tensor, fixed="tensor" in equal)
+        return Extent(stages, data, context, tensor)
+
+    def _data_ranks(self, equal: Collection[str], position: Position, replicas: int) -> range:
+        """The data coordinates, in a stage with so many replicas, of ranks whose `equal` coordinates are
+        those of `position`."""
+        everyone, experts = range(replicas * self.plan.data), self.plan.expert
+        if "data" in equal:
+            return _along(everyone, position.data, fixed=True)
+        if "replica" in equal:
+            return everyone[position.replica * replicas : (position.replica + 1) * replicas]
+        if "expert_data" in equal:
+            return everyone[position.expert_data * experts : (position.expert_data + 1) * experts]
+        return everyone[position.expert :: experts] if "expert" in equal else everyone
+
+
+def _along(coordinates: range, own: int, *, fixed: bool) -> range:
+    return coordinates[own : own + 1] if fixed else coordinates

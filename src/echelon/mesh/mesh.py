@@ -35,6 +35,7 @@ class Mesh:
         self.ledger = next(iter(groups.values())).ledger
         self._open_groups = list(groups.values())
         self._groups = groups
+        self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in COMBINED_AXES}
 
     @classmethod
     def join(cls, plan: Plan) -> "Mesh":
@@ -57,13 +58,12 @@ class Mesh:
         layout, ledger = Layout(plan), Ledger()
         groups: dict[str, Group] = {}
         for axis in _axes_of(layout):
-            ranks = layout.group(axis, rank)
-            groups[axis] = RecordingGroup(axis, ranks.index(rank), len(ranks), ledger)
+            groups[axis] = RecordingGroup(axis, *layout.place(axis, rank), ledger)
         return cls(plan, groups, rank, torch.device("cpu"))
 
     @property
     def position(self) -> Position:
-        return self.layout.positions[self.rank]
+        return self.layout.position(self.rank)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class Mesh:
     def group(self, axis: str) -> Group:
         """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
         `stage` (the ranks with parts of the same stages), `all`."""
-        return self._groups[_first_equal_axis(self.layout, axis)]
+        return self._groups[self._equal_axes.get(axis, axis)]
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
         """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
@@ -144,10 +144,8 @@ def _axes_of(layout: Layout) -> tuple[str, ...]:
 
 def _first_equal_axis(layout: Layout, axis: str) -> str:
     """The first axis with the same groups: a combined axis often equals a single one."""
-    if axis not in COMBINED_AXES:
-        return axis
     candidates = (*_PREFERRED_AXES, *COMBINED_AXES)
-    return next(other for other in candidates if layout.groups(other) == layout.groups(axis))
+    return next(other for other in candidates if layout.same_groups(other, axis))
 
 
 _PREFERRED_AXES = ("data", "context", "tensor", "pipeline")  # a single rank is a group along `data`
