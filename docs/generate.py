@@ -228,7 +228,7 @@ LAYERS = (
     Layer(("huggingface",), (), "what is known of transformers"),
     Layer(("sequence",), (), "what layers see of a sequence"),
     Layer(
-        ("wrapping", "saved_tensors", "tracing", "products", "fingerprint"),
+        ("wrapping", "saved_tensors", "tracing", "products", "entropy", "fingerprint"),
         (),
         "how modules are called; small tools",
     ),

@@ -1,11 +1,14 @@
 """The cross-entropy of logits that are split by vocabulary, against the whole."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from echelon import entropy
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.models import cross_entropy
@@ -28,10 +31,15 @@ def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Te
     group = Mesh.join(Plan(tensor=ranks)).group("tensor")
     logits, targets = logits_and_targets(scale)
     part = logits.to(dtype).chunk(ranks, -1)[group.rank].clone().requires_grad_()
-    total, count = vocabulary_cross_entropy(part, targets, group)
-    (total * 0.5).backward()
+    with mock.patch.object(entropy, "_CPU_CHUNK", 4 * part.shape[-1]):
+        total, count = vocabulary_cross_entropy(part, targets, group)
+        (total * 0.5).backward()
     totals = group.ledger.totals.items()
-    sent = {operation: total.payload for (_, operation, subject), total in totals if subject == "loss"}
+    sent = {
+        operation: (total.count, total.payload)
+        for (_, operation, subject), total in totals
+        if subject == "loss"
+    }
     return total.detach(), part.grad, int(count), sent
 
 
@@ -40,19 +48,20 @@ def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Te
 def test_value_and_gradient_are_those_of_all_logits(warm_ranks: Warm, ranks: int, scale: float) -> None:
     logits, targets = logits_and_targets(scale)
     logits.requires_grad_()
-    total, count = cross_entropy(logits, targets)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     (total * 0.5).backward()
     whole = float(total.detach())
     by_rank = warm_ranks(ranks).run(value_and_gradient, ranks, scale, torch.float64)
-    assert all(count_of_rank == count == 8 for _, _, count_of_rank, _ in by_rank)
+    assert all(count == 8 for _, _, count, _ in by_rank)
     assert all(abs(float(value) - whole) <= 1e-12 * whole for value, *_ in by_rank)
     gradient = torch.cat([part for _, part, *_ in by_rank], -1)
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_exchange_three_numbers_per_token(warm_ranks: Warm) -> None:
+def test_ranks_exchange_three_numbers_per_token_in_two_messages(warm_ranks: Warm) -> None:
+    """Also those of several chunks."""
     for *_, sent in warm_ranks(2).run(value_and_gradient, 2, 3.0, torch.float64):
-        assert sent == {"all_reduce": 3 * 10 * 8}
+        assert sent == {"all_reduce": (2, 3 * 10 * 8)}
 
 
 def test_it_is_computed_in_float32_at_least(warm_ranks: Warm) -> None:
