@@ -36,10 +36,10 @@ def test_every_member_of_a_list_must_be_known() -> None:
 
 
 def test_every_member_of_a_list_must_divide() -> None:
-    model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 33))
-    errors = refused(model, {"0": "vocabulary", "1": "vocabulary"})
-    assert [error.split(":")[0] for error in errors] == ["1.weight", "1.bias"]
-    assert "its vocabulary of 33 is not divisible by 2; pad the vocabulary to 34" in errors[0]
+    model = nn.Sequential(nn.Embedding(33, 16), nn.Linear(16, 32), nn.Linear(32, 33))
+    errors = refused(model, {"0": "vocabulary", "1": "column", "2": "column"})
+    assert [error.split(":")[0] for error in errors] == ["2.weight", "2.bias"]
+    assert "its split dim of 33 is not divisible by 2; make it 34, or use fewer ranks" in errors[0]
 
 
 def test_members_that_are_alike_are_reported_once() -> None:

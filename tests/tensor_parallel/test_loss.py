@@ -32,7 +32,7 @@ def value_and_gradient(ranks: int, scale: float, dtype: torch.dtype) -> tuple[Te
     logits, targets = logits_and_targets(scale)
     part = logits.to(dtype).chunk(ranks, -1)[group.rank].clone().requires_grad_()
     with mock.patch.object(entropy, "_CPU_CHUNK", 4 * part.shape[-1]):
-        total, count = vocabulary_cross_entropy(part, targets, group)
+        total, count = vocabulary_cross_entropy(part, targets, group, 12)
         (total * 0.5).backward()
     totals = group.ledger.totals.items()
     sent = {
@@ -79,11 +79,12 @@ def test_the_loss_of_the_models_is_known_by_its_name() -> None:
 def wrong_target(ranks: int) -> str:
     group = Mesh.join(Plan(tensor=ranks)).group("tensor")
     try:
-        vocabulary_cross_entropy(torch.zeros(1, 2, 6), torch.tensor([[0, 12]]), group)
+        vocabulary_cross_entropy(torch.zeros(1, 2, 6), torch.tensor([[0, 11]]), group, 11)
     except IndexError as error:
         return str(error)
     return ""
 
 
 def test_a_target_beyond_the_vocabulary_is_an_error(warm_ranks: Warm) -> None:
-    assert warm_ranks(2).run(wrong_target, 2) == ["a target is not in the vocabulary of 12"] * 2
+    """Also one whose column is padding."""
+    assert warm_ranks(2).run(wrong_target, 2) == ["a target is not in the vocabulary of 11"] * 2

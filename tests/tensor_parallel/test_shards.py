@@ -23,6 +23,13 @@ def test_unequal_parts_are_cut_each_by_itself() -> None:
     assert taken.flatten().tolist() == [0, 1, 2, 3, 8, 10]
 
 
+def test_a_part_that_is_not_divisible_is_padded_with_zeros() -> None:
+    """Some ranks may have nothing but padding."""
+    whole = torch.arange(1, 6).view(1, 5, 1)
+    taken = [Shard(1, (5,), rank, ranks=4).take(whole).flatten().tolist() for rank in range(4)]
+    assert taken == [[1, 2], [3, 4], [5, 0], [0, 0]]
+
+
 def test_one_number_is_of_the_whole_parameter() -> None:
     step = OwnedSlice(Slice("w", "step", (), (), ()), torch.tensor(3.0))
     assert Shard(0, (4,), 0, 2).in_whole(step) == [step]
@@ -30,16 +37,15 @@ def test_one_number_is_of_the_whole_parameter() -> None:
 
 @given(
     ranks=st.integers(1, 4),
-    shares=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    parts=st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple),
     other=st.integers(1, 3),
     dim=st.integers(0, 1),
     cuts=st.tuples(st.integers(0, 40), st.integers(0, 40)),
 )
 def test_the_boxes_of_all_ranks_are_the_whole(
-    ranks: int, shares: list[int], other: int, dim: int, cuts: tuple[int, int]
+    ranks: int, parts: tuple[int, ...], other: int, dim: int, cuts: tuple[int, int]
 ) -> None:
-    """Also when a rank owns just a run of its share (ZeRO) and says so in boxes."""
-    parts = tuple(share * ranks for share in shares)
+    """Also when a rank owns just a run of its share (ZeRO) and says so in boxes, and without padding."""
     shape = (sum(parts), other) if dim == 0 else (other, sum(parts))
     whole = torch.arange(sum(parts) * other).view(shape)
     found = torch.full(shape, -1)

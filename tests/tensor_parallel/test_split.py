@@ -73,13 +73,6 @@ def test_heads_must_divide() -> None:
     assert any("config.heads=6 is not divisible by 4 ranks" in error for error in refused(build(config), 4))
 
 
-def test_the_vocabulary_must_divide() -> None:
-    config = ModelConfig("gpt", 1, 16, 2, vocab=17, sequence=16)
-    errors = refused(build(config), 2)
-    assert [error.split(":")[0] for error in errors] == ["embedding.tokens.weight", "head.projection.weight"]
-    assert "pad the vocabulary to 18" in errors[0]
-
-
 def test_all_errors_are_reported_at_once() -> None:
     errors = refused(OwnModel(), 3, {"inner.*.up": "column", "inner.*.down": "vocabulary", "norm": "row"})
     text = "\n".join(errors)

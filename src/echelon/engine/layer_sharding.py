@@ -74,10 +74,11 @@ class LayerSharding:
     def _loss(self, loss: Loss) -> Loss:
         """The same, of what the last layer returns here."""
         over_parts = split_loss(loss)
-        if self.sharded is None or over_parts is None or not self.sharded.splits_logits:
+        vocabulary = None if self.sharded is None else self.sharded.vocabulary
+        if over_parts is None or vocabulary is None:
             return loss
         group = self._mesh.group("tensor")
-        return lambda output, targets: over_parts(output, targets, group)
+        return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
     @property
     def counts_loss(self) -> bool:

@@ -189,18 +189,17 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _indivisible(name: str, module: nn.Module, style: Style, ranks: int) -> Iterator[str]:
+    if style.word == "vocabulary":  # it is padded
+        return
     for parameter, dim, parts in cuts(module, style):
         value, divisor = getattr(module, parameter), parts * ranks
         if value is None or value.shape[dim] % divisor == 0:
             continue
         size = value.shape[dim]
         next_size = -(-size // divisor) * divisor
-        is_vocabulary = style.word == "vocabulary"
-        dim_name = "vocabulary" if is_vocabulary else "split dim"
-        fix = f"pad the vocabulary to {next_size}" if is_vocabulary else f"make it {next_size}"
         yield (
-            f"{name}.{parameter}: its {dim_name} of {size} is not divisible by {divisor}; {fix}, or use "
-            "fewer ranks"
+            f"{name}.{parameter}: its split dim of {size} is not divisible by {divisor}; make it "
+            f"{next_size}, or use fewer ranks"
         )
 
 

@@ -15,27 +15,32 @@ from echelon.targets import IGNORED_TARGET
 
 _SUBJECT = "loss"
 
-SplitLoss = Callable[[Any, Any, Group], tuple[Tensor, Tensor | int]]
+# (output, targets, group, vocabulary): each rank has n columns, the vocabulary by ranks, rounded up. Those of
+# rank r begin at r · n, and those behind the vocabulary are −inf.
+SplitLoss = Callable[[Any, Any, Group, int], tuple[Tensor, Tensor | int]]
 
 
-def vocabulary_cross_entropy(output: Any, targets: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """echelon.models.cross_entropy for this rank's part of the logits, [..., vocab / ranks]."""
+def vocabulary_cross_entropy(
+    output: Any, targets: Tensor, group: Group, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """echelon.models.cross_entropy for this rank's part of the logits, [..., vocabulary / ranks]."""
     logits: Tensor = getattr(output, "logits", output)
     if logits.shape[:-1] != targets.shape:
         raise UserError(
             f"cross_entropy: targets must have the shape of the logits without the last dim, "
             f"{list(logits.shape[:-1])}, and have {list(targets.shape)}; reshape them"
         )
-    total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), _part(logits.shape[-1], group))
+    part = _part(logits.shape[-1], group, vocabulary)
+    total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), part)
     return total, (targets != IGNORED_TARGET).sum()
 
 
-def _part(columns: int, group: Group) -> VocabularyPart:
+def _part(columns: int, group: Group, vocabulary: int) -> VocabularyPart:
     def reduce(numbers: Tensor, op: Reduction) -> None:
         with group.ledger.about(_SUBJECT):
             group.all_reduce(numbers, op)
 
-    return VocabularyPart(columns * group.rank, columns * group.size, reduce)
+    return VocabularyPart(columns * group.rank, min(vocabulary, columns * group.size), reduce)
 
 
 # Losses over split logits, by the full name of the loss over whole logits that they replace.

@@ -3,19 +3,30 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from echelon.errors import UserError
 from echelon.huggingface import is_transposed
 from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.regions import Region
+from echelon.tensor_parallel.shards import share_of
+from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, find_wrapper
 
 
 def is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def num_outputs(module: nn.Module) -> int:
+    """Of a matrix that is whole."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[1 if is_transposed(module) else 0]
 
 
 def apply_matrix(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,11 +47,20 @@ class SplitModule(Wrapper):
 
 @final
 class Column(SplitModule):
-    """A matrix with its outputs split. `joined`: the outputs of all ranks are gathered at once."""
+    """A matrix with its outputs split. `joined`: the outputs of all ranks are gathered at once.
 
-    def __init__(self, module: nn.Module, region: Region, *, joined: bool = False) -> None:
+    `vocabulary`: the outputs are logits, so many over all ranks. Those behind them are padding: −inf in this
+    rank's part, and not among all.
+    """
+
+    def __init__(
+        self, module: nn.Module, region: Region, *, joined: bool = False, vocabulary: int | None = None
+    ) -> None:
         super().__init__(module, region)
-        self.joined = joined
+        self.joined, self.vocabulary = joined, vocabulary
+        group, share = region.group, share_of(vocabulary or 0, region.group.size)
+        self.is_padded = vocabulary is not None and share * group.size > vocabulary
+        self.num_padded = min(share, max(0, share * (group.rank + 1) - (vocabulary or 0)))  # of this rank
         self.matrix, self.layer = Matrix(module, is_transposed(module)), 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,7 +68,10 @@ class Column(SplitModule):
         if output is None:
             bias: Any = self.module.bias
             output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
-        return self.region.join_logits(output) if self.joined else output
+        if self.joined:
+            joined = self.region.join_logits(output)
+            return joined[..., : self.vocabulary].contiguous() if self.is_padded else joined
+        return _mask_last(output, self.num_padded) if self.num_padded else output
 
     def _with_others(self, x: Tensor) -> Tensor | None:
         """The output, computed together with all columns of input `x`; None where that is not possible."""
@@ -91,7 +114,7 @@ class VocabularyEmbedding(SplitModule):
             )
         super().__init__(module, region)
         self.vocab = module.weight.shape[0]
-        self.rows = self.vocab // region.group.size
+        self.rows = share_of(self.vocab, region.group.size)  # the last of them may be padding
         self.begin = self.rows * region.group.rank
         padding = -1 if module.padding_idx is None else module.padding_idx - self.begin
         self.padding = padding if 0 <= padding < self.rows else None
@@ -110,6 +133,33 @@ class VocabularyEmbedding(SplitModule):
             low, high = int(tokens.min()), int(tokens.max())
             if not 0 <= low <= high < self.vocab:
                 raise IndexError(f"tokens {low} … {high} of a vocabulary of {self.vocab}")
+
+
+@untraced
+def _mask_last(logits: Tensor, columns: int) -> Tensor:
+    """The last columns become −inf, in the memory of `logits`. They have no gradient."""
+    function: Any = _MaskLast.apply
+    masked: Tensor = function(logits, columns)
+    return masked
+
+
+class _MaskLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:
+        ctx.columns = columns
+        ctx.set_materialize_grads(False)
+        masked = logits.detach()  # matrices do not save their output
+        masked[..., -columns:] = -torch.inf
+        return masked
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None
+        masked = gradient.clone()  # others may have the same gradient
+        masked[..., -ctx.columns :] = 0
+        return masked, None
 
 
 @final

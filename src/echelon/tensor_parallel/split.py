@@ -17,6 +17,8 @@ from echelon.tensor_parallel.modules import (
     Row,
     SplitModule,
     VocabularyEmbedding,
+    is_matrix,
+    num_outputs,
 )
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import Shard, cuts
@@ -31,7 +33,7 @@ class Sharded(NamedTuple):
 
     `partial`: every rank has a part of their gradient. `by_heads`: dropouts of this rank's heads. `inner`:
     dropouts of this rank's features, which see the same part of the sequence as columns.
-    `splits_logits`: whether a projection to logits is split by vocabulary.
+    `vocabulary`: the size of that of logits, if a projection to logits is split by vocabulary.
     """
 
     region: Region
@@ -40,7 +42,11 @@ class Sharded(NamedTuple):
     replicated: list[nn.Parameter]
     by_heads: list[nn.Module]
     inner: list[nn.Module]
-    splits_logits: bool
+    vocabulary: int | None
+
+    @property
+    def splits_logits(self) -> bool:
+        return self.vocabulary is not None
 
 
 def split_over(
@@ -70,6 +76,7 @@ def split_over(
     _divide_numbers(styles, group.size, wrapping)
     region = Region(group, sequence=sequence)
     first = Region(group, sequence=False) if sequence else region
+    vocabulary = _vocabulary_of_logits(style_of)
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = _assign_parameters(model, style_of, partial, group)
     for module in model.modules():
@@ -86,7 +93,7 @@ def split_over(
         replicated=parameters.replicated,
         by_heads=_dropouts(style_of, "heads"),
         inner=_dropouts(style_of, "inner"),
-        splits_logits=_splits_logits(style_of),
+        vocabulary=vocabulary,
     )
 
 
@@ -132,9 +139,10 @@ def _dropouts(style_of: dict[nn.Module, Style], word: str) -> list[nn.Module]:
     ]
 
 
-def _splits_logits(style_of: dict[nn.Module, Style]) -> bool:
+def _vocabulary_of_logits(style_of: dict[nn.Module, Style]) -> int | None:
+    """Of the largest projection to logits that is still whole, and is to be split."""
     split = [module for module, style in style_of.items() if style.word == "vocabulary"]
-    return any(not isinstance(module, nn.Embedding) for module in split)
+    return max((num_outputs(module) for module in split if is_matrix(module)), default=None)
 
 
 def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
@@ -157,7 +165,7 @@ def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.
     for name, dim, parts in cuts(module, style):
         parameter = getattr(module, name)
         if parameter is not None:
-            size = parameter.shape[dim] // parts
+            size = parameter.shape[dim] // parts  # only a vocabulary may be padded, and it is one part
             yield parameter, Shard(dim, (size,) * parts, group.rank, group.size)
 
 
@@ -173,7 +181,7 @@ def _wrap(module: nn.Module, style: Style, region: Region, join_logits: bool, wr
     elif style.word == "vocabulary" and isinstance(module, nn.Embedding):
         wrapper = VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
-        wrapper = Column(module, region, joined=join_logits)
+        wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
     elif style.word == "region":
         wrapping.before("tensor", module, EnterFirst(region), with_kwargs=True)
     if wrapper is not None:
