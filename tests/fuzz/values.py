@@ -166,7 +166,6 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     # Sizes must be divisible by the degrees of axes.
     yield ("tensor", "heads"), lambda v: v["heads"] % v["tensor"] == 0
     yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
-    yield ("tensor", "vocab"), lambda v: v["vocab"] % v["tensor"] == 0
     yield ("context", "tokens"), lambda v: v["tokens"] % (2 * v["context"]) == 0
     yield ("tensor", "sequence"), lambda v: v["tensor"] > 1 or not v["sequence"]
     yield (

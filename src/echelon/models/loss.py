@@ -7,9 +7,9 @@ means would be wrong if their counts differ.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from echelon.entropy import summed_cross_entropy
 from echelon.errors import raise_errors
 from echelon.targets import IGNORED_TARGET
 
@@ -19,13 +19,14 @@ def cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     `output` is the logits, or has them as `.logits`, like the output of a transformers model.
     Targets are the tokens to predict at each position (already shifted by the data); a target of -100 is left
-    out of both numbers. Computed in float32 at least, a chunk of tokens at a time.
+    out of both numbers. Computed in float32 at least.
 
     total, count = cross_entropy(model(tokens), targets)
     """
     logits: Tensor = getattr(output, "logits", output)
     _check(logits, targets)
-    total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten())
+    upcast = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(upcast, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
     return total, (targets != IGNORED_TARGET).sum()
 
 
