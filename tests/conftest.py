@@ -5,6 +5,7 @@ test computes its reference here, beside ranks that fill the cores: its tensors 
 wait for each other cost it four times its time.
 """
 
+import gc
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Cases of parametrised tests that take long and of which a cheaper one stays, beside those that are marked in
 # their files. Found with `pytest --durations=0`.
 _SLOW_CASES = frozenset((Path(__file__).parent / "slow_cases.txt").read_text(encoding="utf-8").splitlines())
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays to the end: garbage collection need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
