@@ -1,5 +1,6 @@
 """The server as a monitor: threads of one process are its workers."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -71,15 +72,24 @@ def test_all_synchronize_on_the_same_weights_and_none_starts_before() -> None:
         assert again[0].result(1) == again[1].result(1)
 
 
-def test_state_is_not_read_before_all_have_what_they_synchronized_on() -> None:
-    """The reader's stream may hold a collective that waits for those who have not."""
+def test_nobody_goes_on_before_all_have_what_they_synchronized_on() -> None:
+    """Whoever goes on may wait for a collective on the server's device, where the others' copies are made."""
     served = Served(2, staleness=float("inf"))
-    served.server._taking = {1}
-    reading = served.later(served.server.state)
-    with served.server._changed:
-        served.server._taking = set()
-        served.server._changed.notify_all()
-    assert len(reading.result(1)) == 1
+    went_on = threading.Event()
+
+    class Slow(torch.Tensor):
+        went_on_before = None
+
+        def copy_(self, *_: Any) -> "Slow":
+            self.went_on_before = went_on.wait(0.2)
+            return self
+
+    into = Slow(2)
+    other = served.later(served.server.synchronize, 1, [into])
+    served.synchronize(0)
+    went_on.set()
+    other.result(1)
+    assert into.went_on_before is False
 
 
 def test_resting_ends_a_round_that_would_wait_forever() -> None:

@@ -96,7 +96,7 @@ class Server:
     def pull(self, worker: int, step: int, into: Sequence[Tensor]) -> int:
         """Copy the newest weights out for `step`, once it may start; returns their version."""
         with self._changed:
-            self._wait(lambda: not self._taking and self._clocks.may_start(worker, step))
+            self._wait(lambda: self._clocks.may_start(worker, step))
             return self._copy_out(worker, into)
 
     def push(self, worker: int, step: int, gradient: Gradient) -> PushResult:
@@ -112,7 +112,7 @@ class Server:
             return contribution.result
 
     def synchronize(self, worker: int, into: Sequence[Tensor]) -> int:
-        """Wait for all workers to synchronize, then copy the weights out; no step starts before all have."""
+        """Wait for all workers to synchronize, copy the weights out, and return when all have."""
         with self._changed:
             self._clocks.rest(worker)
             self._changed.notify_all()
@@ -122,6 +122,9 @@ class Server:
             version = self._copy_out(worker, into)
             self._taking.discard(worker)
             self._changed.notify_all()
+            # The server's rank may queue a collective next, and wait for it in a call that holds the lock of
+            # the device's driver. A worker without its copy would never join: its copy needs that lock.
+            self._wait(lambda: not self._taking)
             return version
 
     def log(self, version: int) -> list[Push]:
@@ -147,10 +150,8 @@ class Server:
 
     def state(self) -> list[tuple[LocalParameter, dict[str, Tensor]]]:
         """The optimizer's state, and the master, of each parameter."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taking or self._error is not None)  # as for a pull
-            with self.queue.behind_caller():
-                return [(local, self._stepper.state(local)) for local in self._local]
+        with self._changed, self.queue.behind_caller():
+            return [(local, self._stepper.state(local)) for local in self._local]
 
     def drain(self, ledger: Ledger) -> None:
         """Move what connections have counted so far into the rank's own ledger."""
@@ -188,7 +189,6 @@ class Server:
         self._check()
 
     def _copy_out(self, worker: int, into: Sequence[Tensor]) -> int:
-        # Not earlier: until all have their copy, the caller's stream may hold a collective that they are in.
         with self.queue.behind_caller():
             for target, bucket in zip(into, self._weights, strict=True):
                 target.copy_(bucket.buffer)

@@ -28,7 +28,7 @@ from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, MasterStepper
 from echelon.runtime import Outcome, Push, StepNumbers, Update
-from echelon.runtime.numbers import check_counted
+from echelon.runtime.numbers import HostCopy, check_counted
 
 
 @final
@@ -88,7 +88,7 @@ class AsyncUpdate(Update):
 
     def norm(self, tally: Tensor) -> None:
         """The server sums: a worker has its own numbers alone."""
-        total, count = tally.tolist()
+        total, count = HostCopy(tally).wait()  # unlike tolist, lets the server's threads use the device
         self._tally = total, count
 
     def step(self) -> None:
@@ -121,7 +121,7 @@ class AsyncUpdate(Update):
     def agree(self, tally: Tensor) -> tuple[float, float]:
         with self._group.ledger.about("metrics"):
             self._group.all_reduce(tally)
-        total, count = tally.tolist()
+        total, count = HostCopy(tally).wait()
         check_counted(count)
         return total, count
 
