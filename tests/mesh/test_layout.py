@@ -105,11 +105,35 @@ def groups_by_search(grid: Layout, axis: str) -> list[tuple[int, ...]]:
 def test_a_group_is_the_ranks_with_equal_coordinates(grid: Layout) -> None:
     for axis in EQUAL_COORDINATES:
         expected = groups_by_search(grid, axis)
+        assert grid.largest_group(axis) == max(map(len, expected))
         assert list(grid.groups(axis)) == expected
         for ranks in expected:
             assert {grid.group(axis, rank) for rank in (ranks[0], ranks[-1])} == {ranks}
             places = [grid.place(axis, rank) for rank in ranks]
             assert places == [(number, len(ranks)) for number in range(len(ranks))]
+
+
+def columns_by_search(grid: Layout, stages: set[int]) -> list[tuple[int, ...]]:
+    columns: dict[tuple[int, ...], list[int]] = {}
+    for rank, position in enumerate(grid.positions):
+        if position.pipeline in stages:
+            replica = position.data if grid.even else position.replica
+            columns.setdefault((replica, position.context, position.tensor), []).append(rank)
+    return [tuple(ranks) for ranks in columns.values()]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts, st.data())
+def test_a_column_is_the_ranks_of_some_stages_in_one_pipeline(grid: Layout, data: st.DataObject) -> None:
+    stages = data.draw(st.sets(st.integers(0, grid.plan.stages - 1), min_size=1))
+    expected = columns_by_search(grid, stages)
+    assert list(grid.columns(stages)) == expected
+    for column in expected:
+        assert {grid.column(rank, stages) for rank in column} == {column}
+
+
+def test_a_rank_of_another_stage_has_the_column_beside_it() -> None:
+    assert layout("pipeline=3 data=2").column(3, {0, 2}) == (1, 5)
 
 
 @settings(deadline=None, max_examples=40)

@@ -1,5 +1,6 @@
 """The mesh over real processes, and pretended."""
 
+import itertools
 import os
 import signal
 import time
@@ -7,11 +8,12 @@ import timeit
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from echelon.collectives import Group, TorchGroup
 from echelon.errors import UserError
@@ -83,6 +85,42 @@ def test_a_pretended_mesh_of_16384_ranks_costs_as_much_as_one_of_64() -> None:
     many_seconds, many_bytes = cost_of_pretending("data=256 tensor=8 pipeline=8")
     assert many_seconds < 10 * few_seconds
     assert many_bytes < 2 * few_bytes
+
+
+def fails_to_join() -> int:
+    """How many process groups torch has after the second creation failed; another mesh works after that."""
+    create, calls = c10d._new_process_group_helper, itertools.count()
+
+    def create_or_fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("no descriptor left")
+        return create(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_new_process_group_helper", create_or_fail)
+        with pytest.raises(RuntimeError, match="no descriptor left"):
+            Mesh.join(Plan.parse("data=2 tensor=2"))
+    left = len(c10d._world.pg_map)
+    mesh = Mesh.join(Plan.parse("data=2 tensor=2"))
+    use(mesh)
+    mesh.close()
+    return left
+
+
+def test_a_creation_that_fails_leaves_no_group_behind(warm_ranks: Callable[[int], Ranks]) -> None:
+    assert warm_ranks(4).run(fails_to_join) == [1] * 4, "the world alone"
+
+
+def joins_with_unknown_transport() -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECHELON_TRANSPORT", "pigeon")
+        with pytest.raises(UserError, match="ECHELON_TRANSPORT=pigeon"):
+            Mesh.join(Plan(data=2))
+    return len(c10d._world.pg_map)
+
+
+def test_ranks_that_cannot_be_linked_leave_no_group_behind(warm_ranks: Callable[[int], Ranks]) -> None:
+    assert warm_ranks(2).run(joins_with_unknown_transport) == [1, 1], "the world alone"
 
 
 class Resources(NamedTuple):

@@ -1,6 +1,6 @@
 """The mesh of a plan over an NcclWorld: which groups there are, and how they are made, is the real mesh's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from functools import lru_cache
 from typing import final
 
@@ -26,16 +26,23 @@ class NcclMesh(Mesh):
         super().__init__(plan, groups, rank, CPU)
         self._world = world
 
-    def _open_group(self, groups: Iterable[Sequence[int]], backend: str | None = None) -> Group | None:
-        members = next((ranks for ranks in groups if self.rank in ranks), None)
-        if members is None:
+    def _open_host_group(self) -> Group:
+        return self._world.host_group("pipeline", self._column, self.rank, self.ledger)
+
+    def _open_edge_group(self, pair: tuple[int, int], pairs: Collection[tuple[int, int]]) -> Group | None:
+        assert pair in pairs
+        members = sorted(self._column[number] for number in pair)  # torch sorts them too
+        if self.rank not in members:
             return None
-        make = self._world.host_group if backend == "gloo" else self._world.group
-        return make("pipeline", sorted(members), self.rank, self.ledger)  # torch sorts them too
+        return self._world.group("pipeline", members, self.rank, self.ledger)
 
     def new_group(self) -> Group:
         """One more group of all ranks of this rank's pipeline; in a lazy world it is not connected yet."""
-        return self._world.group("pipeline", self.layout.group("pipeline", self.rank), self.rank, self.ledger)
+        return self._world.group("pipeline", self._column, self.rank, self.ledger)
+
+    @property
+    def _column(self) -> tuple[int, ...]:
+        return self.layout.group("pipeline", self.rank)
 
 
 @lru_cache(maxsize=1)  # for all ranks of one world

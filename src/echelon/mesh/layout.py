@@ -118,6 +118,28 @@ class Layout:
         number = cells * len(extent.tensor) + extent.tensor.index(position.tensor)
         return number, sum(map(len, extent.data)) * len(extent.context) * len(extent.tensor)
 
+    def largest_group(self, axis: str) -> int:
+        """The number of ranks of the largest group along `axis`."""
+        return max(self.place(axis, first)[1] for first in self._first_ranks)
+
+    def column(self, rank: int, stages: Collection[int]) -> tuple[int, ...]:
+        """The ranks of `stages` in the pipeline of `rank`, in order.
+
+        Where all stages have as many replicas, those with the same number along `data`.
+        """
+        own, is_grid = self.position(rank), self.even
+        positions = ((other, self.position(other)) for other in self.group("pipeline", rank))
+        return tuple(
+            other
+            for other, position in positions
+            if position.pipeline in stages and (position.data == own.data or not is_grid)
+        )
+
+    def columns(self, stages: Collection[int]) -> tuple[tuple[int, ...], ...]:
+        """All columns of `stages`; each rank of these stages is in exactly one of them."""
+        first_stage = self.group("stage", self._first_ranks[min(stages)])
+        return tuple(dict.fromkeys(self.column(rank, stages) for rank in first_stage))
+
     def same_groups(self, axis: str, other: str) -> bool:
         """Whether the groups along two axes are the same. The groups of one stage have one shape, so that
         its first rank answers for all."""

@@ -1,7 +1,8 @@
 """The mesh: this process's position in a layout, and its groups along each axis, over process groups."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from echelon.collectives import (
 )
 from echelon.errors import UserError
 from echelon.launching import join
-from echelon.launching.group import backend_for, operation_limit
+from echelon.launching.group import backend_for
 from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
+from echelon.mesh.process_groups import new_host_group, new_process_group
 from echelon.mesh.stream_checks import check_streams
 from echelon.plan import Plan
 
@@ -79,15 +81,11 @@ class Mesh:
 
         Where all stages have as many replicas, those with the same number along `data`.
         """
-        columns: dict[tuple[int, ...], list[int]] = {}
-        for rank, position in enumerate(self.layout.positions):
-            if position.pipeline in stages:
-                replica = position.data if self.layout.even else position.replica
-                columns.setdefault((replica, position.context, position.tensor), []).append(rank)
-        process_group = _new_process_group(columns.values(), self.rank)
+        column = self.layout.column(self.rank, stages)
+        process_group = new_process_group(column, partial(self.layout.columns, stages))
         if process_group is None:
             return RecordingGroup("tied", ledger=self.ledger)
-        group = group_over("tied", process_group, self.ledger)
+        group = _group_over("tied", process_group, self.ledger)
         self._open_groups.append(group)
         group.connect(self.device)
         return group
@@ -99,29 +97,38 @@ class Mesh:
         if group.size == 1 or group.has_queue_per_peer(self.device):
             return edges_over(group, self.device)
         check_streams(self.plan, self._open_groups, pairs, group, self.group("all"), self.device)
-        columns = self.layout.groups("pipeline")
-        host = self._open_group(columns, backend="gloo")
-        assert host is not None
+        host = self._open_host_group()
         edges = Edges({}, {})
         for directed in disjoint_pairs(pairs):
-            two_ranks = [(column[a], column[b]) for column in columns for a, b in directed]
-            edge_group = self._open_group(two_ranks)
+            sender, receiver = next((pair for pair in directed if group.rank in pair), directed[0])
+            edge_group = self._open_edge_group((sender, receiver), directed)
             if edge_group is None:
                 continue
             edge_group.connect(self.device)
-            sender, receiver = next(pair for pair in directed if group.rank in pair)
             outgoing = group.rank == sender
             peer = receiver if outgoing else sender
             edge = Edge(edge_group, 1 - edge_group.rank, Edge(host, peer))
             (edges.outgoing if outgoing else edges.incoming)[peer] = edge
         return edges
 
-    def _open_group(self, groups: Iterable[Sequence[int]], backend: str | None = None) -> Group | None:
-        """This rank's group along `pipeline` among `groups`, which this mesh closes."""
+    def _open_host_group(self) -> Group:
+        """The ranks of this rank's pipeline, for bytes of the host; this mesh closes it."""
+        return self._keep_open(new_host_group(self.layout.group("pipeline", self.rank)))
+
+    def _open_edge_group(self, pair: tuple[int, int], pairs: Collection[tuple[int, int]]) -> Group | None:
+        """Two ranks of this rank's pipeline, which this mesh closes; None if it is neither of them.
+
+        At the same time every pipeline opens a group for each of the `pairs`.
+        """
+        column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
-            process_group = _new_process_group(groups, self.rank, backend)
-        if process_group is None:
-            return None
+            process_group = new_process_group(_at(column, pair), partial(self._edge_ranks, pairs))
+        return None if process_group is None else self._keep_open(process_group)
+
+    def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
+        return [_at(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
+
+    def _keep_open(self, process_group: dist.ProcessGroup) -> Group:
         group = TorchGroup("pipeline", process_group, self.ledger)
         self._open_groups.append(group)
         return group
@@ -165,27 +172,24 @@ def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, G
 
 
 def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
-    all_ranks = layout.groups(axis)
-    if all(len(ranks) == 1 for ranks in all_ranks):
+    if layout.largest_group(axis) == 1:
         return RecordingGroup(axis, ledger=ledger)
-    process_group = _new_process_group(all_ranks, rank)
+    process_group = new_process_group(layout.group(axis, rank), partial(layout.groups, axis))
     assert process_group is not None
-    return group_over(axis, process_group, ledger)
+    return _group_over(axis, process_group, ledger)
 
 
-def _new_process_group(
-    groups: Iterable[Sequence[int]], rank: int, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """The process group of this rank, or None if it is in none of the `groups`.
+def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> Group:
+    """The Group over a new process group; if it cannot be made, torch does not keep the process group."""
+    try:
+        return group_over(axis, process_group, ledger)
+    except BaseException:
+        dist.destroy_process_group(process_group)
+        raise
 
-    Every process makes every group, in the same order: torch names a group by the number of groups before it.
-    """
-    own_group: dist.ProcessGroup | None = None
-    for ranks in groups:
-        process_group = dist.new_group(list(ranks), timeout=operation_limit(), backend=backend)
-        if rank in ranks:
-            own_group = process_group
-    return own_group
+
+def _at(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
+    return [column[number] for number in pair]
 
 
 def this_device() -> torch.device:

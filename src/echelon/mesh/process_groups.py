@@ -1,0 +1,110 @@
+"""Process groups of torch: all groups along an axis with one creation per rank, that of its own group.
+
+`torch.distributed.new_group` makes a single group, and every rank must call it for every group there is: the
+start of a training would take longer the more ranks it has. Here a group has a name that its members know
+without the others: torch's number of the creation, which rises on every rank, and the group's first rank.
+
+[Note: splits] If the world is bound to a device, NCCL splits a new communicator from that of the world. A
+split is an operation of all ranks: each one names a colour, and those with the same one get a communicator
+together. A rank in no group takes part without a colour. torch takes the colour from a hash of the group's
+ranks, which can be the same for two groups. These two are made in splits of their own. `data=3 tensor=2`
+where the second group and the third have the same colour:
+
+    rank             0  1  2  3  4  5
+    first split      5  5  8  8  -  -
+    second split     -  -  -  -  8  8
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from echelon.launching.group import backend_for, operation_limit
+
+Groups = Iterable[Sequence[int]]
+
+
+def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) -> dist.ProcessGroup | None:
+    """The process group of `ranks` over the world's backend; None if this rank is not one of them.
+
+    Every rank must call this, each with its own `ranks`; the groups have no rank in common. `all_groups`
+    returns all of them, in the same order on every rank. Only a split asks for them.
+    """
+    name = _new_name(ranks)
+    source = _split_source()
+    if source is None:
+        return _create(ranks, name) if dist.get_rank() in ranks else None
+    own_split, num_splits = _find_split(ranks, all_groups())
+    process_group = None
+    for number in range(num_splits):
+        if number == own_split and dist.get_rank() in ranks:
+            process_group = _create(ranks, name)
+        else:
+            source.perform_nocolor_split(_world().bound_device_id)
+    return process_group
+
+
+def new_host_group(ranks: Sequence[int], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The process group of `ranks`, of which this rank is one, for host memory.
+
+    Every rank must call this, each with the group that it is in. `timeout` is that of an operation; without
+    it, the world's own.
+    """
+    return _create(ranks, _new_name(ranks), backend="gloo", timeout=timeout)
+
+
+def _new_name(ranks: Sequence[int]) -> str:
+    """A name that no other group has: groups that are made together have no rank in common."""
+    number = c10d._process_group_name([], use_hashed_name=False)
+    return f"{number}:{min(ranks)}"
+
+
+def _create(
+    ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """What new_group does on the members of a group, for this one; torch's tables have it then."""
+    world, members = _world(), sorted(ranks)
+    world_backend, store = c10d._world.pg_map[world]
+    kind = dist.Backend(backend or world_backend)
+    process_group, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(world.rank()),
+        members,
+        kind,
+        store,
+        name,  # type: ignore[arg-type]  # a NewType of str
+        timeout=timeout or operation_limit() or c10d._get_default_timeout(kind),
+        device_id=world.bound_device_id,
+    )
+    assert isinstance(process_group, dist.ProcessGroup), "this rank is a member"
+    c10d._world.pg_group_ranks[process_group] = {rank: number for number, rank in enumerate(members)}
+    return process_group
+
+
+def _split_source() -> Any | None:
+    """The NCCL backend of the world, if new groups are split from it; None if each connects by itself."""
+    world = _world()
+    if world.bound_device_id is None or backend_for("cuda") != "nccl":
+        return None
+    return c10d._get_split_source(world)
+
+
+def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
+    """The number of the split that makes the group of `ranks`, and how many splits there are."""
+    own_group, own_split, colours = sorted(ranks), 0, Counter[int]()
+    for members in map(sorted, all_groups):
+        colour = c10d._process_group_color(members)
+        if members == own_group:
+            own_split = colours[colour]
+        colours[colour] += 1
+    return own_split, max(colours.values())
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "no process group is initialised"
+    return world
