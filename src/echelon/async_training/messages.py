@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger, TorchGroup
+from echelon.mesh.process_groups import new_host_group
 from echelon.runtime import Push
 
 _FOREVER = timedelta(days=365)  # a worker may compute as long as it likes; sockets show who is dead
@@ -53,16 +54,9 @@ class Message(NamedTuple):
     norm: float = 0.0
 
 
-def open_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
-    """A process group for these messages alone: of those `groups` of ranks, the one that this rank is in.
-
-    Every rank makes every group, in the same order. Torch could make just its own, but names that one by how
-    many groups this process is in already, and ranks which differ in that would never find each other.
-    """
-    made = {tuple(ranks): dist.new_group(list(ranks), timeout=_FOREVER, backend="gloo") for ranks in groups}
-    own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
-    assert isinstance(own, dist.ProcessGroup), "this rank is one of them"
-    return own
+def open_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of `ranks` for these messages alone; every rank must open the one that it is in."""
+    return new_host_group(ranks, timeout=_FOREVER)
 
 
 def channel(group: dist.ProcessGroup, ledger: Ledger) -> TorchGroup:

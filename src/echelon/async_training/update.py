@@ -35,8 +35,8 @@ from echelon.runtime.numbers import HostCopy, check_counted
 class AsyncUpdate(Update):
     """Workers along a group; the process of replica 0 hosts the server beside its worker.
 
-    `groups` are the ranks of this group and of all others along its axis, in the same order on every rank.
-    `schedule` maps the version to a factor of the learning rate; `stepper` is how the server updates.
+    `ranks` are those of this group, as the world numbers them. `schedule` maps the version to a factor of the
+    learning rate; `stepper` is how the server updates.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AsyncUpdate(Update):
         share_buffers: Callable[[], None],
         make: Make,
         *,
-        groups: Sequence[Sequence[int]],
+        ranks: Sequence[int],
         staleness: float,
         clip: float | None = None,
         schedule: Callable[[int], float] | None = None,
@@ -74,7 +74,7 @@ class AsyncUpdate(Update):
         self._step = 0
         self._messages: dist.ProcessGroup | None = None
         self._tally = (0.0, 0.0)
-        self._port = self._open_port(groups)
+        self._port = self._open_port(ranks)
         # When nobody has this any more, or the process ends, the server must not wait for this worker.
         weakref.finalize(self, self._port.leave).atexit = False
         # At the end the last to register is the first to be called: while the process group is still there.
@@ -154,8 +154,8 @@ class AsyncUpdate(Update):
             dist.destroy_process_group(self._messages)
             self._messages = None
 
-    def _open_port(self, groups: Sequence[Sequence[int]]) -> Port:
-        messages = self._messages = open_group(groups) if self._group.size > 1 else None
+    def _open_port(self, ranks: Sequence[int]) -> Port:
+        messages = self._messages = open_group(ranks) if self._group.size > 1 else None
         if self._host is None:
             assert messages is not None, "a single worker is the server"
             return RemotePort(messages, self._group.ledger)

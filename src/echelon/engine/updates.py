@@ -32,7 +32,7 @@ def make_update(
             gradients,
             local.share_buffers,
             make,
-            groups=mesh.layout.groups("data"),
+            ranks=mesh.layout.group("data", mesh.rank),
             staleness=plan.staleness,
             clip=clip,
             schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
