@@ -61,6 +61,29 @@ def test_a_step_marks_its_instructions_on_the_clock_of_the_device(monkeypatch: p
     assert device.synchronized > synchronized
 
 
+def last_rounds(plan: str) -> list[bool]:
+    """Of each backward pass that this rank takes part in, whether its strategy is told it is the last."""
+    engine = engine_for(plan)
+    (sharing,) = engine._local.sharings
+    begin, told = sharing.start_backward, list[bool]()
+
+    def start_backward(*, last: bool) -> None:
+        told.append(last)
+        begin(last=last)
+
+    sharing.start_backward = start_backward  # type: ignore[method-assign]
+    engine.step(engine.local(vectors(0)))
+    engine.close()
+    return told
+
+
+def test_the_last_round_of_replicas_in_step_is_the_same_for_all(warm_ranks: Warm) -> None:
+    """The second replica has one microbatch, and makes up for a round. Its own backward pass was said to be
+    the last too: what replicas do in their last round alone would have met another round's."""
+    plan = "pipeline=2-1 zero=2 microbatches=3"
+    assert warm_ranks(3).run(last_rounds, plan) == [[False, True], [False, True], [False, False, True]]
+
+
 # Bytes.
 
 

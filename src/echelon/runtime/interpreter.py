@@ -194,7 +194,7 @@ class Interpreter:
     def _accumulating(self, instruction: Instruction) -> Iterator[None]:
         """Around a backward pass that adds to the gradients of weights."""
         stage = self._stages[instruction.stage]
-        stage.start_backward(last=self._at in self._script.lasts)
+        stage.start_backward(last=self._at in self._script.lasts and not self._rounds_to_make_up(stage))
         yield
         stage.finish_backward()
 
@@ -237,10 +237,12 @@ class Interpreter:
         Where replicas talk in every backward pass, one that has had fewer of them makes up for it.
         """
         stage = self._stages[instruction.stage]
-        if stage.lockstep:
-            for _ in range(self._script.missing_rounds(instruction.stage)):
-                stage.make_up_round()
+        for left in reversed(range(self._rounds_to_make_up(stage))):
+            stage.make_up_round(last=left == 0)
         self._runtime.reduce(stage)
+
+    def _rounds_to_make_up(self, stage: Stage) -> int:
+        return self._script.missing_rounds(stage.index) if stage.lockstep else 0
 
     def _stash(self, instruction: Instruction) -> None:
         assert self._versions is not None

@@ -43,11 +43,11 @@ class Stage:
         for sharing in self.sharings:
             sharing.finish_backward()
 
-    def make_up_round(self) -> None:
-        """Take part in a backward pass of other replicas, where they talk in every one."""
+    def make_up_round(self, *, last: bool) -> None:
+        """Take part in a backward pass of other replicas, their `last` one, where they talk in every one."""
         for sharing in self.sharings:
             if sharing.lockstep:
-                sharing.start_backward(last=True)
+                sharing.start_backward(last=last)
                 sharing.finish_backward()
 
     def gather(self, *, backward: bool) -> None:
