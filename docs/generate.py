@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.charts import Series, line_chart
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.mesh.layout import Layout
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate
 from echelon.program.picture import draw as draw_timeline
 from echelon.quantities import heading, show_figure, show_seconds
@@ -60,6 +61,7 @@ def pictures() -> dict[str, str]:
         "ring-share.svg": draw_ring_share(),
         "buckets.svg": draw_buckets(),
         "zero.svg": draw_zero(),
+        "hybrid.svg": draw_hybrid(),
         "samples.svg": draw_samples(),
         "tensor.svg": draw_tensor(),
         **{f"schedule-{name}.svg": draw_schedule(schedule) for name, schedule in SCHEDULE_PICTURES.items()},
@@ -456,6 +458,33 @@ def draw_zero() -> str:
     for place, (name, _, colour) in enumerate(kinds):
         picture.box(30 + place * 150, 284, 22, 16, colour)
         picture.words(60 + place * 150, 297, name, 12, colour=QUIET)
+    return picture.svg()
+
+
+def draw_hybrid() -> str:
+    """Two groups of four ranks; each part in its colour, with the ranks that hold it one above the other."""
+    layout, colours = Layout(Plan.parse("data=8 zero=3 shard=4")), (BLUE, ORANGE, GREEN, PINK)
+    picture = Drawing(900, 318, "data=8 zero=3 shard=4: two copies of the weights, each over four ranks")
+    left, width, tops = 150, 132, (66, 186)
+    for rank, position in enumerate(layout.positions):
+        x, y = left + position.part * (width + 14), tops[position.copy]
+        picture.box(x, y, width, 52, colours[position.part], f"rank {rank}: part {position.part}")
+    for group in layout.groups("copies"):
+        first, second = (layout.position(rank) for rank in (group[0], group[-1]))
+        x = left + first.part * (width + 14) + width / 2
+        picture.line(x, tops[first.copy] + 52, x, tops[second.copy], QUIET, dash="4 3")
+    for copy, y in enumerate(tops):
+        picture.words(24, y + 31, f"copy {copy}", 13, bold=True)
+        picture.words(left + 4 * (width + 14) + 4, y + 24, "along shard: gather,", 12, colour=QUIET)
+        picture.words(left + 4 * (width + 14) + 4, y + 40, "reduce-scatter", 12, colour=QUIET)
+    picture.words(24, 156, "along copies:", 12, colour=QUIET)
+    picture.words(24, 172, "all-reduce", 12, colour=QUIET)
+    notes = [
+        "A gradient is reduce-scattered inside its group; then each part is summed over the groups.",
+        "Put a group on one host: only the sums of parts, 1/4 of a gradient each, leave it.",
+    ]
+    for index, text in enumerate(notes):
+        picture.words(left, 270 + 22 * index, text, 12)
     return picture.svg()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from echelon.collectives import Group
-from echelon.data_parallel import ParameterSet, SharedGradient, divide_units, named_subset
+from echelon.data_parallel import ParameterSet, ShardGroups, SharedGradient, divide_units, named_subset
 
 
 def set_of(
@@ -13,10 +13,12 @@ def set_of(
     group: Group,
     only: Collection[nn.Parameter] | None = None,
     shared_gradients: Sequence[SharedGradient] = (),
+    shards: ShardGroups | None = None,
 ) -> ParameterSet:
     """All parameters of a module, or `only` some, over a group."""
     units = divide_units(module, smallest=0, only=only)
-    return ParameterSet("dense", named_subset(module, only), group, units, shared_gradients)
+    parameters = named_subset(module, only)
+    return ParameterSet("dense", parameters, group, units, shared_gradients, shards=shards)
 
 
 def padded_bytes(module: nn.Module, itemsize: int = 4) -> int:

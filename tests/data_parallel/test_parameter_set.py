@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from echelon.collectives import RecordingGroup
-from echelon.data_parallel import ParameterSet, SharedGradient, named_subset
+from echelon.data_parallel import ParameterSet, ShardGroups, SharedGradient, named_subset
 
 GROUP = RecordingGroup("tied")
 
@@ -35,6 +35,24 @@ def test_the_norm_leaves_out_what_other_stages_or_ranks_count() -> None:
 def test_what_other_stages_hold_too_is_sharded_by_itself() -> None:
     parameter_set, module = make_set()
     assert parameter_set.separate_shards == {module["a"], module["b"]}
+
+
+def test_by_default_all_ranks_of_the_set_shard_one_copy() -> None:
+    parameter_set, _ = make_set()
+    inside, across = parameter_set.shard_groups
+    assert inside is GROUP
+    assert across.size == 1
+    assert across.ledger is GROUP.ledger
+
+
+def test_a_set_says_over_how_many_ranks_each_copy_is_sharded() -> None:
+    module, data = nn.Linear(2, 3), RecordingGroup("data", 5, 8)
+    groups = ShardGroups(RecordingGroup("shard", 1, 4), RecordingGroup("copies", 1, 2))
+    whole = ParameterSet("dense", named_subset(module), data)
+    assert whole.describe() == "dense 9 parameters over data (8)"
+    hybrid = ParameterSet("dense", named_subset(module), data, shards=groups)
+    assert hybrid.shard_groups is groups
+    assert hybrid.describe() == "dense 9 parameters over data (8), sharded over 4"
 
 
 def test_a_subset_has_the_first_names() -> None:

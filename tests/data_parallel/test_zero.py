@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.collectives import RecordingGroup
-from echelon.data_parallel import Zero
+from echelon.data_parallel import ShardGroups, Zero
 from echelon.wrapping import Wrapping
 from tests.cases import mean_loss, vectors
 from tests.groups import DeferredGroup
@@ -90,6 +90,63 @@ def test_the_gradient_of_a_part_is_the_sum_over_ranks_and_microbatches(level: in
             "0.weight": [12.0, 12.0],  # 3 microbatches, 2 ranks, of 2 each
             "1.weight": [12.0, 12.0],
         }
+
+
+def hybrid(level: int, model: nn.Module, copy: int = 0) -> tuple[Zero, DeferredGroup]:
+    """The second of two ranks that shard one of three copies; and the group of all six."""
+    group = DeferredGroup(rank=2 * copy + 1, size=6)
+    inside, across = DeferredGroup("shard", rank=1), DeferredGroup("copies", rank=copy, size=3)
+    inside.ledger = across.ledger = group.ledger
+    return Zero(set_of(model, group, shards=ShardGroups(inside, across)), level, Wrapping()), group
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_in_groups_parts_are_of_the_group_and_sums_of_all_ranks(level: int) -> None:
+    model = ones(2)
+    sharing, _ = hybrid(level, model)
+    for _ in range(2):  # steps
+        sharing.start_step()
+        for last in (False, False, True):
+            run_microbatch(sharing, model, last=last)
+        sharing.reduce()
+        assert [local.begin for local in sharing.local_parameters()] == [2, 2], "the second half of each"
+        for local in sharing.local_parameters():
+            assert local.tensor.grad is not None
+            assert local.tensor.grad.tolist() == [36.0, 36.0]  # 3 microbatches, 6 ranks, of 2 each
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_only_parts_move_inside_a_group_and_replicas_agree_all_together(level: int) -> None:
+    model = ones(2)
+    sharing, group = hybrid(level, model)
+    sharing.start_step()
+    run_microbatch(sharing, model)
+    sharing.reduce()
+    sharing.publish()
+    moved = {(move.subject, move.operation): move.axis for move in group.ledger.moves}
+    assert moved == {
+        ("gradients", "reduce_scatter"): "shard",
+        ("gradients", "all_reduce"): "copies",
+        ("parameters", "all_gather"): "shard",
+        ("agreement", "all_reduce"): "data",
+        ("used parameters", "all_reduce"): "data",
+        ("order", "broadcast"): "data",
+    }
+
+
+def test_in_groups_each_gradient_is_counted_once_in_the_norm() -> None:
+    """Three ranks hold the same part: their pieces together are all of it."""
+    pieces: dict[int, list[float]] = {}
+    for copy in range(3):
+        sharing, _ = hybrid(1, nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 1, bias=False)), copy)
+        for local in sharing.local_parameters():
+            local.tensor.grad = torch.arange(local.tensor.numel()) + 100.0 * local.begin
+        share = sharing.norm_share()
+        assert all(piece.numel() for piece in share)
+        pieces[copy] = torch.cat(share).tolist()
+    whole = torch.cat([torch.as_tensor(local.tensor.grad) for local in sharing.local_parameters()]).tolist()
+    assert sorted(pieces[0] + pieces[1] + pieces[2]) == sorted(whole)
+    assert all(pieces.values())
 
 
 @pytest.mark.parametrize("level", [1, 2])

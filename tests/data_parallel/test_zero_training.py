@@ -174,15 +174,13 @@ class Fails(nn.Module):
         raise RuntimeError("failed on purpose")
 
 
-def weights_around_a_failure(level: int, where: str) -> bool:
+def weights_around_a_failure(plan: str, where: str) -> bool:
     """Whether training with a failed step in the middle ends as training without it."""
     results = []
     for failing in (where, ""):
         torch.manual_seed(0)
         model = Fails()
-        engine = echelon.parallelize(
-            model, f"data=2 zero={level}", optimizer=adamw, loss=CASES["twice"].loss, smallest_unit=0
-        )
+        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=CASES["twice"].loss, smallest_unit=0)
         batch = CASES["twice"].make_batch
         engine.step(engine.local(batch(0)))
         if failing:
@@ -199,7 +197,7 @@ def weights_around_a_failure(level: int, where: str) -> bool:
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_step_that_failed_the_next_is_right(warm_ranks: Warm, level: int, where: str) -> None:
-    assert warm_ranks(2).run(weights_around_a_failure, level, where) == [True, True]
+    assert warm_ranks(2).run(weights_around_a_failure, f"data=2 zero={level}", where) == [True, True]
 
 
 def two_decays(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]

@@ -1,6 +1,8 @@
 """Positions and groups of ranks, as literal tables."""
 
+import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,35 @@ def test_ranks_along_data_and_context_have_the_same_weights() -> None:
     assert grid.groups("context") == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
+def test_neighbours_shard_one_copy_and_ranks_with_the_same_part_are_copies() -> None:
+    grid = layout("data=8 zero=3 shard=4")
+    assert grid.groups("weights") == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert grid.groups("shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert grid.groups("copies") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert (grid.position(6).part, grid.position(6).copy) == (2, 1)
+    with_tensor = layout("data=4 tensor=2 zero=1 shard=2")
+    assert with_tensor.groups("shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert with_tensor.groups("copies") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_a_sharding_group_may_begin_and_end_inside_a_replica() -> None:
+    grid = layout("data=3 context=4 zero=1 shard=6")
+    assert grid.groups("shard") == (tuple(range(6)), tuple(range(6, 12)))
+    assert grid.groups("copies") == tuple((part, part + 6) for part in range(6))
+
+
+def test_every_stage_has_sharding_groups_of_its_own() -> None:
+    ragged = layout("pipeline=4-2 zero=1 shard=2")
+    assert ragged.groups("shard") == ((0, 1), (2, 3), (4, 5))
+    assert ragged.groups("copies") == ((0, 2), (1, 3), (4,), (5,))
+
+
+@pytest.mark.parametrize("text", ["data=4 context=2 zero=1", "data=4 context=2 zero=1 shard=8"])
+def test_without_groups_all_ranks_with_the_same_weights_shard_them(text: str) -> None:
+    assert layout(text).same_groups("shard", "weights")
+    assert layout(text).groups("copies") == tuple((rank,) for rank in range(8))
+
+
 def test_the_group_through_a_rank() -> None:
     assert layout("data=4 tensor=2").group("data", 5) == (1, 3, 5, 7)
 
@@ -70,6 +101,8 @@ EQUAL_COORDINATES = {
     "all": "",
     "stage": "pipeline",
     "weights": "pipeline tensor",
+    "shard": "pipeline copy tensor",
+    "copies": "pipeline part tensor",
     "pipeline": "replica context tensor",
     "data": "pipeline context tensor",
     "context": "pipeline data tensor",
@@ -79,16 +112,17 @@ EQUAL_COORDINATES = {
 }
 
 degrees = st.integers(1, 3)
-layouts = st.builds(
-    lambda data, expert, tensor, context, stages: Layout(
-        Plan(data=data * expert, expert=expert, tensor=tensor, context=context, pipeline=stages)
-    ),
-    degrees,
-    degrees,
-    degrees,
-    degrees,
-    degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple),
-)
+
+
+@st.composite
+def layouts(choice: st.DrawFn) -> Layout:
+    expert, context = choice(degrees), choice(degrees)
+    data = choice(degrees) * expert
+    stages = choice(degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple))
+    plan = Plan(data=data, expert=expert, tensor=choice(degrees), context=context, pipeline=stages, zero=1)
+    ranks = math.gcd(*plan.replicas) * data * context
+    groups = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    return Layout(dataclasses.replace(plan, shard=choice(st.sampled_from([0, *groups]))))
 
 
 def groups_by_search(grid: Layout, axis: str) -> list[tuple[int, ...]]:
@@ -101,7 +135,7 @@ def groups_by_search(grid: Layout, axis: str) -> list[tuple[int, ...]]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(layouts)
+@given(layouts())
 def test_a_group_is_the_ranks_with_equal_coordinates(grid: Layout) -> None:
     for axis in EQUAL_COORDINATES:
         expected = groups_by_search(grid, axis)
@@ -123,7 +157,7 @@ def columns_by_search(grid: Layout, stages: set[int]) -> list[tuple[int, ...]]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(layouts, st.data())
+@given(layouts(), st.data())
 def test_a_column_is_the_ranks_of_some_stages_in_one_pipeline(grid: Layout, data: st.DataObject) -> None:
     stages = data.draw(st.sets(st.integers(0, grid.plan.stages - 1), min_size=1))
     expected = columns_by_search(grid, stages)
@@ -137,7 +171,7 @@ def test_a_rank_of_another_stage_has_the_column_beside_it() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(layouts)
+@given(layouts())
 def test_axes_are_the_same_when_all_their_groups_are(grid: Layout) -> None:
     groups = {axis: grid.groups(axis) for axis in EQUAL_COORDINATES}
     for axis, other in itertools.combinations(EQUAL_COORDINATES, 2):

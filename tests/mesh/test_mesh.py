@@ -37,7 +37,15 @@ def members(text: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "text", ["data=2 tensor=2", "pipeline=2 data=2", "pipeline=3-1", "pipeline=2-1-1", "data=4 expert=2"]
+    "text",
+    [
+        "data=2 tensor=2",
+        "pipeline=2 data=2",
+        "pipeline=3-1",
+        "pipeline=2-1-1",
+        "data=4 expert=2",
+        "data=4 zero=1 shard=2",
+    ],
 )
 def test_groups_hold_the_ranks_of_the_layout(warm_ranks: Callable[[int], Ranks], text: str) -> None:
     layout = Layout(Plan.parse(text))
@@ -62,6 +70,20 @@ def test_a_pretended_mesh_stands_anywhere() -> None:
     assert mesh.ledger.total("tensor").sent == 2 * 7 * 4
 
 
+def test_sharding_groups_are_those_of_another_axis_where_they_hold_the_same_ranks() -> None:
+    """A communicator costs memory and a stream: none is made twice."""
+    hybrid = Mesh.pretend(Plan.parse("data=8 zero=1 shard=4"), rank=6)
+    assert (hybrid.group("shard").axis, hybrid.group("shard").size) == ("shard", 4)
+    assert (hybrid.group("copies").axis, hybrid.group("copies").size) == ("copies", 2)
+    assert (hybrid.group("shard").rank, hybrid.group("copies").rank) == (2, 1)
+    plain = Mesh.pretend(Plan.parse("data=8 zero=1"), rank=6)
+    assert plain.group("shard") is plain.group("weights")
+    assert plain.group("copies").size == 1
+    by_context = Mesh.pretend(Plan.parse("data=2 context=4 zero=1 shard=4"), rank=6)
+    assert by_context.group("shard") is by_context.group("context")
+    assert by_context.group("copies") is by_context.group("data")
+
+
 def cost_of_pretending(text: str) -> tuple[float, int]:
     """The seconds and the most bytes that the last rank of a plan takes to know its groups."""
     plan = Plan.parse(text)
@@ -81,8 +103,8 @@ def cost_of_pretending(text: str) -> tuple[float, int]:
 
 def test_a_pretended_mesh_of_16384_ranks_costs_as_much_as_one_of_64() -> None:
     """Tables over all ranks made it 1.2 s and 7 MB: 300 times as much."""
-    few_seconds, few_bytes = cost_of_pretending("data=1 tensor=8 pipeline=8")
-    many_seconds, many_bytes = cost_of_pretending("data=256 tensor=8 pipeline=8")
+    few_seconds, few_bytes = cost_of_pretending("data=2 tensor=8 pipeline=4 zero=1 shard=2")
+    many_seconds, many_bytes = cost_of_pretending("data=512 tensor=8 pipeline=4 zero=1 shard=8")
     assert many_seconds < 10 * few_seconds
     assert many_bytes < 2 * few_bytes
 

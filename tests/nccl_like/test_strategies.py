@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, naive_all_reduce, ring_all_reduce
 from echelon.context_parallel import put_together, ring_attention, take
-from echelon.data_parallel import AllReduce, ParameterServer, ParameterSet, Sharing, Zero
+from echelon.data_parallel import AllReduce, ParameterServer, ParameterSet, ShardGroups, Sharing, Zero
 from echelon.wrapping import Wrapping
 from tests.nccl_like import NcclWorld
 from tests.sets import set_of
@@ -91,10 +91,10 @@ def samples(rank: int, step: int, microbatch: int) -> Tensor:
     return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def train_replica(share: Share, group: Group) -> Tensor:
+def train_replica(share: Share, group: Group, shards: ShardGroups | None = None) -> Tensor:
     """What the model returns after some steps of gradient descent."""
     replica = model()
-    sharing = share(set_of(replica, group))
+    sharing = share(set_of(replica, group, shards=shards))
     for step in range(STEPS):
         sharing.start_step()
         for k in range(MICROBATCHES):
@@ -133,4 +133,23 @@ def test_replicas_agree(name: str, size: int) -> None:
     expected = train_alone(size)
     for seed in (None, 0):
         for result in over_one_group(size, partial(train_replica, SHARINGS[name]), seed):
+            torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize(("size", "shard"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize("name", ["zero=1", "zero=2", "zero=3"])
+def test_replicas_agree_in_groups(name: str, size: int, shard: int) -> None:
+    """Two communicators beside that of all ranks: gradients of one unit are in both while others follow."""
+    expected = train_alone(size)
+    for seed in (None, 0, 1):
+        world = NcclWorld(size, seed=seed)
+
+        def train(rank: int, world: NcclWorld = world) -> Tensor:
+            everyone = world.group("data", range(size), rank)
+            begin = rank - rank % shard
+            inside = world.group("shard", range(begin, begin + shard), rank, everyone.ledger)
+            across = world.group("copies", range(rank % shard, size, shard), rank, everyone.ledger)
+            return train_replica(SHARINGS[name], everyone, ShardGroups(inside, across))
+
+        for result in world.run(train):
             torch.testing.assert_close(result, expected)

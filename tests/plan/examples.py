@@ -21,6 +21,7 @@ plan_values = st.fixed_dictionaries(
         "sync": st.sampled_from(SYNCS),
         "staleness": st.integers(0, 9) | st.just(math.inf),
         "zero": st.integers(0, 3),
+        "shard": st.integers(0, 6),
         "schedule": st.sampled_from([*SCHEDULES, "plans/mine.txt", "a b.txt"]),
         "microbatches": degree,
         "chunks": degree,

@@ -22,6 +22,19 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("data=2 sync=async zero=1", "use zero=0", "data=2 sync=async"),
         ("data=2 sync=parameter-server zero=2", "or sync=all-reduce", "data=2 zero=2"),
     ],
+    "shard_needs_zero": [
+        ("data=4 shard=2", "set zero=1 or more", "data=4 shard=2 zero=1"),
+        ("data=4 shard=2 sync=async", "(with sync=all-reduce), or drop shard", "data=4 sync=async"),
+    ],
+    "shard_divides_every_stage": [
+        (
+            "data=6 zero=3 shard=4",
+            "stage 0 has 6 of them (replicas × data × context), not divisible by 4",
+            "data=8 zero=3 shard=4",
+        ),
+        ("context=3 zero=1 shard=2", "set data to a multiple of 2", "data=2 context=3 zero=1 shard=2"),
+        ("pipeline=4-2 zero=1 shard=4", "stage 1 has 2 of them", "pipeline=4-2 zero=1"),
+    ],
     "chunks_need_interleaved": [
         (
             "pipeline=2 chunks=2 microbatches=2",
@@ -125,6 +138,18 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("pipeline=auto schedule=order.txt", "use another schedule", "pipeline=auto"),
     ],
+    "auto_needs_shards_within_data": [
+        (
+            "pipeline=auto data=2 zero=1 shard=4",
+            "data × context = 2 is not divisible by 4; set data to a multiple of 4",
+            "pipeline=auto data=4 zero=1 shard=4",
+        ),
+        (
+            "pipeline=auto data=3 zero=1 shard=2",
+            "or give the stages, like pipeline=2",
+            "pipeline=2-2 data=3 zero=1 shard=2",
+        ),
+    ],
     "auto_needs_synchronous_training": [
         ("pipeline=auto sync=async", "use pipeline=1", "pipeline=1 sync=async"),
     ],
@@ -162,6 +187,10 @@ def test_a_rule_refuses_its_examples_and_they_pass_without_it(
         "pipeline=2 zero=2 schedule=pipedream",
         "pipeline=2 schedule=pipedream-2bw microbatches=2",
         "data=4 expert=4",
+        "data=4 zero=1 shard=4",
+        "data=2 context=3 zero=3 shard=6",
+        "pipeline=4-2 zero=2 shard=2",
+        "pipeline=auto data=2 context=2 zero=1 shard=4",
         "data=2 sync=async staleness=0 schedule=gpipe",
         "pipeline=auto zero=3 schedule=gpipe",
         "compile=true schedule=gpipe",

@@ -6,7 +6,13 @@ from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
 from echelon.data_parallel.packed_broadcast import broadcast_packed
 from echelon.data_parallel.parameter_server import ParameterServer
-from echelon.data_parallel.parameter_set import ParameterSet, SharedGradient, Unit, named_subset
+from echelon.data_parallel.parameter_set import (
+    ParameterSet,
+    ShardGroups,
+    SharedGradient,
+    Unit,
+    named_subset,
+)
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.shared_gradients import sum_tied, sum_within_stage
 from echelon.data_parallel.sharing import LocalSum, Sharing, SingleReplica, Storages
@@ -22,6 +28,7 @@ __all__ = [
     "ParameterServer",
     "ParameterSet",
     "Problem",
+    "ShardGroups",
     "SharedGradient",
     "Sharing",
     "SingleReplica",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from echelon.collectives import Group
+from echelon.collectives import Group, RecordingGroup
 
 
 class Unit(NamedTuple):
@@ -47,6 +47,22 @@ class SharedGradient(NamedTuple):
     tie: int | None = None
 
 
+class ShardGroups(NamedTuple):
+    """How the ranks of a set divide it among them, if they do.
+
+    `inside`: the ranks that hold the parts of one copy, this rank among them; `across`: the ranks that hold
+    the same part as this one, each of another copy.
+    """
+
+    inside: Group
+    across: Group
+
+    @classmethod
+    def over_all(cls, group: Group) -> "ShardGroups":
+        """One copy, over all ranks of a group."""
+        return cls(group, RecordingGroup("copies", ledger=group.ledger))
+
+
 @dataclass(frozen=True)
 class ParameterSet:
     """Parameters by name, frozen ones too, and the ranks that hold copies of them."""
@@ -58,6 +74,7 @@ class ParameterSet:
     shared_gradients: Sequence[SharedGradient] = ()
     norm_elsewhere: Set[nn.Parameter] = frozenset()  # whose gradients other ranks count
     sum_in_float32: bool = True  # gradients of weights below float32; else in the type of the weights
+    shards: ShardGroups | None = None  # which ranks shard one copy; None: all of `group`
 
     @cached_property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -75,6 +92,11 @@ class ParameterSet:
         return {g.parameter for g in self.shared_gradients if g.tie is not None}
 
     @property
+    def shard_groups(self) -> ShardGroups:
+        """The ranks among which the set is divided, if it is."""
+        return self.shards or ShardGroups.over_all(self.group)
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are; the CPU if there are none."""
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
@@ -82,6 +104,12 @@ class ParameterSet:
     @property
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def describe(self) -> str:
+        """'dense 1,234,567 parameters over data (8), sharded over 4'."""
+        copies = self.shard_groups.across.size
+        sharded = f", sharded over {self.group.size // copies}" if copies > 1 else ""
+        return f"{self.name} {self.numel:,} parameters over {self.group.axis} ({self.group.size}){sharded}"
 
 
 def named_subset(module: nn.Module, only: Collection[nn.Parameter] | None = None) -> dict[str, nn.Parameter]:

@@ -9,19 +9,23 @@ Level 3 (what FSDP does) gathers a unit just before it is used, in the forward p
 pass, and frees it right after; the next units are gathered meanwhile (`prefetch`). Levels 2 and 3 reduce a
 unit's gradient as soon as the backward pass has completed it, so that only a few are ever whole.
 
+Hybrid sharding (FSDP's HYBRID_SHARD, MiCS): the ranks of the set are divided into groups, each of which has
+all parts among its ranks. Gathers and reduce-scatters stay inside a group, and the ranks with the same part
+of different groups sum it (gradient_sums.py). What is about replicas is still asked of the whole set.
+
 Ranks must issue their messages in the same order. Units are therefore reduced in one agreed order: first the
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
-from collections import deque
 from collections.abc import Set
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from echelon.collectives import Group, Handle
+from echelon.collectives import Group
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
@@ -32,16 +36,6 @@ from echelon.data_parallel.uses import Use, UseHooks
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
 from echelon.wrapping import Wrapping
-
-_IN_FLIGHT = 1  # units whose gradients may be on the way while another is produced
-
-
-class _Reduction(NamedTuple):
-    """A unit's gradient on its way: `part` will hold this rank's part of the sum."""
-
-    handle: Handle
-    unit: FlatUnit
-    part: Tensor
 
 
 @final
@@ -57,10 +51,11 @@ class Zero(Sharing):
         check_same_units(units, ahead, parameter_set.group, parameter_set.device)
         super().__init__(parameter_set)
         self._group, self._level = parameter_set.group, level
+        self._inside, self._across = parameter_set.shard_groups
         self.lockstep = level > 1
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
-        self._flats = [_flatten(unit, self._group, level, separate) for unit in units]
+        self._flats = [_flatten(unit, self._inside, level, separate) for unit in units]
         self.residency = Residency(self._flats, self._needs, prefetch, self._group.ledger, _root(units))
         self.residency.reset()
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
@@ -71,7 +66,8 @@ class Zero(Sharing):
         self.accumulation = self.reducer.accumulation if level == 1 else None
         self._order(self._reduced)
         self._observed = False
-        self._in_flight: deque[_Reduction] = deque()
+        self._sums = GradientSums(parameter_set.shard_groups, in_place=level == 1)
+        self._is_last_backward = False
         self._uses: list[Use] = []
         self._problems: dict[Problem, Tensor] = {}
         if level == 3:
@@ -84,7 +80,7 @@ class Zero(Sharing):
         return [local for _, local in self._local]
 
     def start_step(self) -> None:
-        self._complete(0)  # what a step that failed half-way has left
+        self._sums.drop()  # what a step that failed half-way has left
         self._end_uses()
         self.reducer.start_step()
         self.residency.reset()
@@ -96,6 +92,7 @@ class Zero(Sharing):
             flat.has_part = False
 
     def start_backward(self, *, last: bool) -> None:
+        self._is_last_backward = last
         self.reducer.start_backward(reducing=last or self._level > 1)
 
     def finish_backward(self) -> None:
@@ -104,7 +101,7 @@ class Zero(Sharing):
 
     def reduce(self) -> None:
         self.start_reductions()
-        self._complete(0)
+        self._sums.complete()
         self._problems = self.residency.compare(self._group)
         used = self.reducer.used_anywhere(self._group)
         self.reducer.finish_step()
@@ -115,7 +112,10 @@ class Zero(Sharing):
         return self._problems
 
     def norm_share(self) -> list[Tensor]:
-        return local_gradients(self.local_parameters(), self.parameter_set.uncounted)
+        # The ranks that hold the same part have the same gradients: each takes a piece of every one.
+        gradients = local_gradients(self.local_parameters(), self.parameter_set.uncounted)
+        pieces = [gradient.tensor_split(self._across.size)[self._across.rank] for gradient in gradients]
+        return [piece for piece in pieces if piece.numel()]
 
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
@@ -185,13 +185,7 @@ class Zero(Sharing):
 
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
-        gradient = flat.close_gradient() if self._level == 1 else flat.take_gradient()
-        part = flat.new_part(in_place=self._level == 1)
-        with self._group.ledger.about("gradients"):
-            handle = self._group.reduce_scatter(part, gradient, wait=False)
-        self._in_flight.append(_Reduction(handle, flat, part))
-        if self._level > 1:  # at level 1 a sum is made in place, so waiting for it would save no memory
-            self._complete(_IN_FLIGHT)
+        self._sums.start(flat, last=self._is_last_backward)
         for use in self._uses:  # the embedding of tokens: no input says that it is through
             if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)
@@ -200,13 +194,6 @@ class Zero(Sharing):
         """Whether all of a unit is among what was reduced up to number `index`."""
         later = self._reduced[index + 1 :]
         return not any(flat in later for flat in self._flats[unit])
-
-    def _complete(self, at_most: int) -> None:
-        """Wait until `at_most` reductions are on the way."""
-        while len(self._in_flight) > at_most:
-            reduction = self._in_flight.popleft()
-            reduction.handle.wait()
-            reduction.unit.add_part(reduction.part)
 
     # Uses of units, where weights come and go (level 3).
 

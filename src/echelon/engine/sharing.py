@@ -10,6 +10,7 @@ from echelon.data_parallel import (
     Buffers,
     ParameterServer,
     ParameterSet,
+    ShardGroups,
     SharedGradient,
     Sharing,
     SingleReplica,
@@ -71,7 +72,8 @@ def parameter_sets(
     units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
     parameters = named_subset(module)
     elsewhere, in_float32 = frozenset(norm_elsewhere), mesh.plan.gradients == "fp32"
-    return [ParameterSet("dense", parameters, group, units, shared_gradients, elsewhere, in_float32)]
+    shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
+    return [ParameterSet("dense", parameters, group, units, shared_gradients, elsewhere, in_float32, shards)]
 
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:

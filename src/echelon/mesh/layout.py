@@ -16,6 +16,14 @@ A stage with more replicas than the others has a longer data axis. `pipeline=3-1
 
 Experts are spread over neighbouring data ranks: the ranks along `expert` hold different experts, those along
 `expert_data` the same ones.
+
+The ranks that hold the same weights (along `data` and `context`) are cells of their stage, numbered in rank
+order. Hybrid sharding divides them into groups of neighbours: the ranks along `shard` hold different parts of
+one copy of what is sharded, those along `copies` the same part of different copies. `data=4 shard=2`:
+
+    rank        0  1  2  3
+    part        0  1  0  1
+    copy        0  0  1  1
 """
 
 from bisect import bisect_right
@@ -28,13 +36,16 @@ from typing import NamedTuple
 from echelon.plan import Plan
 
 AXES = ("pipeline", "data", "context", "tensor")
-COMBINED_AXES = ("weights", "stage", "all")  # each is several axes in one
+# Each is several axes in one, or what `shard=` of the plan makes of them.
+COMBINED_AXES = ("weights", "stage", "all", "shard", "copies")
 
 # Ranks are in the same group along an axis when these coordinates are equal.
 _EQUAL_COORDINATES = {
     "all": (),
     "stage": ("pipeline",),  # the ranks that hold parts of the same stages
     "weights": ("pipeline", "tensor"),  # the ranks with the same weights: data and context together
+    "shard": ("pipeline", "copy", "tensor"),  # the ranks with different parts of one copy of the weights
+    "copies": ("pipeline", "part", "tensor"),  # the ranks with the same part
     "pipeline": ("replica", "context", "tensor"),
     "data": ("pipeline", "context", "tensor"),
     "context": ("pipeline", "data", "tensor"),
@@ -45,7 +56,8 @@ _EQUAL_COORDINATES = {
 
 
 class Position(NamedTuple):
-    """The coordinates of a rank along every axis. `replica` counts copies of the whole pipeline."""
+    """The coordinates of a rank along every axis. `replica` counts copies of the whole pipeline, `part` and
+    `copy` say what of its stage the rank holds if that is sharded."""
 
     pipeline: int
     data: int
@@ -54,14 +66,15 @@ class Position(NamedTuple):
     replica: int
     expert: int
     expert_data: int
+    part: int
+    copy: int
 
 
 class Extent(NamedTuple):
     """The ranks of a group: in each of its stages all combinations of these coordinates."""
 
     stages: range
-    data: tuple[range, ...]  # in each of the stages
-    context: range
+    cells: tuple[range, ...]  # in each of the stages
     tensor: range
 
 
@@ -78,9 +91,9 @@ class Layout:
         cell, tensor = divmod(rank - self._first_ranks[stage], plan.tensor)
         data, context = divmod(cell, plan.context)
         replicas = plan.replicas[stage]
-        return Position(
-            stage, data, context, tensor, data // replicas, data % plan.expert, data // plan.expert
-        )
+        replica, expert, expert_data = data // replicas, data % plan.expert, data // plan.expert
+        copy, part = divmod(cell, self._shard_size(replicas))
+        return Position(stage, data, context, tensor, replica, expert, expert_data, part, copy)
 
     @property
     def positions(self) -> Iterator[Position]:
@@ -101,10 +114,9 @@ class Layout:
         """The ranks along `axis` through `rank`, in order."""
         extent, plan = self._extent(axis, self.position(rank)), self.plan
         return tuple(
-            self._first_ranks[stage] + (data * plan.context + context) * plan.tensor + tensor
-            for stage, data_ranks in zip(extent.stages, extent.data, strict=True)
-            for data in data_ranks
-            for context in extent.context
+            self._first_ranks[stage] + cell * plan.tensor + tensor
+            for stage, cells in zip(extent.stages, extent.cells, strict=True)
+            for cell in cells
             for tensor in extent.tensor
         )
 
@@ -113,10 +125,10 @@ class Layout:
         position = self.position(rank)
         extent = self._extent(axis, position)
         before = extent.stages.index(position.pipeline)
-        cells = sum(map(len, extent.data[:before])) + extent.data[before].index(position.data)
-        cells = cells * len(extent.context) + extent.context.index(position.context)
+        cell = position.data * self.plan.context + position.context
+        cells = sum(map(len, extent.cells[:before])) + extent.cells[before].index(cell)
         number = cells * len(extent.tensor) + extent.tensor.index(position.tensor)
-        return number, sum(map(len, extent.data)) * len(extent.context) * len(extent.tensor)
+        return number, sum(map(len, extent.cells)) * len(extent.tensor)
 
     def largest_group(self, axis: str) -> int:
         """The number of ranks of the largest group along `axis`."""
@@ -169,10 +181,28 @@ class Layout:
         """The group along `axis` through `position`."""
         plan, equal = self.plan, _EQUAL_COORDINATES[axis]
         stages = _along(range(plan.stages), position.pipeline, fixed="pipeline" in equal)
-        data = tuple(self._data_ranks(equal, position, plan.replicas[stage]) for stage in stages)
-        context = _along(range(plan.context), position.context, fixed="context" in equal)
+        cells = tuple(self._cells(equal, position, plan.replicas[stage]) for stage in stages)
         tensor = _along(range(plan.tensor), position.tensor, fixed="tensor" in equal)
-        return Extent(stages, data, context, tensor)
+        return Extent(stages, cells, tensor)
+
+    def _cells(self, equal: Collection[str], position: Position, replicas: int) -> range:
+        """The cells, in a stage with so many replicas, of ranks whose `equal` coordinates are those of
+        `position`."""
+        size, contexts = self._shard_size(replicas), self.plan.context
+        everyone = range(replicas * self.plan.data * contexts)
+        if "copy" in equal:
+            return everyone[position.copy * size : (position.copy + 1) * size]
+        if "part" in equal:
+            return everyone[position.part :: size]
+        data = self._data_ranks(equal, position, replicas)
+        begin, end = data.start * contexts, data.stop * contexts
+        if "context" in equal:
+            return everyone[begin + position.context : end : data.step * contexts]
+        return everyone[begin:end]  # all data ranks, or one
+
+    def _shard_size(self, replicas: int) -> int:
+        """How many ranks share one copy of a stage that has so many replicas."""
+        return self.plan.shard or replicas * self.plan.data * self.plan.context
 
     def _data_ranks(self, equal: Collection[str], position: Position, replicas: int) -> range:
         """The data coordinates, in a stage with so many replicas, of ranks whose `equal` coordinates are

@@ -73,6 +73,7 @@ class Mesh:
 
     def group(self, axis: str) -> Group:
         """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
+        `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
         `stage` (the ranks with parts of the same stages), `all`."""
         return self._groups[self._equal_axes.get(axis, axis)]
 

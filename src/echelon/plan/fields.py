@@ -112,6 +112,13 @@ def _zero_level(value: Any) -> int:
     return (0, 1, 2, 3)[_integer(value, 0)]
 
 
+def _shard(value: Any) -> int:
+    ranks = _integer(value, 0)
+    if ranks == 1:  # a group of one rank shards nothing
+        raise ValueError
+    return ranks
+
+
 def _show_stages(value: int | tuple[int, ...] | str) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -129,6 +136,10 @@ FIELDS: dict[str, Field] = {
     "sync": _words(SYNCS),
     "staleness": Field("must be an integer, at least 0, or inf", _staleness),
     "zero": Field("must be one of 0, 1, 2, 3", _zero_level),
+    "shard": Field(
+        "must be a number of ranks, at least 2, or 0 for all that hold the same weights",
+        _shard,
+    ),
     "schedule": Field(f"must be one of {', '.join(SCHEDULES)}, or a file ending in .txt", _schedule),
     "microbatches": _count(),
     "chunks": _count(),

@@ -31,6 +31,7 @@ class Plan:
     sync: str = "all-reduce"
     staleness: float = math.inf
     zero: int = 0
+    shard: int = 0
     schedule: str = "1f1b"
     microbatches: int = 1
     chunks: int = 1

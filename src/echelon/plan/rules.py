@@ -40,6 +40,28 @@ def _server_has_no_shards(plan: "Plan") -> str | None:
     )
 
 
+def _shard_needs_zero(plan: "Plan") -> str | None:
+    if plan.shard == 0 or plan.zero > 0:
+        return None
+    return (
+        f"shard={plan.shard} zero=0: shard is how many ranks share one copy of what zero shards, and zero=0 "
+        "shards nothing; set zero=1 or more (with sync=all-reduce), or drop shard"
+    )
+
+
+def _shard_divides_every_stage(plan: "Plan") -> str | None:
+    ranks = [replicas * plan.data * plan.context for replicas in plan.replicas]
+    if plan.shard == 0 or all(number % plan.shard == 0 for number in ranks):
+        return None
+    stage = next(stage for stage, number in enumerate(ranks) if number % plan.shard)
+    return (
+        f"shard={plan.shard} data={plan.data} context={plan.context} pipeline={_show_stages(plan)}: ranks "
+        f"that hold the same weights are divided into groups of {plan.shard}, and stage {stage} has "
+        f"{ranks[stage]} of them (replicas × data × context), not divisible by {plan.shard}; set data to a "
+        f"multiple of {plan.shard}, or drop shard"
+    )
+
+
 def _chunks_need_interleaved(plan: "Plan") -> str | None:
     if (plan.chunks > 1) == (plan.schedule == "interleaved") or plan.schedule_is_file:
         return None
@@ -206,6 +228,18 @@ def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     )
 
 
+def _auto_needs_shards_within_data(plan: "Plan") -> str | None:
+    ranks = plan.data * plan.context
+    if plan.shard == 0 or ranks % plan.shard == 0:
+        return None
+    return (
+        f"pipeline=auto shard={plan.shard} data={plan.data} context={plan.context}: measuring may find any "
+        f"number of replicas of a stage, and groups of {plan.shard} must fit each; data × context = {ranks} "
+        f"is not divisible by {plan.shard}; set data to a multiple of {plan.shard}, or give the stages, like "
+        "pipeline=2"
+    )
+
+
 def _auto_needs_synchronous_training(plan: "Plan") -> str | None:
     if plan.sync != "async":
         return None
@@ -231,6 +265,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_expert_divides_data, ("data", "expert")),
     Rule(_staleness_needs_async, ("sync", "staleness")),
     Rule(_server_has_no_shards, ("sync", "zero")),
+    Rule(_shard_needs_zero, ("shard", "zero")),
+    Rule(_shard_divides_every_stage, ("shard", "data", "context", "pipeline")),
     Rule(_chunks_need_interleaved, ("schedule", "chunks")),
     Rule(_interleaved_needs_full_rounds, ("schedule", "microbatches", "pipeline")),
     Rule(_interleaved_needs_even_stages, ("schedule", "pipeline")),
@@ -253,6 +289,7 @@ RULES: tuple[Rule, ...] = (
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
+    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context")),
     Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 

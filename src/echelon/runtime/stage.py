@@ -78,10 +78,7 @@ class Stage:
     def describe(self) -> str:
         """'stage 1: dense 1,234,567 parameters over data (2), Zero'."""
         sets = "; ".join(
-            f"{sharing.parameter_set.name} {sharing.parameter_set.numel:,} parameters over "
-            f"{sharing.parameter_set.group.axis} ({sharing.parameter_set.group.size}), "
-            f"{type(sharing).__name__}"
-            for sharing in self.sharings
+            f"{sharing.parameter_set.describe()}, {type(sharing).__name__}" for sharing in self.sharings
         )
         return f"stage {self.index}: {sets}"
 

@@ -1,0 +1,81 @@
+"""Gradients of units on their way to the ranks that hold the parts: two sums, one after the other.
+
+    reduce-scatter inside    of the whole gradient, over the ranks that shard one copy: each gets its part
+    all-reduce across        of that part, over the ranks that hold the same one of other copies
+
+Where there is one copy, the first sum is all. The second one begins when the first is complete, while the
+backward pass goes on. It is made once per step: the parts of earlier microbatches only add up.
+"""
+
+from collections import deque
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from echelon.collectives import Handle
+from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.parameter_set import ShardGroups
+
+_IN_FLIGHT = 1  # units whose whole gradients may be on the way while another is produced
+
+
+class _Scatter(NamedTuple):
+    """A unit's gradient in its first sum: `part` will hold this rank's part of it."""
+
+    handle: Handle
+    unit: FlatUnit
+    part: Tensor
+    last: bool  # of the step, for this unit
+
+
+@final
+class GradientSums:
+    """The sums that are on the way. All ranks must begin them in the same order."""
+
+    def __init__(self, groups: ShardGroups, *, in_place: bool) -> None:
+        """`in_place`: a part stays in the memory of the whole gradient, which the unit keeps."""
+        self._inside, self._across = groups
+        self._in_place = in_place
+        self._scatters: deque[_Scatter] = deque()
+        self._second_sums: list[Handle] = []
+
+    def start(self, unit: FlatUnit, *, last: bool) -> None:
+        """The gradient of a unit is complete: begin to sum it. It is the `last` of the step."""
+        gradient = unit.close_gradient() if self._in_place else unit.take_gradient()
+        part = unit.new_part(in_place=self._in_place)
+        with self._inside.ledger.about("gradients"):
+            handle = self._inside.reduce_scatter(part, gradient, wait=False)
+        self._scatters.append(_Scatter(handle, unit, part, last))
+        # A sum in place takes no memory: waiting for it helps only where a second sum is to follow.
+        if not self._in_place or self._across.size > 1:
+            self._finish_scatters(_IN_FLIGHT)
+
+    def complete(self) -> None:
+        """Return when every unit has its part of the sum over all ranks."""
+        self._finish_scatters(0)
+        self._wait_across()
+
+    def drop(self) -> None:
+        """Wait for what a failed step has left on the way; its parts are of no use."""
+        while self._scatters:
+            self._scatters.popleft().handle.wait()
+        self._wait_across()
+
+    def _finish_scatters(self, at_most: int) -> None:
+        """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
+        while len(self._scatters) > at_most:
+            scatter = self._scatters.popleft()
+            scatter.handle.wait()
+            scatter.unit.add_part(scatter.part)
+            if scatter.last:
+                self._sum_across(scatter.unit)
+
+    def _sum_across(self, unit: FlatUnit) -> None:
+        assert unit.part is not None
+        with self._across.ledger.about("gradients"):
+            self._second_sums.append(self._across.all_reduce(unit.part, wait=False))
+
+    def _wait_across(self) -> None:
+        for handle in self._second_sums:
+            handle.wait()
+        self._second_sums = []

@@ -1,0 +1,116 @@
+"""The two sums of a gradient: which is on the way when. Groups take effect when they are waited for."""
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.collectives import RecordingGroup
+from echelon.data_parallel import ShardGroups
+from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.gradient_sums import GradientSums
+from tests.groups import DeferredGroup
+
+pytestmark = pytest.mark.usefixtures("packed")
+
+FIRST, SECOND = ("shard", "reduce_scatter"), ("copies", "all_reduce")
+
+
+class Sums:
+    """Two ranks that shard each of three copies; this rank is the second of its group."""
+
+    def __init__(self, *, in_place: bool, copies: int = 3, units: int = 3) -> None:
+        self.inside = DeferredGroup("shard", rank=1, size=2)
+        self.across = DeferredGroup("copies", size=copies) if copies > 1 else RecordingGroup("copies")
+        self.across.ledger = self.inside.ledger
+        self.units = [
+            FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.inside, resident=True)
+            for unit in range(units)
+        ]
+        self.sums = GradientSums(ShardGroups(self.inside, self.across), in_place=in_place)
+
+    def start(self, unit: int, *, last: bool = True) -> None:
+        """A gradient of 1, 2, 3, 4."""
+        parameter = self.units[unit].parameters[0][1]
+        parameter.grad = torch.arange(1.0, 5.0)
+        self.units[unit].accumulate(parameter)
+        self.sums.start(self.units[unit], last=last)
+
+    @property
+    def begun(self) -> list[tuple[str, str]]:
+        assert {move.subject for move in self.inside.ledger.moves} <= {"gradients"}
+        return [(move.axis, move.operation) for move in self.inside.ledger.moves]
+
+    @property
+    def num_pending(self) -> int:
+        across = self.across.pending if isinstance(self.across, DeferredGroup) else []
+        return len(self.inside.pending) + len(across)
+
+    def parts(self) -> list[list[float]]:
+        return [unit.part.tolist() for unit in self.units if unit.part is not None]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_part_is_summed_over_its_group_and_then_over_the_copies(in_place: bool) -> None:
+    sums = Sums(in_place=in_place, units=1)
+    sums.start(0)
+    sums.sums.complete()
+    assert sums.parts() == [[3.0 * 2 * 3, 4.0 * 2 * 3]]
+    assert sums.num_pending == 0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_second_sum_begins_while_the_next_gradient_is_produced(in_place: bool) -> None:
+    """One unit later: its first sum has had that long, and nobody waits for the second."""
+    sums = Sums(in_place=in_place)
+    sums.start(0)
+    assert sums.begun == [FIRST]
+    sums.start(1)
+    assert sums.begun == [FIRST, FIRST, SECOND]
+    sums.start(2)
+    assert sums.begun == [FIRST, FIRST, SECOND, FIRST, SECOND]
+    assert sums.num_pending == 3, "the last first sum, and both second ones"
+    sums.sums.complete()
+    assert sums.begun == [FIRST, FIRST, SECOND, FIRST, SECOND, SECOND]
+    assert sums.parts() == [[18.0, 24.0]] * 3
+
+
+def test_of_several_microbatches_only_the_last_is_summed_over_the_copies() -> None:
+    """The first sums of an earlier microbatch may end in a later one: that is not yet their turn."""
+    sums = Sums(in_place=False, units=2)
+    for last in (False, False, True):
+        sums.start(0, last=last)
+        sums.start(1, last=last)
+    sums.sums.complete()
+    assert sums.begun == [*[FIRST] * 6, SECOND, SECOND]
+    assert sums.parts() == [[3 * 18.0, 3 * 24.0]] * 2
+
+
+def test_with_one_copy_the_first_sum_is_all() -> None:
+    sums = Sums(in_place=False, copies=1)
+    for unit in range(3):
+        sums.start(unit)
+        assert sums.num_pending == 1, "memory of whole gradients is bounded"
+    sums.sums.complete()
+    assert sums.begun == [FIRST] * 3
+    assert sums.parts() == [[6.0, 8.0]] * 3
+
+
+def test_sums_in_place_of_one_copy_are_not_waited_for() -> None:
+    sums = Sums(in_place=True, copies=1)
+    for unit in range(3):
+        sums.start(unit)
+    assert sums.num_pending == 3
+    sums.sums.complete()
+    assert sums.parts() == [[6.0, 8.0]] * 3
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_a_failed_step_left_is_waited_for_and_summed_no_further(in_place: bool) -> None:
+    sums = Sums(in_place=in_place)
+    sums.start(0)
+    sums.start(1)
+    sums.sums.drop()
+    assert sums.num_pending == 0
+    assert sums.begun == [FIRST, FIRST, SECOND]
+    sums.sums.complete()
+    assert sums.begun == [FIRST, FIRST, SECOND], "nothing is left of it"
