@@ -20,11 +20,18 @@ Wish = Mapping[str, Any]
 
 _ANY = st.integers(0, 119)
 # Every value of a field is wished for once; of these fields, only the values listed here.
-_SOME: dict[str, Sequence[Any]] = {"data": (2, 3, 8), "microbatches": (2, 3, 8), "layers": (2, 4), "seed": ()}
+_SOME: dict[str, Sequence[Any]] = {
+    "data": (2, 3, 8),
+    "shard": (2,),
+    "microbatches": (2, 3, 8),
+    "layers": (2, 4),
+    "seed": (),
+}
 # What a wish for such a field asks of another one.
 _TOGETHER: dict[str, Wish] = {
     "staleness": {"sync": "async"},
     "gradients": {"precision": "bf16", "data": 2},  # ranks that sum them
+    "shard": {"sync": "all-reduce", "data": 4},
     "prefetch": {"zero": 3},
     "chunks": {"schedule": "interleaved"},
     "workers": {"pipeline": AUTO},

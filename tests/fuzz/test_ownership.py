@@ -8,6 +8,7 @@ import torch
 
 from echelon.launching import Ranks
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
+from echelon.plan import Plan
 from echelon.verify import Case, verify
 from tests.cases import adamw, eleven_vectors, mean_loss, perceptron_case
 from tests.fuzz.ownership import RecordingRanks, counter_errors, ownership_errors
@@ -109,12 +110,14 @@ class Normalized(torch.nn.Module):
         return output
 
 
-@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "data=2 sync=async staleness=0"])
+@pytest.mark.parametrize(
+    "plan", ["data=2", "data=2 zero=3", "data=4 zero=3 shard=2", "data=2 sync=async staleness=0"]
+)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_real_engines_own_the_whole_state(
     warm_ranks: Callable[[int], Ranks], plan: str, precision: Any
 ) -> None:
-    recording = RecordingRanks(warm_ranks(2))
+    recording = RecordingRanks(warm_ranks(Plan.parse(plan).ranks))
     verify(perceptron_case(eleven_vectors, steps=2), plan, precision=precision, ranks=recording)
     assert recording.errors == []
 

@@ -24,6 +24,7 @@ FEW: list[Wish] = [  # cheap ones of different kinds
     {"tensor": 2},
     {"context": 2},
     {"zero": 3},
+    {"shard": 2, "sync": "all-reduce", "data": 4},
     {"dropout": 0.2},
     {"precision": "bf16"},
     {"gradients": "same", "precision": "bf16", "data": 2},

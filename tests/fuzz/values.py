@@ -38,6 +38,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "expert": (1,),  # the models here have no experts
     "staleness": (INFINITE, 0, 1, 2, 5),
     "zero": (0, 1, 2, 3),
+    "shard": (0, 2, 3, 4, 2),
     "chunks": (1, 2, 3),
     "microbatches": (1, 2, 3, 4, 5, 6, 7, 8),
     "sequence": (False, True),

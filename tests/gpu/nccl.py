@@ -46,6 +46,9 @@ _TWO = [
 ]
 _FOUR = [
     *[f"data=4 zero={level}" for level in range(4)],
+    *[f"data=4 zero={level} shard=2" for level in (1, 3)],
+    "data=4 zero=2 shard=2 microbatches=3",
+    "data=2 context=2 zero=3 shard=2",
     *[f"pipeline=4 schedule={name} microbatches=5" for name in ("naive", "gpipe", "1f1b", "zero-bubble")],
     *[f"pipeline=4 schedule={name} microbatches=4" for name in _CONTINUOUS],
     *[f"data=2 pipeline=2 zero={level} microbatches=3" for level in range(4)],
@@ -58,6 +61,9 @@ _FOUR = [
 ]
 _EIGHT = [
     "data=8 zero=2",
+    *[f"data=8 zero={level} shard=4 microbatches=2" for level in (1, 2, 3)],
+    "data=4 tensor=2 zero=3 shard=2",
+    "data=4 pipeline=2 zero=2 shard=2 microbatches=3",
     "data=2 pipeline=4 zero=1 microbatches=4",
     "data=2 pipeline=4 zero=3 microbatches=4",
     "data=2 tensor=2 pipeline=2 zero=1 microbatches=2",

@@ -1,7 +1,7 @@
 """A step on a GPU waits for nothing: torch raises where the host would wait for the device.
 
-One process runs the plans of one rank. Two ranks run the others, over real NCCL on one device: each is a host
-of its own to NCCL. Over Gloo every message waits by its nature.
+One process runs the plans of one rank. Two or four ranks run the others, over real NCCL on one device: each
+is a host of its own to NCCL. Over Gloo every message waits by its nature.
 """
 
 import traceback
@@ -46,6 +46,13 @@ RANKS = [
     "pipeline=2 microbatches=4",
     "pipeline=2 schedule=zero-bubble microbatches=4",
     "pipeline=2 schedule=pipedream microbatches=4",
+]
+
+
+IN_GROUPS = [
+    "data=4 zero=1 shard=2",
+    "data=4 zero=2 shard=2 microbatches=2",
+    "data=4 zero=3 shard=2 precision=bf16",
 ]
 
 
@@ -114,6 +121,19 @@ def test_a_step_of_two_ranks_waits_for_nothing(nccl: Ranks, plan: str, dropout: 
     first, second = nccl.run(losses_or_error, plan, dropout)
     assert isinstance(first, list), first
     assert first == second
+
+
+@pytest.fixture(scope="module")
+def nccl_of_four() -> Iterator[Ranks]:
+    with Ranks(4, backend="nccl", deadline=120.0, environment=environment) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("plan", IN_GROUPS)
+def test_a_step_of_sharding_groups_waits_for_nothing(nccl_of_four: Ranks, plan: str) -> None:
+    first, *others = nccl_of_four.run(losses_or_error, plan, 0.0)
+    assert isinstance(first, list), first
+    assert others == [first] * 3
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
