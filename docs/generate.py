@@ -228,7 +228,7 @@ LAYERS = (
     Layer(("plan",), (), "a plan: pure data"),
     Layer(("layering",), (), "the layers of a model"),
     Layer(("huggingface",), (), "what is known of transformers"),
-    Layer(("sequence",), (), "what layers see of a sequence"),
+    Layer(("sequence", "weight_files"), (), "what layers see of a sequence; weights in files"),
     Layer(
         ("wrapping", "saved_tensors", "tracing", "products", "entropy", "fingerprint"),
         (),

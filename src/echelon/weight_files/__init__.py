@@ -1,0 +1,49 @@
+"""Weights in Hugging Face folders, without a whole model anywhere: read by boxes, written tensor by tensor.
+
+weight_folder       a folder as the source of a model's weights
+layout              which tensors a model's files hold
+pieces              where the parts of a model's tensors lie in them
+folder_writer       a folder written from tensors that come one after the other
+folder_files        config.json, one file or shards, the index
+tensor_file         one safetensors file, read by boxes
+tensor_file_writer  one safetensors file, written tensor by tensor
+
+Models of echelon give their layout themselves (`weight_layout`), echelon.huggingface that of transformers.
+"""
+
+from echelon.weight_files.folder_files import CONFIG, read_headers, read_json
+from echelon.weight_files.folder_writer import SHARD_BYTES, write_folder
+from echelon.weight_files.layout import (
+    WeightLayout,
+    find_ties,
+    plain_layout,
+    state_tensors,
+    tensor_errors,
+    whole_tensor,
+)
+from echelon.weight_files.pieces import Box, FileTensor, Piece, Window, is_same, read_pieces, whole
+from echelon.weight_files.tensor_file_writer import TensorEntry
+from echelon.weight_files.weight_folder import WeightFolder
+
+__all__ = [
+    "CONFIG",
+    "SHARD_BYTES",
+    "Box",
+    "FileTensor",
+    "Piece",
+    "TensorEntry",
+    "WeightFolder",
+    "WeightLayout",
+    "Window",
+    "find_ties",
+    "is_same",
+    "plain_layout",
+    "read_headers",
+    "read_json",
+    "read_pieces",
+    "state_tensors",
+    "tensor_errors",
+    "whole",
+    "whole_tensor",
+    "write_folder",
+]

@@ -1,0 +1,155 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from echelon.errors import UserError
+from echelon.weight_files import tensor_file
+from echelon.weight_files.tensor_file import DTYPES, LENGTH, read_box, read_header
+
+MEBI = 2**20
+
+
+def saved(folder: Path, **tensors: Tensor) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def write_raw(path: Path, header: object, data: bytes = b"") -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(LENGTH.pack(len(text)) + text + data)
+
+
+def counter(file: str, key: str) -> int:
+    """A number of /proc/self, in bytes."""
+    line = re.search(rf"^{key}:\s+(\d+)( kB)?$", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    assert line is not None
+    return int(line[1]) * (1024 if line[2] else 1)
+
+
+def test_header_is_that_of_safetensors(tmp_path: Path) -> None:
+    path = saved(tmp_path, matrix=torch.rand(3, 4, dtype=torch.bfloat16), scalar=torch.tensor(7))
+    header = read_header(path)
+    assert {name: (t.shape, t.dtype) for name, t in header.items()} == {
+        "matrix": ((3, 4), torch.bfloat16),
+        "scalar": ((), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_type_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(2 if dtype == torch.bool else 256, (6, 5 * dtype.itemsize), dtype=torch.uint8)
+    tensor = bits.view(dtype)
+    header = read_header(saved(tmp_path, tensor=tensor))["tensor"]
+    out = torch.empty(5, 2, dtype=dtype)
+    read_box(header, (slice(2, 4), slice(0, 5)), out.T)
+    assert torch.equal(out.T.contiguous().view(torch.uint8), tensor[2:4].view(torch.uint8))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_box_into_any_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """With blocks from one element to more than the tensor: whole rows, blocks of rows, single rows."""
+    shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
+    box = tuple(slice(*sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    is_strided = data.draw(st.booleans())
+    monkeypatch.setattr(tensor_file, "_BLOCK_BYTES", data.draw(st.sampled_from([4, 12, 40, 4000])))
+    tensor = torch.rand(shape)
+    header = read_header(saved(tmp_path, other=torch.rand(3), tensor=tensor))["tensor"]
+    expected = tensor[box]
+    dims = tuple(reversed(range(len(shape))))
+    out = torch.full(expected.shape, -1.0)
+    if is_strided:
+        out = out.permute(dims).contiguous().permute(dims)
+    read_box(header, box, out)
+    assert torch.equal(out, expected)
+
+
+def test_rows_read_their_own_bytes_and_columns_whole_rows(tmp_path: Path) -> None:
+    header = read_header(saved(tmp_path, tensor=torch.rand(1024, 1024)))["tensor"]  # 4 MiB
+
+    def bytes_read(*box: slice) -> int:
+        out = torch.empty(*(each.stop - each.start for each in box))
+        before = counter("io", "rchar")
+        own = counter("io", "rchar") - before  # what asking takes
+        read_box(header, box, out)
+        return counter("io", "rchar") - before - 2 * own
+
+    whole = slice(0, 1024)
+    assert 40 * 4096 <= bytes_read(slice(100, 140), whole) < 40 * 4096 + 1000
+    assert 40 * 4096 <= bytes_read(slice(100, 140), slice(5, 7)) < 40 * 4096 + 1000
+    assert 4 * MEBI <= bytes_read(whole, slice(5, 7)) < 4 * MEBI + 1000
+
+
+def test_long_rows_are_not_read_whole(tmp_path: Path) -> None:
+    header = read_header(saved(tmp_path, tensor=torch.rand(2, 512 * 1024)))["tensor"]  # rows of 2 MiB
+    before = counter("io", "rchar")
+    out = torch.empty(2, 100)
+    read_box(header, (slice(0, 2), slice(1000, 1100)), out)
+    assert counter("io", "rchar") - before < 10_000
+
+
+def test_what_was_read_does_not_stay_in_the_memory_of_the_process(tmp_path: Path) -> None:
+    header = read_header(saved(tmp_path, tensor=torch.rand(16 * 1024, 1024)))["tensor"]  # 64 MiB
+    before = counter("status", "VmRSS")
+    for start in range(0, 16 * 1024, 512):
+        rows = torch.empty(512, 1024)
+        read_box(header, (slice(start, start + 512), slice(0, 1024)), rows)
+        columns = torch.empty(512, 4)
+        read_box(header, (slice(start, start + 512), slice(0, 4)), columns)
+    assert counter("status", "VmRSS") - before < 16 * MEBI
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, -1])
+def test_a_file_cut_short(tmp_path: Path, keep: int) -> None:
+    path = saved(tmp_path, tensor=torch.rand(10))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"cannot be read as safetensors \(cut short, or damaged\?\)"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ([1], "the header is a list"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "data_offsets"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, r"a has shape \[-2\]"),
+        ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "a has shape"),
+        ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "the bytes of a are not where"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "the bytes of a are not where"),
+        (
+            {n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"},
+            "the bytes of b are not where",
+        ),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, "end at byte .* and the file at"),
+        ({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}}, "a is of type F4; must be one of F64"),
+    ],
+)
+def test_headers_that_do_not_fit_their_file(tmp_path: Path, header: object, said: str) -> None:
+    path = tmp_path / "model.safetensors"
+    write_raw(path, header, b"8 bytes.")
+    with pytest.raises(UserError, match=said):
+        read_header(path)
+
+
+def test_a_length_that_is_no_length(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(LENGTH.pack(2**60) + b"{}")
+    with pytest.raises(UserError, match="a header of 1152921504606846976 bytes in a file of 10"):
+        read_header(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path, tensor=torch.rand(10))
+    header = read_header(path)["tensor"]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UserError, match="became shorter while it was read"):
+        read_box(header, (slice(0, 10),), torch.empty(10))
