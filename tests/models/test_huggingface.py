@@ -143,10 +143,10 @@ def test_an_interrupted_save_is_not_taken_for_a_whole_one(config, tmp_path, monk
     """Saving over an older folder: from the first new byte to the last there is no config.json."""
     save_hf(ours_of(config), tmp_path)
 
-    def stop(*_, **__):
+    def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("echelon.models.hf_files.save_file", stop)
+    monkeypatch.setattr("echelon.weight_files.tensor_file_writer._write_tensor", stop)
     with pytest.raises(KeyboardInterrupt):
         save_hf(ours_of(config), tmp_path)
     with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):

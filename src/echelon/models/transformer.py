@@ -3,12 +3,17 @@
 A family (`gpt`, `llama`) only says which parts to connect.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.models.blocks import Block, Head, TokenEmbedding, reset_parameters
 from echelon.models.config import ModelConfig
+from echelon.models.hf_config import config_to_hf
+from echelon.models.hf_names import hf_layout
+from echelon.weight_files import WeightLayout
 
 
 class Transformer(nn.Module):
@@ -41,6 +46,14 @@ class Transformer(nn.Module):
         """
         if self.config.tied:
             self.head.projection.weight = self.embedding.tokens.weight
+
+    def weight_layout(self, names: Collection[str] = ()) -> WeightLayout:
+        """How Hugging Face files hold the weights: files with these names, or those to write."""
+        return hf_layout(self.config, self.state_dict(), names)
+
+    def config_json(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The config.json of Hugging Face files with weights of this type."""
+        return config_to_hf(self.config, str(dtype).removeprefix("torch."))
 
     def reset_parameters(self) -> None:
         """Initial values for the whole model, for example after `to_empty`; same seed, same values."""
