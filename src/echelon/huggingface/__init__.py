@@ -1,13 +1,13 @@
 """Everything that echelon knows of the classes of transformers.
 
-families       causal language models as lists of layers, known by their class
-layers         the wrappers around a model's own modules that are listed
-attention      attention over a sequence that several ranks share
-modules        properties of single modules: storage, randomness, precision
-tensor_tables  how tensor parallelism splits each family
+families        causal language models as lists of layers, known by their class
+layers          the wrappers around a model's own modules that are listed
+attention       attention over a sequence that several ranks share
+modules         properties of single modules: storage, randomness, precision
+tensor_tables   how tensor parallelism splits each family
+weight_layouts  folders with the weights of any model
 
-transformers itself is imported only where a model of it is at hand. Reading and writing folders of
-transformers for echelon's own models is in echelon.models.
+transformers itself is imported only where a model of it is at hand.
 """
 
 from echelon.huggingface.families import FAMILIES, find_family, frequencies, layers_of, reason_not_listed
@@ -19,11 +19,13 @@ from echelon.huggingface.modules import (
     is_transposed,
 )
 from echelon.huggingface.tensor_tables import TENSOR_TABLES
+from echelon.huggingface.weight_layouts import config_json, open_weights, weight_layout
 
 __all__ = [
     "FAMILIES",
     "TENSOR_TABLES",
     "casts_to_float32",
+    "config_json",
     "draws_by_function",
     "draws_by_head",
     "find_family",
@@ -31,5 +33,7 @@ __all__ = [
     "is_transposed",
     "layers_of",
     "modules_outside",
+    "open_weights",
     "reason_not_listed",
+    "weight_layout",
 ]
