@@ -23,7 +23,14 @@ class Picture(nn.Module):
 
 def test_the_whole_sequence_is_in_order() -> None:
     assert WHOLE.positions(4, torch.device("cpu")).tolist() == [0, 1, 2, 3]
-    assert (WHOLE.parts, WHOLE.stretch) == (1, 1)
+    assert (WHOLE.parts, WHOLE.stretch, WHOLE.whole_length(4)) == (1, 1, 4)
+
+
+def test_padding_is_at_the_last_position() -> None:
+    view = View()
+    view.true_length = 3
+    assert view.positions(5, torch.device("cpu")).tolist() == [0, 1, 2, 2, 2]
+    assert [view.whole_length(length) for length in (2, 3, 5)] == [2, 3, 3]
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

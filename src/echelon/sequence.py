@@ -16,10 +16,22 @@ class View:
 
     parts = 1  # ranks that share the sequence, each with an equal number of positions
     stretch = 1  # positions inside attention per position of the hidden states between layers
+    true_length: int | None = None  # of the whole sequence, where it is padded: later positions are padding
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """The positions in the whole sequence of the `length` tokens on this rank, [length]."""
-        return torch.arange(length, device=device)
+        """The positions in the whole sequence of the `length` tokens on this rank, [length].
+
+        Padding has the last position of the sequence: a model may have learned no later one.
+        """
+        return self._in_sequence(torch.arange(length, device=device))
+
+    def whole_length(self, length: int) -> int:
+        """How many positions the whole sequence has, without padding, where `length` are on this rank."""
+        padded = length * self.parts
+        return padded if self.true_length is None else min(padded, self.true_length)
+
+    def _in_sequence(self, positions: Tensor) -> Tensor:
+        return positions if self.true_length is None else positions.clamp(max=self.true_length - 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
         """Causal attention of the queries on this rank over the whole sequence.

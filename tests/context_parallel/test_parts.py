@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.context_parallel import positions, put_together, take
+from echelon.context_parallel import count_before, positions, put_together, take
 from echelon.context_parallel.parts import Block, block_of
 from echelon.errors import UserError
 
@@ -26,6 +26,15 @@ def test_parts_are_what_positions_say_and_make_the_whole(ranks: int, chunk: int,
         assert torch.equal(part, whole.index_select(dim, positions(2 * chunk, rank, ranks)))
         assert part.is_contiguous()
     assert torch.equal(put_together(parts, dim), whole)
+
+
+@given(ranks=st.integers(1, 6), chunk=st.integers(0, 5), limit=st.integers(0, 70))
+def test_positions_below_a_limit_are_the_first_ones(ranks: int, chunk: int, limit: int) -> None:
+    for rank in range(ranks):
+        below = positions(2 * chunk, rank, ranks) < limit
+        count = count_before(limit, 2 * chunk, rank, ranks)
+        assert below[:count].all()
+        assert not below[count:].any()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

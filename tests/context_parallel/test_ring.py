@@ -278,9 +278,9 @@ def test_the_ledger_has_the_bytes_of_the_formula(warm_ranks: Warm, ranks: int, d
     case = Case(ranks, batch=3, dtype=dtype)
     numbers = 2 * case.batch * case.kv_heads * 2 * case.chunk * case.width  # in keys and values of a rank
     k, g = numbers * dtype.itemsize, numbers * max(4, dtype.itemsize)
-    hops = ranks - 1
-    forward = (2 * hops, hops * k, hops * k)
-    backward = (4 * hops, hops * (k + g), hops * (k + g))
+    hops, rounds = ranks - 1, ranks // 2  # messages of both directions are one operation
+    forward = (rounds, hops * k, hops * k)
+    backward = (2 * rounds, hops * (k + g), hops * (k + g))
     assert warm_ranks(ranks).run(traffic, case) == [[forward, backward]] * ranks
 
 

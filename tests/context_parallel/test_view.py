@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon import sequence
 from echelon.collectives import Group, RecordingGroup
-from echelon.context_parallel import RingView, take
+from echelon.context_parallel import AllToAllView, RingView, SharedView, take
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
@@ -23,13 +23,16 @@ CONFIGS = {
 LENGTH = 24
 
 
-def trained(config: ModelConfig, group: Group | None) -> list[Tensor]:
+View = type[SharedView]
+
+
+def trained(config: ModelConfig, group: Group | None, view: View = RingView) -> list[Tensor]:
     """Loss, count and gradients of what `group` leaves to this rank, or of the whole."""
     torch.manual_seed(0)
     model = build(config).double()
     batch = torch.randint(config.vocab, (2, 3, LENGTH), generator=torch.Generator().manual_seed(1))
     if group is not None:
-        assert sequence.assign(model, RingView(group), Wrapping()) >= config.layers
+        assert sequence.assign(model, view(group), Wrapping()) >= config.layers
         batch = take(batch, group.rank, group.size, dim=2)
     tokens, targets = batch
     total, count = cross_entropy(model(tokens), targets)
@@ -37,17 +40,17 @@ def trained(config: ModelConfig, group: Group | None) -> list[Tensor]:
     return [total.detach(), count, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def trained_on_a_part(config: ModelConfig, ranks: int) -> list[Tensor]:
-    return trained(config, Mesh.join(Plan(context=ranks)).group("context"))
+def trained_on_a_part(config: ModelConfig, ranks: int, view: View) -> list[Tensor]:
+    return trained(config, Mesh.join(Plan(context=ranks)).group("context"), view)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("view", "ranks"), [*((RingView, n) for n in (2, 3, 4)), (AllToAllView, 2)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_ranks_add_up_to_the_whole(
-    warm_ranks: Callable[[int], Ranks], config: ModelConfig, ranks: int
+    warm_ranks: Callable[[int], Ranks], config: ModelConfig, ranks: int, view: View
 ) -> None:
     wanted = trained(config, None)
-    by_rank = warm_ranks(ranks).run(trained_on_a_part, config, ranks)
+    by_rank = warm_ranks(ranks).run(trained_on_a_part, config, ranks, view)
     summed = [sum(parts[1:], parts[0]) for parts in zip(*by_rank, strict=True)]
     assert len(summed) == len(wanted)
     assert max(float((x - y).abs().max()) for x, y in zip(summed, wanted, strict=True)) <= 1e-10
@@ -57,6 +60,13 @@ def test_a_view_says_where_its_positions_are() -> None:
     view = RingView(RecordingGroup("context", rank=1, size=2))
     assert view.parts == 2
     assert view.positions(4, torch.device("cpu")).tolist() == [2, 3, 4, 5]
+
+
+def test_padding_has_the_last_position_of_the_sequence() -> None:
+    view = RingView(RecordingGroup("context", rank=0, size=2))
+    view.true_length = 6
+    assert view.positions(4, torch.device("cpu")).tolist() == [0, 1, 5, 5]
+    assert (view.whole_length(4), view.whole_length(2)) == (6, 4)
 
 
 def test_a_gpt_counts_the_positions_of_all_ranks() -> None:

@@ -53,8 +53,17 @@ def take(tensor: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
 
 def put_together(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """The whole tensor, from the parts of ranks 0 … C−1: the inverse of `take`."""
-    order = torch.cat([positions(part.shape[dim], rank, len(parts)) for rank, part in enumerate(parts)])
-    return torch.cat(list(parts), dim).index_select(dim, order.argsort().to(parts[0].device))
+    if len(parts) == 1:
+        return parts[0]
+    firsts, seconds = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+    return torch.cat([*firsts, *reversed(seconds)], dim)
+
+
+def count_before(limit: int, length_here: int, rank: int, ranks: int) -> int:
+    """How many of the `length_here` positions of `rank` are below `limit`: the first ones of them."""
+    starts = _starts(length_here * ranks, rank, ranks)
+    chunk = length_here // len(starts)
+    return sum(min(max(limit - start, 0), chunk) for start in starts)
 
 
 def block_of(rank: int, source: int, length: int) -> Block:

@@ -1,7 +1,7 @@
 """Attention of some queries to some keys in plain torch, one tile of scores at a time.
 
-`attend` also returns the log-sum of each query: the log of its softmax's denominator. With it, `merge` joins
-results over several sets of keys, and `add_gradients` computes the probabilities again.
+`attend` also returns the log-sum of each query: the log of its softmax's denominator. With it, results over
+several sets of keys are merged, and `add_gradients` computes the probabilities again.
 
     query, out [batch, heads, s, width]    key, value [batch, kv_heads, t, width]    sums [batch, heads, s]
 
@@ -28,12 +28,12 @@ class Gradients(NamedTuple):
 
 
 class QueryState(NamedTuple):
-    """Queries, and what the backward pass needs of their merged result; all but `query` in the wide type."""
+    """Queries, and what the backward pass needs of their merged result; `sums` are in the wide type."""
 
     query: Tensor
     gradient: Tensor  # of the result
+    out: Tensor
     sums: Tensor
-    delta: Tensor  # result · gradient, [batch, heads, s]
 
     def at(self, positions: slice) -> "QueryState":
         return QueryState(*(x[:, :, positions] for x in self))
@@ -59,19 +59,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
     return out, sums
 
 
-def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
-    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys."""
-    both = torch.logaddexp(sums, other_sums)
-    out.mul_((sums - both).exp_()[..., None]).add_(other_out.mul_((other_sums - both).exp_()[..., None]))
-    sums.copy_(both)
-
-
 def add_gradients(
     into: Gradients, queries: QueryState, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> None:
     """Add to `into` the gradients that these keys and values contribute."""
     key, value = key.to(wide(key.dtype)), value.to(wide(value.dtype))
-    query, gradient, sums, delta = (_grouped(x, key) for x in queries)
+    outer_gradient = queries.gradient.to(key.dtype)
+    product = (outer_gradient * queries.out).sum(-1)  # of result and gradient, [batch, heads, s]
+    query, gradient, sums, delta = (
+        _grouped(x, key) for x in (queries.query, outer_gradient, queries.sums, product)
+    )
     for_query = _grouped(into.query, key)
     for rows, seen in _tiles(queries.query, key, causal):
         tile, outer = query[..., rows, :].to(key.dtype), gradient[..., rows, :]

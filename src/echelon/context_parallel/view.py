@@ -1,18 +1,19 @@
-"""The view of layers on a sequence that the ranks of a ring share."""
+"""The view of layers on a sequence that the ranks along `context` share."""
 
+from abc import abstractmethod
 from typing import final
 
 import torch
 from torch import Tensor
 
 from echelon.collectives import Group
+from echelon.context_parallel.all_to_all import all_to_all_attention
 from echelon.context_parallel.parts import positions
 from echelon.context_parallel.ring import ring_attention
 from echelon.sequence import View
 
 
-@final
-class RingView(View):
+class SharedView(View):
     """This rank's part of a sequence that the ranks of `group`, along `context`, share.
 
     sequence.assign(model, RingView(mesh.group("context")), wrapping)
@@ -24,7 +25,23 @@ class RingView(View):
         self._group = group
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        return positions(length, self._group.rank, self._group.size, device)
+        return self._in_sequence(positions(length, self._group.rank, self._group.size, device))
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor: ...
+
+
+@final
+class RingView(SharedView):
+    """Keys and values travel around the ring of ranks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
         return ring_attention(query, key, value, self._group, scale)
+
+
+@final
+class AllToAllView(SharedView):
+    """Each rank attends with a part of the heads, over the whole sequence."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        return all_to_all_attention(query, key, value, self._group, scale)

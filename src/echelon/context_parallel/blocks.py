@@ -1,0 +1,44 @@
+"""Attention of some queries to one block of keys, by a kernel or in tiles, and how results over blocks merge.
+
+This is the one place that chooses. Both ways compute the same: they share log-sums, so that a result of one
+can have its gradients from the other.
+"""
+
+import torch
+from torch import Tensor
+
+from echelon.context_parallel import tiles
+from echelon.context_parallel.flash import find_kernel
+from echelon.context_parallel.tiles import Gradients, QueryState
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Result and log-sums. If `causal`, queries and keys are the same positions."""
+    kernel = find_kernel(query, key, value, causal=causal)
+    if kernel is None:
+        return tiles.attend(query, key, value, causal=causal, scale=scale)
+    return kernel.forward(query.contiguous(), key.contiguous(), value.contiguous(), causal, scale)
+
+
+def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
+    """Turn `out` and `sums`, in place, into the result of the same queries over both sets of keys.
+
+    They are in the wide type. A GPU reads and writes `out` once: most of the cost of a merge.
+    """
+    weight = torch.sigmoid(other_sums - sums)[..., None]
+    out.lerp_(other_out.to(out.dtype), weight)
+    sums.copy_(torch.logaddexp(sums, other_sums))
+
+
+def add_gradients(
+    into: Gradients, queries: QueryState, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> None:
+    """Add to `into` the gradients that these keys and values contribute."""
+    kernel = find_kernel(queries.query, key, value, causal=causal)
+    if kernel is None:
+        tiles.add_gradients(into, queries, key, value, causal=causal, scale=scale)
+        return
+    query, gradient, out, sums = (x.contiguous() for x in queries)
+    parts = kernel.backward(gradient, query, key.contiguous(), value.contiguous(), out, sums, causal, scale)
+    for total, part in zip(into, parts, strict=True):
+        total += part
