@@ -1,17 +1,20 @@
 """What a rank sees of layers that others share: seen from any rank, in one process."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from echelon.context_parallel import AllToAllView, RingView
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.plan import Plan
 from echelon.program import build as program
+from echelon.sequence import View
 from echelon.tensor_parallel import Table
 from echelon.verify import Case, assert_equal
 from echelon.wrapping import Wrapping
@@ -52,10 +55,24 @@ def test_positions_of_a_part_along_tensor_are_those_of_the_sequence(
 
 def test_a_rank_takes_its_positions_of_a_batch() -> None:
     tokens, labels = torch.arange(16).view(2, 8), torch.arange(2)
-    taken = sharding_of("context=2", 1).take_part({"tokens": tokens, "labels": labels})
-    assert taken["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
-    assert taken["labels"] is labels
-    assert sharding_of("tensor=2", 1).take_part(tokens) is tokens
+    taken = sharding_of("context=2", 1).take_part(({"tokens": tokens, "labels": labels}, tokens))
+    assert taken.inputs["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert taken.inputs["labels"] is labels
+    assert taken.targets.values.tolist() == taken.inputs["tokens"].tolist()
+    assert sharding_of("tensor=2", 1).take_part((tokens, labels)).inputs is tokens
+
+
+def test_layers_know_the_true_length_while_they_run() -> None:
+    sharding = sharding_of("context=2", 0)
+    with sharding.around(6, nullcontext):
+        assert sharding._view.whole_length(4) == 6
+    assert sharding._view.whole_length(4) == 8
+
+
+@pytest.mark.parametrize(("attention", "view"), [("ring", RingView), ("all-to-all", AllToAllView)])
+def test_the_plan_says_how_ranks_attend(attention: str, view: type[View]) -> None:
+    assert type(sharding_of(f"context=2 attention={attention}", 0)._view) is view
+    assert type(sharding_of("tensor=2", 0)._view) is View
 
 
 def test_the_first_tensor_rank_counts_losses_and_norms_of_what_all_have_whole() -> None:

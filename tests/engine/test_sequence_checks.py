@@ -36,6 +36,21 @@ def gpt(**changes: Any) -> nn.Module:
 WHOLE_LOGITS = {"head.projection": "replicated"}
 
 
+# Heads that ranks must share.
+
+
+def test_heads_are_checked_before_the_first_step() -> None:
+    with pytest.raises(UserError, match=r"all-to-all context=3: 4 heads are not divisible by 3 ranks; use"):
+        layers_of(gpt(), "context=3 attention=all-to-all")
+    with pytest.raises(UserError, match="context=2 tensor=4: 4 heads are not divisible by 8 ranks"):
+        layers_of(gpt(), "context=2 tensor=4 attention=all-to-all")
+    llama = ModelConfig("llama", 1, 24, 12, vocab=VOCAB, sequence=SEQUENCE, kv_heads=4, ffn=8)
+    with pytest.raises(UserError, match="4 key/value heads over 6 ranks are neither"):
+        layers_of(build(llama), "context=6 attention=all-to-all")
+    layers_of(build(llama), "context=12 attention=all-to-all tensor=1")
+    layers_of(gpt(), "context=3")
+
+
 # Masks that ranks must share.
 
 

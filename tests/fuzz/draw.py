@@ -36,6 +36,7 @@ _TOGETHER: dict[str, Wish] = {
     "chunks": {"schedule": "interleaved"},
     "workers": {"pipeline": AUTO},
     "sequence": {"tensor": 2},
+    "attention": {"context": 2},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 

@@ -23,6 +23,8 @@ FEW: list[Wish] = [  # cheap ones of different kinds
     {"sync": "async"},
     {"tensor": 2},
     {"context": 2},
+    {"attention": "all-to-all", "context": 2},
+    {"tokens": 7},
     {"zero": 3},
     {"shard": 2, "sync": "all-reduce", "data": 4},
     {"dropout": 0.2},

@@ -7,6 +7,7 @@ there is drawn from then on. A rule here repeats a rule of the library.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from echelon.context_parallel import head_errors
 from echelon.engine.support import _RUNS
 from echelon.plan import AUTO, Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
@@ -35,6 +36,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "data": (1, 2, 3, 4, 6, 8, 2),
     "tensor": (1, 2, 4, 2),
     "context": (1, 2, 3, 4, 2),
+    "attention": ("ring", "all-to-all"),
     "expert": (1,),  # the models here have no experts
     "staleness": (INFINITE, 0, 1, 2, 5),
     "zero": (0, 1, 2, 3),
@@ -52,7 +54,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "heads": (2, 1, 4),
     "kv_heads": (0, 1, 2),
     "vocab": (16, 17),
-    "tokens": (8, 12),
+    "tokens": (8, 12, 7, 11),
     "tied": (False, True),
     "dropout": (0.0, 0.2),
     "optimizer": ("sgd", "adam", "adamw"),
@@ -133,6 +135,14 @@ def _stages(values: Values) -> int:
     return len(pipeline) if isinstance(pipeline, tuple) else pipeline  # type: ignore[no-any-return]
 
 
+def _head_errors(values: Values) -> list[str]:
+    """Why ranks cannot each take a part of the heads."""
+    if values["attention"] == "ring":
+        return []
+    kv_heads = values.get("kv_heads") or values["heads"]
+    return head_errors(values["heads"], kv_heads, values["context"], values["tensor"])
+
+
 Rule = Callable[[Values], bool]
 
 
@@ -167,12 +177,11 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     # Sizes must be divisible by the degrees of axes.
     yield ("tensor", "heads"), lambda v: v["heads"] % v["tensor"] == 0
     yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
-    yield ("context", "tokens"), lambda v: v["tokens"] % (2 * v["context"]) == 0
+    most = max(_CANDIDATES["heads"])
+    yield ("attention", "context", "tensor"), lambda v: not _head_errors({**v, "heads": most})
+    yield ("attention", "context", "tensor", "heads"), lambda v: not _head_errors(v)
+    yield ("attention", "context", "tensor", "heads", "kv_heads"), lambda v: not _head_errors(v)
     yield ("tensor", "sequence"), lambda v: v["tensor"] > 1 or not v["sequence"]
-    yield (
-        ("tensor", "sequence", "context", "tokens"),
-        lambda v: not v["sequence"] or v["tokens"] % (v["tensor"] * v["context"]) == 0,
-    )
     # Stages.
     yield ("pipeline", "workers"), lambda v: v["pipeline"] == AUTO or v["workers"] == 1
     yield ("pipeline", "schedule"), lambda v: v["schedule"] != "interleaved" or v["pipeline"] != 1

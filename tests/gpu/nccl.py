@@ -42,6 +42,7 @@ _TWO = [
     "tensor=2",
     "tensor=2 sequence=true",
     "context=2",
+    "context=2 attention=all-to-all",
     *[f"pipeline=2 schedule={name} microbatches=4" for name in (*_SCHEDULES, *_CONTINUOUS)],
 ]
 _FOUR = [
@@ -55,7 +56,11 @@ _FOUR = [
     "pipeline=3-1 microbatches=4",
     "pipeline=2-1-1 microbatches=3 schedule=zero-bubble",
     "data=2 tensor=2 zero=1",
+    "context=4",
+    "context=4 attention=all-to-all",
+    "context=2 data=2 zero=3 attention=all-to-all",
     "tensor=2 context=2 sequence=true",
+    "tensor=2 context=2 attention=all-to-all",
     "tensor=2 pipeline=2 microbatches=2",
     "context=2 pipeline=2 microbatches=2",
 ]
@@ -67,7 +72,9 @@ _EIGHT = [
     "data=2 pipeline=4 zero=1 microbatches=4",
     "data=2 pipeline=4 zero=3 microbatches=4",
     "data=2 tensor=2 pipeline=2 zero=1 microbatches=2",
+    "context=8",
     "context=2 tensor=2 pipeline=2 microbatches=2",
+    "context=2 tensor=2 pipeline=2 microbatches=2 attention=all-to-all",
     "data=2 pipeline=2 context=2 zero=2 microbatches=2 schedule=zero-bubble",
 ]
 PLANS = {2: _TWO, 4: _FOUR, 8: _EIGHT}
@@ -144,7 +151,14 @@ SCENARIOS: dict[str, Train] = {
     "shapes that change": plainly,
 }
 _SCENARIO_PLANS = {
-    2: ["data=2 zero=3", "pipeline=2 microbatches=4", "pipeline=2 schedule=zero-bubble microbatches=4"],
+    2: [
+        "data=2 zero=3",
+        "pipeline=2 microbatches=4",
+        "pipeline=2 schedule=zero-bubble microbatches=4",
+        "context=2",
+        "context=2 attention=all-to-all",
+        "tensor=2 sequence=true",
+    ],
     4: [
         "data=2 pipeline=2 zero=2 microbatches=3",
         "pipeline=4 microbatches=5",

@@ -43,6 +43,8 @@ RANKS = [
     "tensor=2",
     "tensor=2 sequence=true",
     "context=2",
+    "context=2 precision=bf16",
+    "context=2 attention=all-to-all precision=bf16",
     "pipeline=2 microbatches=4",
     "pipeline=2 schedule=zero-bubble microbatches=4",
     "pipeline=2 schedule=pipedream microbatches=4",

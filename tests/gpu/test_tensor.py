@@ -15,6 +15,7 @@ PLANS = [
     "tensor=2",
     "tensor=2 sequence=true",
     "context=2",
+    "context=2 attention=all-to-all",
     "tensor=2 context=2 sequence=true",
     "data=2 tensor=2 zero=3",
     "data=2 tensor=2 pipeline=2 zero=1 microbatches=2",

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from echelon.errors import UserError
 from echelon.plan import Plan
-from echelon.plan.fields import COMPRESSIONS, GRADIENTS, OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, SYNCS
+from echelon.plan.fields import (
+    ATTENTIONS,
+    COMPRESSIONS,
+    GRADIENTS,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTES,
+    SCHEDULES,
+    SYNCS,
+)
 
 degree = st.integers(1, 8)
 plan_values = st.fixed_dictionaries(
@@ -18,6 +27,7 @@ plan_values = st.fixed_dictionaries(
         "pipeline": degree | st.lists(degree, min_size=1, max_size=4).map(tuple),
         "expert": degree,
         "context": degree,
+        "attention": st.sampled_from(ATTENTIONS),
         "sync": st.sampled_from(SYNCS),
         "staleness": st.integers(0, 9) | st.just(math.inf),
         "zero": st.integers(0, 3),

@@ -113,6 +113,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "sequence_needs_tensor": [("sequence=true", "set tensor=2 or more", "sequence=true tensor=2")],
+    "attention_needs_context": [
+        ("attention=all-to-all", "set context=2 or more", "context=2 attention=all-to-all"),
+        ("data=2 attention=all-to-all", "or drop attention", "data=2"),
+    ],
     "async_workers_share_no_matrix": [
         ("data=2 sync=async tensor=2", "use sync=all-reduce, or tensor=1", "data=2 tensor=2"),
     ],

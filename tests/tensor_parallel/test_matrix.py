@@ -40,7 +40,35 @@ def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None
 
 
 @pytest.mark.parametrize(
-    "plan", ["tensor=2", pytest.param("tensor=4 sequence=true", marks=pytest.mark.slow), "context=2"]
+    "plan",
+    [
+        "context=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in [
+                "context=4",  # with 4 key/value heads
+                "context=2 tensor=2 sequence=true",
+                "context=4 tensor=2",  # 2 key/value heads of each tensor rank for 4 ranks
+                "context=2 pipeline=2 microbatches=2",
+                "context=2 pipeline=2 schedule=zero-bubble microbatches=2",
+                "context=2 data=2 zero=3",
+                "context=2 pipeline=2 tensor=2 microbatches=2",
+            ]
+        ),
+    ],
+)
+def test_ranks_that_attend_by_heads_are_equal_to_one_device(plan: str) -> None:
+    prove("llama", f"{plan} attention=all-to-all", steps=8)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tensor=2",
+        pytest.param("tensor=4 sequence=true", marks=pytest.mark.slow),
+        "context=2",
+        pytest.param("context=2 attention=all-to-all", marks=pytest.mark.slow),
+    ],
 )
 def test_masks_of_dropout_do_not_depend_on_the_split(plan: str) -> None:
     prove("dropping", plan, steps=8)

@@ -2,20 +2,22 @@
 sequence over `context`. Which of them there are is known here alone; layers, losses and dropout only see it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.context_parallel import RingView, positions, take
+from echelon.context_parallel import AllToAllView, RingView, positions, take
 from echelon.data_parallel import SharedGradient
 from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss
 from echelon.engine.loss_check import LossCheck
-from echelon.engine.sequence_checks import check_masks, check_positions, check_split
+from echelon.engine.padding import LocalTargets, Padding, has_positions, next_multiple, pad_to
+from echelon.engine.sequence_checks import check_heads, check_masks, check_positions, check_split
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -24,6 +26,14 @@ from echelon.program import Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
 from echelon.wrapping import Wrapping
+
+
+class LocalPart(NamedTuple):
+    """This rank's part of the sequences of a microbatch; `true_length`: of all of them, if padded."""
+
+    inputs: Any
+    targets: LocalTargets
+    true_length: int | None
 
 
 class LayerSharding:
@@ -37,6 +47,7 @@ class LayerSharding:
         self.by_layers = mesh.plan.sequence or mesh.plan.context > 1  # the model's own forward knows neither
         layers = _layers(model, mesh) if self.by_layers else []
         check_positions(layers, mesh.plan)
+        check_heads(model, mesh.plan)
         check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
@@ -47,6 +58,7 @@ class LayerSharding:
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
         self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)
+        self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
 
     # Tensor.
 
@@ -122,21 +134,43 @@ class LayerSharding:
         """Let the layers of this rank's stages know which part of the sequence they see."""
         if not self.by_layers:
             return
-        view: View = RingView(self._context) if self._context.size > 1 else View()
-        view.stretch = self._mesh.plan.tensor if self._mesh.plan.sequence else 1
         for stage in stages.values():
-            assign(stage, view, wrapping)
+            assign(stage, self._view, wrapping)
         if self._mesh.plan.sequence and 0 in stages:
             assert self.sharded is not None
             first = listed_layers(stages[0])[0]
-            wrapping.after("sequence", first, _SplitOutput(self.sharded.region.part))
+            split = _SplitOutput(self.sharded.region.part, self._mesh.plan.tensor, self._view)
+            wrapping.after("sequence", first, split)
 
-    def take_part(self, structure: Any) -> Any:
-        """This rank's part of the sequences of a batch."""
-        if self._context.size == 1:
-            return structure
-        take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
-        return tree_map(lambda leaf: take_local(leaf) if _has_sequence(leaf) else leaf, structure)
+    def _make_view(self) -> View:
+        plan = self._mesh.plan
+        shared = AllToAllView if plan.attention == "all-to-all" else RingView
+        view: View = shared(self._context) if plan.context > 1 else View()
+        view.stretch = plan.tensor if plan.sequence else 1
+        return view
+
+    def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
+        """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
+        length = self._padding.true_length(batch)
+        if length is not None:
+            batch = self._padding.pad(batch, length)
+        inputs, targets = batch
+        if self._context.size > 1:
+            take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
+            inputs, targets = tree_map(lambda leaf: take_local(leaf) if has_positions(leaf) else leaf, batch)
+        return LocalPart(inputs, self._padding.targets(targets, length), length)
+
+    @contextmanager
+    def around(
+        self, true_length: int | None, scope: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Around a forward pass: its layers know how long the sequence is, without padding."""
+        self._view.true_length = true_length
+        try:
+            with scope():
+                yield
+        finally:
+            self._view.true_length = None
 
     # Dropout.
 
@@ -164,10 +198,10 @@ class LayerSharding:
 
 
 class _SplitOutput:
-    """A forward hook: the rest of the model has a part of what this layer returns."""
+    """A forward hook: the rest of the model has a part of what this layer returns, padded if need be."""
 
-    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
-        self._part = part
+    def __init__(self, part: Callable[[Tensor], Tensor], parts: int, view: View) -> None:
+        self._part, self._parts, self._view = part, parts, view
 
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
@@ -175,11 +209,9 @@ class _SplitOutput:
                 f"sequence=true: the first layer, {type(module).__name__}, returns a "
                 f"{type(output).__name__}; it must return hidden states alone, [batch, sequence, width]"
             )
+        if output.shape[1] == self._view.true_length:  # with `context`, batches are padded instead
+            output = pad_to(output, next_multiple(output.shape[1], self._parts))
         return self._part(output)
-
-
-def _has_sequence(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 1
 
 
 def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

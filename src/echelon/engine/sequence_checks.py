@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
+from echelon.context_parallel import head_errors
 from echelon.dropout import is_keyed, unkeyed_dropout
 from echelon.errors import raise_errors
 from echelon.huggingface import draws_by_head
@@ -61,6 +62,24 @@ def check_positions(layers: Sequence[nn.Module], plan: Plan) -> None:
         for name, module in _mixers(layers)
     ]
     raise_errors(f"plan '{plan}'", errors or _errors_without_view(layers, plan))
+
+
+def check_heads(model: nn.Module, plan: Plan) -> None:
+    """Refuse heads of which ranks cannot each take a part, where the model's config has their numbers.
+
+    Of another model, its first forward pass shows them.
+    """
+    config = getattr(model, "config", None)
+    heads = _first_number(config, ("heads", "num_attention_heads", "n_head"))
+    if plan.attention != "all-to-all" or heads is None:
+        return
+    kv_heads = _first_number(config, ("num_kv_heads", "num_key_value_heads")) or heads
+    raise_errors(f"plan '{plan}'", head_errors(heads, kv_heads, plan.context, plan.tensor))
+
+
+def _first_number(config: object, names: Sequence[str]) -> int | None:
+    numbers = (getattr(config, name, None) for name in names)
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def _mixers(layers: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

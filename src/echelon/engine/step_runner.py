@@ -21,6 +21,7 @@ from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
 from echelon.engine.upload import Upload, to_device
@@ -170,15 +171,16 @@ class StepRunner(ABC):
     def _microbatch(
         self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
     ) -> Microbatch:
-        inputs, targets = self._layers.take_part(part)
+        inputs, targets, true_length = self._layers.take_part(part)
         look = purpose + _look(inputs) if self._local.program.stages > 1 else ""
         if 0 in self._local.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._local.program.stages - 1 in self._local.stages:
             if self._layers.loss_check is not None:
                 self._layers.loss_check.check_targets(part[1])
-            targets = to_device(targets, self._mesh.device)
-        return Microbatch(inputs, targets, weight, look, scope)
+            targets = targets._replace(values=to_device(targets.values, self._mesh.device))
+        around = partial(self._layers.around, true_length, scope)
+        return Microbatch(inputs, targets, weight, look, around)
 
     # What instructions mean (StageRuntime).
 
@@ -187,13 +189,14 @@ class StepRunner(ABC):
         return self._layers.counts_loss
 
     def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
-        result = self._layers.loss(output, microbatch.targets)
+        targets: LocalTargets = microbatch.targets
+        result = self._layers.loss(targets.true_part(output), targets.true_values())
         check_loss(result)
         if self._layers.loss_check is not None:
-            self._layers.loss_check.check_result(output, microbatch.targets, result)
-        total, count = total_and_count(result, microbatch.targets)
+            self._layers.loss_check.check_result(output, targets.values, result)
+        total, count = total_and_count(result, targets.values)
         # The samples that a mean counts are shared by the ranks along `context`.
-        weight = microbatch.weight / (1 if isinstance(result, tuple) else self._mesh.plan.context)
+        weight = microbatch.weight * (1 if isinstance(result, tuple) else targets.share)
         return total * weight, count * weight
 
     @contextmanager

@@ -48,17 +48,15 @@ def attention_by_view(config: Any) -> Iterator[None]:
 def check_shared_sequence(block: Any, config: Any, window: int | None, length: int, view: View) -> None:
     """Refuse what attention over several ranks cannot do. `length`: of the hidden states on this rank."""
     errors = []
-    total = length * view.stretch * view.parts
+    total = view.whole_length(length * view.stretch)
     if window is not None and window < total:
         errors.append(
-            f"sliding_window={window} with sequences of {total} tokens: ring attention has no window; use "
-            f"sequences of at most {window} tokens, or context=1"
+            f"sliding_window={window} with sequences of {total} tokens: ranks that share a sequence have no "
+            f"window; use sequences of at most {window} tokens, or context=1"
         )
     rate = getattr(config, "attention_dropout", getattr(config, "attn_pdrop", 0.0))
     if block.training and rate > 0:
-        errors.append(
-            f"dropout of {rate} on attention's weights: ring attention does not hold them; set it to 0"
-        )
+        errors.append(f"dropout of {rate} on attention's weights: no rank holds them; set it to 0")
     if block.training and getattr(block, "gradient_checkpointing", False):
         errors.append(
             "gradient_checkpointing of transformers runs a layer again without its view; call "

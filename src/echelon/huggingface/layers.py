@@ -58,7 +58,7 @@ class Embedding(nn.Module):
         x: Tensor = self.tokens(tokens)
         if self.positions is None or self.dropout is None:
             return x
-        length, longest = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
+        length, longest = self.view.whole_length(tokens.shape[1]), self.positions.num_embeddings
         if length > longest:
             raise UserError(
                 f"a sequence of {length} tokens: this model has learned {longest} positions; use sequences "

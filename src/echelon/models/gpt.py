@@ -45,7 +45,7 @@ class PositionedEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = self.view.positions(tokens.shape[1], tokens.device)
-        length, learned = tokens.shape[1] * self.view.parts, self.positions.num_embeddings
+        length, learned = self.view.whole_length(tokens.shape[1]), self.positions.num_embeddings
         if length > learned:
             raise UserError(
                 f"a sequence of {length} tokens: this GPT has learned {learned} positions; "

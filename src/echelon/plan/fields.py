@@ -18,6 +18,7 @@ ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 SCHEDULES = (*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
 AUTO = "auto"  # the stages are chosen by measuring the model
 SYNCS = ("all-reduce", "parameter-server", "async")
+ATTENTIONS = ("ring", "all-to-all")  # how the ranks along `context` attend
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 GRADIENTS = ("fp32", "same")  # the type that gradients are summed in, below float32
 RECOMPUTES = ("none", "full", "selective", "sqrt")
@@ -133,6 +134,7 @@ FIELDS: dict[str, Field] = {
     ),
     "expert": _count(),
     "context": _count(),
+    "attention": _words(ATTENTIONS),
     "sync": _words(SYNCS),
     "staleness": Field("must be an integer, at least 0, or inf", _staleness),
     "zero": Field("must be one of 0, 1, 2, 3", _zero_level),

@@ -28,6 +28,7 @@ class Plan:
     pipeline: int | tuple[int, ...] | str = 1
     expert: int = 1
     context: int = 1
+    attention: str = "ring"
     sync: str = "all-reduce"
     staleness: float = math.inf
     zero: int = 0

@@ -184,6 +184,15 @@ def _sequence_needs_tensor(plan: "Plan") -> str | None:
     )
 
 
+def _attention_needs_context(plan: "Plan") -> str | None:
+    if plan.attention == "ring" or plan.context > 1:
+        return None
+    return (
+        f"attention={plan.attention} context=1: it is how ranks that share a sequence attend; set "
+        "context=2 or more, or drop attention"
+    )
+
+
 def _async_workers_share_no_matrix(plan: "Plan") -> str | None:
     return _async_workers_are_single_ranks(plan, "tensor", plan.tensor)
 
@@ -280,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_async_workers_need_whole_models, ("sync", "pipeline")),
     Rule(_chunks_need_stages, ("chunks", "pipeline", "schedule")),
     Rule(_sequence_needs_tensor, ("sequence", "tensor")),
+    Rule(_attention_needs_context, ("attention", "context")),
     Rule(_async_workers_share_no_matrix, ("sync", "tensor")),
     Rule(_async_workers_share_no_sequence, ("sync", "context")),
     Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
