@@ -14,10 +14,11 @@ from echelon.context_parallel.tiles import Gradients, QueryState
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Result and log-sums. If `causal`, queries and keys are the same positions."""
+    query, key, value = (x.contiguous() for x in (query, key, value))
     kernel = find_kernel(query, key, value, causal=causal)
     if kernel is None:
         return tiles.attend(query, key, value, causal=causal, scale=scale)
-    return kernel.forward(query.contiguous(), key.contiguous(), value.contiguous(), causal, scale)
+    return kernel.forward(query, key, value, causal, scale)
 
 
 def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> None:
@@ -34,11 +35,13 @@ def add_gradients(
     into: Gradients, queries: QueryState, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> None:
     """Add to `into` the gradients that these keys and values contribute."""
+    queries = QueryState(*(x.contiguous() for x in queries))
+    key, value = key.contiguous(), value.contiguous()
     kernel = find_kernel(queries.query, key, value, causal=causal)
     if kernel is None:
         tiles.add_gradients(into, queries, key, value, causal=causal, scale=scale)
         return
-    query, gradient, out, sums = (x.contiguous() for x in queries)
-    parts = kernel.backward(gradient, query, key.contiguous(), value.contiguous(), out, sums, causal, scale)
+    query, gradient, out, sums = queries
+    parts = kernel.backward(gradient, query, key, value, out, sums, causal, scale)
     for total, part in zip(into, parts, strict=True):
         total += part
