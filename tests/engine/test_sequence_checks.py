@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +53,18 @@ def test_heads_are_checked_before_the_first_step() -> None:
 
 
 # Masks that ranks must share.
+
+
+def test_masks_of_attentions_weights_would_differ_with_padding() -> None:
+    layers, dropout = layers_of(gpt(), "tensor=2 sequence=true"), nn.Dropout(0.1)
+    assert layers.sharded is not None
+    layers.sharded.by_heads.append(dropout)
+    even, odd = ((torch.zeros(2, length), torch.zeros(2, length)) for length in (8, 7))
+    with pytest.raises(UserError, match="a sequence of 7 positions would be padded, and dropout of"):
+        layers.take_part(odd)
+    layers.take_part(even)
+    dropout.eval()
+    layers.take_part(odd)
 
 
 class OwnDropout(nn.Dropout):

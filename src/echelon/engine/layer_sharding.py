@@ -17,7 +17,13 @@ from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss
 from echelon.engine.loss_check import LossCheck
 from echelon.engine.padding import LocalTargets, Padding, has_positions, next_multiple, pad_to
-from echelon.engine.sequence_checks import check_heads, check_masks, check_positions, check_split
+from echelon.engine.sequence_checks import (
+    check_heads,
+    check_masks,
+    check_positions,
+    check_split,
+    check_weight_masks,
+)
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -153,6 +159,8 @@ class LayerSharding:
         """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
         length = self._padding.true_length(batch)
         if length is not None:
+            by_heads = [] if self.sharded is None else self.sharded.by_heads
+            check_weight_masks(by_heads, self._mesh.plan, length)
             batch = self._padding.pad(batch, length)
         inputs, targets = batch
         if self._context.size > 1:

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.context_parallel import head_errors
 from echelon.dropout import is_keyed, unkeyed_dropout
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.huggingface import draws_by_head
 from echelon.plan import Plan
 from echelon.sequence import View
@@ -164,6 +164,17 @@ def _may_mix(module: nn.Module) -> bool:
     if is_matrix(module) or _works_by_position(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     return any(map(is_matrix, module.modules()))
+
+
+def check_weight_masks(by_heads: Collection[nn.Module], plan: Plan, length: int) -> None:
+    """Refuse to pad where attention's weights are dropped: masks of [positions, positions] would differ."""
+    if not any(module.training and getattr(module, "p", 0.0) > 0 for module in by_heads):
+        return
+    raise UserError(
+        f"plan '{plan}': a sequence of {length} positions would be padded, and dropout of attention weights, "
+        "[positions, positions], would then drop others than on one device; use sequences of a multiple of "
+        f"{plan.tensor}, or set that dropout to 0"
+    )
 
 
 # With `tensor`.
