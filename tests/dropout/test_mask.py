@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.dropout import keep_mask
-from echelon.dropout.mask import _mix, _mix_, _signed, hash_of
+from echelon.dropout.mask import _mix, _mix_, hash_of, signed
 
 SHAPE = (64, 32, 128)
 COUNT = math.prod(SHAPE)
@@ -105,8 +105,8 @@ def test_however_a_batch_is_cut_its_samples_keep_the_same(shape: tuple[int, ...]
 
 def test_tiles_are_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = mask()
-    for tile in (1, 3000, 2048 * 7):
-        monkeypatch.setattr("echelon.dropout.mask._TILE", tile)
+    for tile in (1000, 2048 * 7 + 1, COUNT):  # parts of one sample, some samples, all of them
+        monkeypatch.setattr("echelon.dropout.mask._CPU_TILE", tile)
         assert torch.equal(mask(), whole)
 
 
@@ -119,8 +119,8 @@ def test_the_bits_are_those_of_the_first_release() -> None:
 
 def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
     numbers = [hash_of(index) for index in range(50)]
-    mixed = _mix_(torch.tensor([_signed(number) for number in numbers]))
-    assert mixed.tolist() == [_signed(_mix(number)) for number in numbers]
+    mixed = _mix_(torch.tensor([signed(number) for number in numbers]))
+    assert mixed.tolist() == [signed(_mix(number)) for number in numbers]
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (5, 6), (5, 4, 12), (5, 4, 6), (5, 4, 3, 6)])

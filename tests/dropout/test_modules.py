@@ -55,7 +55,7 @@ def test_the_result_is_the_mask_over_one_minus_p() -> None:
     x = torch.randn(6, 5, 4, dtype=DOUBLE)
     layer = key_of(model[0])
     keep = keep_mask(0, 7, layer, 11, x.shape, 0.3)
-    assert torch.equal(run(model, x, first=11, step=7), x * keep / (1 - 0.3))
+    assert torch.equal(run(model, x, first=11, step=7), x * keep * (1 / (1 - 0.3)))
     assert not keep.all()
     assert keep.any()
 
@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_the_same_mask_and_one_byte_per_element_is_kept(
         output = run(model, x)
     weights = torch.randn_like(output)
     (output * weights).sum().backward()
-    assert torch.equal(x.grad, weights / (1 - 0.3) * (output != 0))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, weights * (1 / (1 - 0.3)) * (output != 0))  # type: ignore[arg-type]
     assert sum(t.numel() * t.element_size() for t in saved if t.dtype == torch.bool) == 300
     assert [t.dtype for t in saved] == [torch.bool]
 

@@ -87,8 +87,6 @@ MORE = [
     "data=2 zero=2 microbatches=2",
     "data=2 sync=parameter-server",
     "data=2 sync=async",
-    "tensor=2",
-    "tensor=2 sequence=true",
     "context=2",
     "pipeline=2 microbatches=2 schedule=gpipe",
     "pipeline=2 microbatches=2 schedule=interleaved chunks=2",
@@ -124,6 +122,26 @@ def test_torch_s_own_transformer_too(warm_ranks: Warm) -> None:
 def test_what_is_made_of_them_in_c_is_equal_too(plan: str) -> None:
     with Ranks(2, deadline=600.0) as ranks:
         assert_equal(ranks, GPT, plan, "inductor")
+
+
+def train_counting(case: Case, plan: str) -> tuple[TrainingResult, dict[str, int], int]:
+    """Also why torch has split layers into several graphs, and how many graphs there are."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    result = train(case, f"{plan} compile=true", "aot_eager")
+    return result, dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("tensor=2 sequence=true", marks=pytest.mark.slow)])
+def test_a_split_layer_with_dropout_is_one_graph(warm_ranks: Warm, plan: str) -> None:
+    """The embedding, the blocks and the head, in training and in evaluation. Messages and masks are
+    operators of the graphs."""
+    results = warm_ranks(2).run(train_counting, GPT, plan)
+    assert [(breaks, graphs) for _, breaks, graphs in results] == [({}, 6)] * 2
+    verdict = judge(GPT, [result for result, _, _ in results])
+    assert verdict.equal, str(verdict)
 
 
 # What is compiled, and how often.

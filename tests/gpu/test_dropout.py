@@ -1,14 +1,23 @@
-"""Masks are the same on every device."""
+"""Masks are the same on every device, also those of the kernel; and it waits for nothing."""
+
+import warnings
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from echelon.dropout import keep_mask
+from echelon.dropout import keep_mask, key_dropout, keyed_layer, scope
+from echelon.dropout.fused import drop, has_kernel
+from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.wrapping import Wrapping
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+KEY = hash_of(1, 2, 3, 0)
+SHAPES = [(64, 128, 768), (7, 33), (5,), (2, 5, 6), (2, 5, 3), (3, 4, 3, 6), (3, 4, 3, 5), (70_000, 8)]
 
 
 @pytest.mark.parametrize("shape", [(64, 128, 768), (7, 33), (5,)])
@@ -16,3 +25,70 @@ pytestmark = [
 def test_masks_are_those_of_the_cpu(shape: tuple[int, ...], p: float) -> None:
     here = keep_mask(1, 2, 3, 4, shape, p, "cuda")
     assert torch.equal(here.cpu(), keep_mask(1, 2, 3, 4, shape, p, "cpu"))
+
+
+def assert_dropped(x: Tensor, draw: Draw) -> None:
+    """By the kernel, what the mask of the CPU keeps."""
+    assert has_kernel(x)
+    indices = None if draw.indices is None else draw.indices.cpu()
+    first = int(draw.first_sample)
+    keep = mask_of(draw._replace(indices=indices, first_sample=first), x.shape, "cpu").cuda()
+    torch.testing.assert_close(drop(x, draw), x * keep * draw.scale)
+    assert torch.equal(drop(torch.ones_like(x), draw) != 0, keep)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_keeps_what_the_mask_keeps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, device="cuda").to(dtype)
+    for first in (4, torch.tensor(4, device="cuda")):
+        assert_dropped(x, Draw(KEY, first, 0.3))
+
+
+@pytest.mark.parametrize("part", [None, (0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 2])
+def test_the_kernel_keeps_what_the_mask_keeps_of_parts(
+    shape: tuple[int, ...], part: tuple[int, int] | None
+) -> None:
+    for indices in (None, torch.arange(shape[1], device="cuda") * 2 + 1):
+        assert_dropped(torch.randn(shape, device="cuda"), Draw(KEY, 4, 0.3, indices, part))
+
+
+@pytest.mark.parametrize("p", [1e-12, 0.5, 1.0])
+def test_the_kernel_at_the_edges(p: float) -> None:
+    assert_dropped(torch.randn(4, 10, device="cuda"), Draw(KEY, 0, p))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_module_drops_in_one_pass_keeps_nothing_and_waits_for_nothing(inplace: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.3, inplace=inplace))
+    key_dropout(model, Wrapping())
+    x = torch.randn(4, 6, 8, device="cuda", requires_grad=True)
+    keep = keep_mask(0, 1, keyed_layer(model[0]), 2, x.shape, 0.3).cuda()
+    first = torch.tensor(2, device="cuda")
+    saved: list[Tensor] = []
+
+    def run() -> tuple[Tensor, Tensor]:
+        with scope(seed=0, step=1, first_sample=first):
+            output = model(x * 2)
+        return output, torch.autograd.grad(output.sum(), x)[0]
+
+    run()  # compiles the kernel
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this does not find every wait
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            output, gradient = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each for each in saved if each.numel() > 1] == []
+    torch.testing.assert_close(output, 2 * x * keep / 0.7)
+    torch.testing.assert_close(gradient, 2 * keep / 0.7)
+
+
+def test_strides_stay_and_tensors_that_are_not_contiguous_are_dropped_too() -> None:
+    x = torch.randn(5, 4, 6, device="cuda").transpose(1, 2)
+    assert drop(x, Draw(KEY, 4, 0.3)).stride() == x.stride()
+    assert_dropped(x, Draw(KEY, 4, 0.3))

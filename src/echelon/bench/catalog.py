@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from echelon.bench import collectives, data_parallel, launching, one_gpu, pipeline, step, tensor
+from echelon.bench import collectives, data_parallel, kernels, launching, one_gpu, pipeline, step, tensor
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
 
-_NEED_GPU = ("one-gpu",)
+_NEED_GPU = ("one-gpu", "kernels")
 
 Bench = Callable[[bool], tuple[dict[str, Any], list[Row]]]
 
@@ -25,6 +25,7 @@ def benches() -> dict[str, Bench]:
         "pipeline": pipeline.bench,
         "tensor": tensor.bench,
         "one-gpu": one_gpu.bench,
+        "kernels": kernels.bench,
     }
 
 

@@ -5,6 +5,7 @@ with scope(seed=0, step=7, first_sample=16):       # around the forward pass of 
     output = model(inputs)
 """
 
+from echelon.dropout.ahead import draw_ahead
 from echelon.dropout.mask import keep_mask
 from echelon.dropout.modules import (
     GlobalIndices,
@@ -12,6 +13,7 @@ from echelon.dropout.modules import (
     drops_each_element,
     is_keyed,
     key_dropout,
+    keyed_layer,
     keyed_modules,
     set_global_indices,
     split_features,
@@ -24,10 +26,12 @@ __all__ = [
     "KeyedDropout",
     "TrainingPosition",
     "current",
+    "draw_ahead",
     "drops_each_element",
     "is_keyed",
     "keep_mask",
     "key_dropout",
+    "keyed_layer",
     "keyed_modules",
     "restore",
     "scope",

@@ -1,22 +1,53 @@
 """Which elements dropout keeps: a pure function of seed, step, layer, sample and position.
 
 splitmix64 hashes a counter, in int64 that wraps around, so that every device gives the same bits. Each hash
-serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³².
+serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³². `kernel` computes the same
+bits in one pass on a CUDA device.
 """
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from echelon.dropout.runs import Runs, runs_of
+
 _BITS = 32  # bits of a hash that decide one element
 _PER_WORD = 64 // _BITS
-_TILE = 1 << 22  # words hashed at a time: bounds the memory beside the mask
 
-_WEYL = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
+# Words hashed at a time, which bounds the memory beside the mask. On a CPU they fit a cache.
+_CPU_TILE, _GPU_TILE = 1 << 16, 1 << 22
+
+WEYL = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
 _ALL = (1 << 64) - 1
+
+
+class Draw(NamedTuple):
+    """What decides which elements are kept, beside the shape. Dim 0 of the shape counts samples.
+
+    Element j of sample s is decided by hash(key, first_sample + s, j) and nothing else: a sample keeps the
+    same elements however the batch is split.
+    `indices`: the indices in the whole sample of dim 1, where a rank holds a part of it.
+    `feature_part`: (1, 4) where the last dim is the second quarter of the whole one; together with
+    `indices`, the last dim must not be dim 1.
+    """
+
+    key: int
+    first_sample: int | Tensor
+    p: float
+    indices: Tensor | None = None
+    feature_part: tuple[int, int] | None = None
+
+    @property
+    def scale(self) -> float:
+        """What kept elements are multiplied by."""
+        return 1.0 if self.p == 1 else 1 / (1 - self.p)
+
+    def runs(self, shape: Sequence[int]) -> Runs:
+        """The part of a whole sample that a tensor of this shape has."""
+        return runs_of(shape, has_indices=self.indices is not None, feature_part=self.feature_part)
 
 
 def keep_mask(
@@ -31,69 +62,61 @@ def keep_mask(
     indices: Tensor | None = None,
     feature_part: tuple[int, int] | None = None,
 ) -> Tensor:
-    """True where an element is kept, with probability 1 - p. Dim 0 of `shape` counts samples.
+    """True where an element is kept, with probability 1 - p. `use` counts the uses of one layer."""
+    key = hash_of(seed, step, layer, use)
+    return mask_of(Draw(key, first_sample, p, indices, feature_part), shape, device)
 
-    Element j of sample s is decided by hash(seed, step, layer, use, first_sample + s, j) and nothing else:
-    a sample keeps the same elements however the batch is split. `use` counts the uses of one layer.
-    `indices`: the indices in the whole sample of dim 1, where a rank holds a part of it.
-    `feature_part`: (1, 4) where the last dim is the second quarter of the whole one; together with
-    `indices`, the last dim must not be dim 1.
-    """
-    samples, elements = shape[0], prod(shape[1:])
-    if p == 0:
+
+def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """True where an element is kept, with probability 1 - p."""
+    if draw.p == 0:
         return torch.ones(*shape, dtype=torch.bool, device=device)
-    keys = _sample_keys(hash_of(seed, step, layer, use), first_sample, samples, device)
-    words, numbers = _words(shape, indices, feature_part, device)
-    kept = torch.empty(samples, len(words) * _PER_WORD, dtype=torch.bool, device=device)
-    counters = words.mul_(_signed(_WEYL))
-    rows = max(1, _TILE // max(1, len(words)))
-    for begin in range(0, samples, rows):
-        hashes = _mix_(keys[begin : begin + rows, None] + counters)
-        torch.lt(hashes.view(torch.int32), _threshold(p), out=kept[begin : begin + rows])
+    keys = _sample_keys(draw.key, draw.first_sample, shape[0], device)
+    runs = draw.runs(shape)
+    words, numbers = _words(runs, draw.indices, device)
+    kept = torch.empty(len(keys), len(words) * _PER_WORD, dtype=torch.bool, device=device)
+    counters = words.mul_(signed(WEYL))
+    for rows, columns in _tiles(len(keys), len(words), kept.device):
+        hashes = _mix_(keys[rows, None] + counters[columns])
+        halves = slice(columns.start * _PER_WORD, columns.stop * _PER_WORD)
+        torch.lt(hashes.view(torch.int32), threshold(draw.p), out=kept[rows, halves])
     if numbers is not None:
         kept = _own_halves(kept, numbers)
-    return kept[:, :elements].reshape(*shape)
+    return kept[:, : runs.num_runs * runs.length].reshape(*shape)
 
 
-def _words(
-    shape: Sequence[int],
-    indices: Tensor | None,
-    feature_part: tuple[int, int] | None,
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor | None]:
+def _tiles(rows: int, columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Parts of whole rows, or of one row if it is long."""
+    tile = _CPU_TILE if device.type == "cpu" else _GPU_TILE
+    width = max(1, min(columns, tile))
+    height = tile // width
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            yield slice(top, top + height), slice(left, min(left + width, columns))
+
+
+def _words(runs: Runs, indices: Tensor | None, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
     """The numbers of the hashes that decide the elements of a sample, in order.
 
     Where elements do not come in whole words, each has a hash of its own. Then the second result is the
     numbers of the elements.
     """
-    if indices is None and feature_part is None:
-        return torch.arange(-(-prod(shape[1:]) // _PER_WORD), device=device), None
-    begins, length = _runs(shape, indices, feature_part, device)
-    if length % _PER_WORD == 0:
-        in_run = torch.arange(length // _PER_WORD, device=device)
+    if runs.num_runs == 1 and runs.rank == 0 and indices is None:
+        return torch.arange(-(-runs.length // _PER_WORD), device=device), None
+    begins = _begins(runs, indices, device)
+    if runs.has_whole_words:
+        in_run = torch.arange(runs.length // _PER_WORD, device=device)
         return (begins[:, None] // _PER_WORD + in_run).flatten(), None
-    numbers = (begins[:, None] + torch.arange(length, device=device)).flatten()
+    numbers = (begins[:, None] + torch.arange(runs.length, device=device)).flatten()
     return numbers // _PER_WORD, numbers
 
 
-def _runs(
-    shape: Sequence[int],
-    indices: Tensor | None,
-    feature_part: tuple[int, int] | None,
-    device: torch.device | str,
-) -> tuple[Tensor, int]:
-    """The runs of consecutive elements that are here: where each begins in the whole sample, and the length
-    of all. Every begin is a multiple of the length."""
-    if feature_part is None:
-        assert indices is not None
-        return indices.to(device) * prod(shape[2:]), prod(shape[2:])
-    rank, ranks = feature_part
-    if len(shape) == 2:
-        return torch.full((1,), rank * shape[1], device=device), shape[1]
-    outer = torch.arange(shape[1], device=device) if indices is None else indices.to(device)
-    inner = prod(shape[2:-1])
-    rows = (outer[:, None] * inner + torch.arange(inner, device=device)).flatten()
-    return (rows * ranks + rank) * shape[-1], shape[-1]
+def _begins(runs: Runs, indices: Tensor | None, device: torch.device | str) -> Tensor:
+    """Where each run begins in the whole sample."""
+    number = torch.arange(runs.num_runs, device=device)
+    outer = number // max(1, runs.inner)
+    outer = outer if indices is None else indices.to(device)[outer]
+    return ((outer * runs.inner + number % max(1, runs.inner)) * runs.ranks + runs.rank) * runs.length
 
 
 def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
@@ -102,20 +125,23 @@ def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
     return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
-def hash_of(*numbers: int) -> int:
-    """A hash of 64 bits of integers of any size and sign; their order matters."""
-    state = 0
+def hash_of(*numbers: int, start: int = 0) -> int:
+    """A hash of 64 bits of integers of any size and sign; their order matters.
+
+    hash_of(1, 2, 3) == hash_of(3, start=hash_of(1, 2))
+    """
+    state = start
     for number in numbers:
-        state = _mix(state + number + _WEYL)
+        state = _mix(state + number + WEYL)
     return state
 
 
 def _sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
     numbers = torch.arange(samples, device=device).add_(first)
-    return _mix_(numbers.mul_(_signed(_WEYL)).add_(_signed(key)))
+    return _mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
 
 
-def _threshold(p: float) -> int:
+def threshold(p: float) -> int:
     """A fraction 1 - p of all signed numbers of `_BITS` bits lies below it."""
     half = 1 << (_BITS - 1)
     return min(round((1 - p) * 2 * half) - half, half - 1)
@@ -123,7 +149,7 @@ def _threshold(p: float) -> int:
 
 def _mix(number: int) -> int:
     number &= _ALL
-    for shift, factor in _ROUNDS:
+    for shift, factor in ROUNDS:
         number ^= number >> shift
         number = number * factor & _ALL
     return number
@@ -131,14 +157,14 @@ def _mix(number: int) -> int:
 
 def _mix_(numbers: Tensor) -> Tensor:
     """`_mix` of every element, in place."""
-    for shift, factor in _ROUNDS:
+    for shift, factor in ROUNDS:
         # The shift of an int64 copies its sign; the mask removes the copies.
         numbers ^= (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor != 1:
-            numbers *= _signed(factor)
+            numbers *= signed(factor)
     return numbers
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """The int64 of the same 64 bits."""
     return number - (1 << 64) if number >> 63 else number

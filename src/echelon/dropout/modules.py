@@ -3,13 +3,16 @@
 import hashlib
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from echelon.dropout.mask import keep_mask
+from echelon.dropout import operators
+from echelon.dropout.ahead import DrawsAhead
+from echelon.dropout.fused import drop, has_kernel
+from echelon.dropout.mask import Draw, hash_of, mask_of
 from echelon.dropout.training_position import next_use
 from echelon.errors import UserError
 from echelon.huggingface import draws_by_function
@@ -54,11 +57,18 @@ def split_features(module: nn.Module, rank: int, ranks: int) -> None:
 def drops_each_element(module: _DropoutNd) -> bool:
     """Whether it drops single elements, not whole channels."""
     kind = _KINDS.get(type(module).forward)
-    return kind is not None and kind[0] is _elements
+    return kind is not None and kind.mask_shape is _elements
 
 
 def is_keyed(module: nn.Module) -> bool:
     return find_wrapper(module, KeyedDropout) is not None
+
+
+def keyed_layer(module: nn.Module) -> int:
+    """The number of a keyed module among the layers of its model: a hash of its name."""
+    keyed = find_wrapper(module, KeyedDropout)
+    assert keyed is not None
+    return keyed.layer
 
 
 def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
@@ -102,44 +112,68 @@ class KeyedDropout(Wrapper):
         self.layer = int.from_bytes(digest, "little")
         self.indices: GlobalIndices | None = None
         self.feature_part: tuple[int, int] | None = None  # of the last dim: (rank, ranks)
+        self.ahead: DrawsAhead | None = None  # only while compiled code runs
+
+    @property
+    def drops(self) -> bool:
+        return self.dropout.training and self.dropout.p > 0
 
     def __call__(self, input: Tensor) -> Tensor:
-        dropout = self.dropout
-        drops = dropout.training and dropout.p > 0 and input.ndim > 0
-        keep = self._mask(input) if drops else None
-        if keep is None:
-            plain: Tensor = self.inner(input)
-            return plain
-        return _KINDS[type(dropout).forward][1](input, keep, dropout.p, dropout.inplace)
+        if not self.drops or input.ndim == 0:
+            return self._plain(input)
+        if self.ahead is not None:
+            return self._drop_ahead(input, self.ahead)
+        # What torch.compile would record of the open scope is a constant.
+        return self._drop_untraced(input) if torch.compiler.is_compiling() else self._drop(input)
 
-    @untraced  # the position in the training changes with every call
-    def _mask(self, input: Tensor) -> Tensor | None:
-        """True where `input` is kept; None outside every scope."""
+    def _plain(self, input: Tensor) -> Tensor:
+        """As torch's module. torch.compile records no bound method that is made on the way."""
+        forward = type(self.dropout).forward
+        plain: Tensor = forward(self.dropout, input) if self._next is None else self._next(input)
+        return plain
+
+    @untraced
+    def _drop_untraced(self, input: Tensor) -> Tensor:
+        return self._drop(input)
+
+    def _drop(self, input: Tensor) -> Tensor:
+        """By the next draw of the open scope; outside every scope as torch's module."""
         use_of_scope = next_use(self.layer)
         if use_of_scope is None:
             self._refuse_recomputation()
-            return None
+            return self._plain(input)
         position, use = use_of_scope
-        shape = _KINDS[type(self.dropout).forward][0](input)
-        keep = keep_mask(
-            position.seed,
-            position.step,
-            self.layer,
-            position.first_sample,
-            shape,
-            self.dropout.p,
-            input.device,
-            use,
-            self._indices(shape),
-            self.feature_part,
+        dropout, kind = self.dropout, self.kind
+        shape = kind.mask_shape(input)
+        key = hash_of(position.seed, position.step, self.layer, use)
+        indices = (
+            self.indices(shape[1])
+            if self.indices is not None and _has_positions(shape, self.feature_part)
+            else None
         )
-        # An input without a dim for samples has the mask of one sample.
-        return keep[0] if len(shape) > input.ndim else keep
+        draw = Draw(key, position.first_sample, dropout.p, indices, self.feature_part)
+        if kind is _ELEMENTS and has_kernel(input):
+            return drop(input, draw, inplace=dropout.inplace)
+        return kind.apply(input, mask_of(draw, shape, input.device), dropout.p, dropout.inplace)
 
-    def _indices(self, shape: "Shape") -> Tensor | None:
-        """The indices along dim 1; None where all of it is here, or where dim 1 is the features."""
-        features_only = self.feature_part is not None and len(shape) == 2
-        return None if self.indices is None or features_only else self.indices(shape[1])
+    def _drop_ahead(self, input: Tensor, ahead: DrawsAhead) -> Tensor:
+        """The same by operators, which torch.compile records."""
+        dropout, kind = self.dropout, self.kind
+        shape = kind.mask_shape(input)
+        use, ahead.num_drawn = ahead.num_drawn, ahead.num_drawn + 1
+        indices = None
+        if self.indices is not None and _has_positions(shape, self.feature_part):
+            indices = operators.global_indices(ahead.function, shape[1], input.device)
+        draw = ahead.key, ahead.first_sample, use, dropout.p, indices, *(self.feature_part or (0, 1))
+        if kind is _ELEMENTS and input.is_cuda and not dropout.inplace:
+            fused: Tensor = operators.keyed_dropout(input, *draw)
+            return fused
+        keep = operators.keep_mask(*draw, shape, input.device)
+        return kind.apply(input, keep, dropout.p, dropout.inplace)
+
+    @property
+    def kind(self) -> "_Kind":
+        return _KINDS[type(self.dropout).forward]
 
     def _refuse_recomputation(self) -> None:
         """In a backward pass a second mask would differ from the first: gradients would be wrong."""
@@ -173,13 +207,18 @@ def _channels_3d(x: Tensor) -> Shape:
     return _channels(x[None]) if x.ndim == 4 else _channels(x)
 
 
+def _has_positions(shape: Shape, feature_part: tuple[int, int] | None) -> bool:
+    """Whether dim 1 is not the features, of which a part is here."""
+    return feature_part is None or len(shape) > 2
+
+
 # How the mask is applied.
 
 
 def _zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
     """x · keep / (1 - p): autograd saves only the mask, one byte per element."""
     kept = x.mul_(keep) if inplace else x * keep
-    return kept if p == 1 else kept.div_(1 - p)
+    return kept if p == 1 else kept.mul_(1 / (1 - p))
 
 
 def _saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
@@ -192,13 +231,22 @@ def _saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
     return kept.mul_(scale).add_(shift)
 
 
-_KINDS: dict[
-    Callable[..., Tensor], tuple[Callable[[Tensor], Shape], Callable[[Tensor, Tensor, float, bool], Tensor]]
-] = {
-    nn.Dropout.forward: (_elements, _zero),
-    nn.Dropout1d.forward: (_channels_1d, _zero),
-    nn.Dropout2d.forward: (_channels, _zero),
-    nn.Dropout3d.forward: (_channels_3d, _zero),
-    nn.AlphaDropout.forward: (_elements, _saturate),
-    nn.FeatureAlphaDropout.forward: (_channels, _saturate),
+class _Kind(NamedTuple):
+    """How one class of dropout modules drops. A mask with a dim more than the input is of one sample."""
+
+    mask_shape: Callable[[Tensor], Shape]
+    apply_mask: Callable[[Tensor, Tensor, float, bool], Tensor]
+
+    def apply(self, x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+        return self.apply_mask(x, keep[0] if keep.ndim > x.ndim else keep, p, inplace)
+
+
+_ELEMENTS = _Kind(_elements, _zero)
+_KINDS: dict[Callable[..., Tensor], _Kind] = {
+    nn.Dropout.forward: _ELEMENTS,
+    nn.Dropout1d.forward: _Kind(_channels_1d, _zero),
+    nn.Dropout2d.forward: _Kind(_channels, _zero),
+    nn.Dropout3d.forward: _Kind(_channels_3d, _zero),
+    nn.AlphaDropout.forward: _Kind(_elements, _saturate),
+    nn.FeatureAlphaDropout.forward: _Kind(_channels, _saturate),
 }

@@ -63,5 +63,12 @@ def next_use(layer: int) -> tuple[TrainingPosition, int] | None:
     opened = _SCOPE.get()
     if opened is None:
         return None
-    opened.uses[layer] += 1
+    count_uses(layer, 1)
     return opened.position, opened.uses[layer] - 1
+
+
+def count_uses(layer: int, count: int) -> None:
+    """Tell the open scope that `layer` has drawn there so many times more."""
+    opened = _SCOPE.get()
+    assert opened is not None
+    opened.uses[layer] += count

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
-from echelon.dropout import is_keyed
+from echelon.dropout import KeyedDropout, draw_ahead, is_keyed
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.layering import listed_layers
-from echelon.wrapping import Wrapper, Wrapping
+from echelon.tensor_parallel import prepare_compiling
+from echelon.wrapping import Wrapper, Wrapping, find_wrapper
 
 # Code is shared by all engines of a process, each with sizes, types and modes of its own; torch keeps 8
 # recordings of a function and, when there are more, goes on without compiling, which is slow but right.
@@ -39,7 +40,7 @@ def compile_layers(stages: Iterable[nn.Module], wrapping: Wrapping, *, same_kern
         inside = set(stage.modules())
         layers = [layer for layer in listed_layers(stage) if layer in inside]
         for layer in dict.fromkeys(layers or [stage]):
-            if not is_keyed(layer):  # a dropout alone, whose mask is never compiled
+            if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
                 wrapping.wrap(CompiledForward(layer, options))
 
 
@@ -53,13 +54,16 @@ class CompiledForward(Wrapper):
         super().__init__(module)
         self._options = options
         self._compiled: Any = None
+        keyed = (find_wrapper(inside, KeyedDropout) for inside in module.modules())
+        self._dropouts = [wrapper for wrapper in keyed if wrapper is not None]
         self._low = [p for p in module.parameters() if gradient_dtype(p) != p.dtype]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
+            prepare_compiling(self.module)
             self._compiled = torch.compile(self.inner, options=self._options)
         beat()  # the first calls take long
-        with torch._dynamo.config.patch(_LIMITS), without_gradients(self._low):
+        with torch._dynamo.config.patch(_LIMITS), without_gradients(self._low), draw_ahead(self._dropouts):
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,6 +5,9 @@ shards    which part of a parameter a rank holds
 moves     collectives: gather and sum
 columns   matrices of one input: the sum of its gradient runs behind other work
 regions   the entries and exits of the split part of a layer
+entries   what happens there, as nodes of autograd's graph
+in_graph  the same inside the graphs of torch.compile
+operators collectives that torch.compile records
 modules   the forward passes of split modules
 loss      the cross-entropy of logits that are split by vocabulary
 checks    what cannot be split, and why
@@ -12,7 +15,7 @@ split     applies a table to a model
 """
 
 from echelon.tensor_parallel.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
-from echelon.tensor_parallel.modules import number_layers
+from echelon.tensor_parallel.modules import number_layers, prepare_compiling
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import Shard
 from echelon.tensor_parallel.split import Sharded, split_over
@@ -26,6 +29,7 @@ __all__ = [
     "Sharded",
     "Table",
     "number_layers",
+    "prepare_compiling",
     "split_loss",
     "split_over",
     "vocabulary_cross_entropy",

@@ -12,9 +12,9 @@ from echelon.errors import UserError
 from echelon.huggingface import is_transposed
 from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
+from echelon.tensor_parallel.operators import check_tokens, checked_tokens
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import share_of
-from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, find_wrapper
 
 
@@ -81,6 +81,14 @@ class Column(SplitModule):
         return region.shared_input.multiply(self, x, region.group, sequence=region.sequence)
 
 
+def prepare_compiling(model: nn.Module) -> None:
+    """Let torch.compile record the collectives of split modules, where it would stop."""
+    for module in model.modules():
+        split = find_wrapper(module, SplitModule)
+        if split is not None:
+            split.region.prepare_compiling()
+
+
 def number_layers(layers: Sequence[nn.Module]) -> None:
     """Tell columns their layer: only those of one layer are computed together, because zero=3 does not hold
     the weights of two layers at the same time."""
@@ -120,24 +128,28 @@ class VocabularyEmbedding(SplitModule):
         self.padding = padding if 0 <= padding < self.rows else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        self._check(tokens)
+        # As torch checks on a CPU. On a GPU the check would wait for the device.
+        if tokens.device.type == "cpu" and tokens.numel():
+            tokens = self._checked(tokens)
         rows = tokens - self.begin
         elsewhere = (rows < 0) | (rows >= self.rows)
         weight: Any = self.module.weight
         embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight, self.padding)
         return self.region.leave(embedded.masked_fill(elsewhere[..., None], 0), dim=None)
 
-    def _check(self, tokens: Tensor) -> None:
-        """As torch checks on a CPU. On a GPU the check would wait for the device."""
-        if tokens.device.type == "cpu" and tokens.numel():
-            low, high = int(tokens.min()), int(tokens.max())
-            if not 0 <= low <= high < self.vocab:
-                raise IndexError(f"tokens {low} … {high} of a vocabulary of {self.vocab}")
+    def _checked(self, tokens: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            recorded: Tensor = checked_tokens(tokens, self.vocab)
+            return recorded
+        check_tokens(tokens, self.vocab)
+        return tokens
 
 
-@untraced
 def _mask_last(logits: Tensor, columns: int) -> Tensor:
     """The last columns become −inf, in the memory of `logits`. They have no gradient."""
+    if torch.compiler.is_compiling():  # which decides about memory itself
+        whole = torch.arange(logits.shape[-1], device=logits.device) < logits.shape[-1] - columns
+        return logits.where(whole, -torch.inf)
     function: Any = _MaskLast.apply
     masked: Tensor = function(logits, columns)
     return masked

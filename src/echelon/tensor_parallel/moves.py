@@ -1,5 +1,7 @@
 """The collectives of ranks that share a layer: gather parts, and sum."""
 
+from typing import final
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,25 @@ from echelon.errors import UserError
 from echelon.tracing import untraced
 
 _SUBJECT = "tensor parallelism"
+
+
+@final
+class GroupMoves:
+    """The moves of one group, done at once."""
+
+    in_place = True
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.ranks, self.rank = group, group.size, group.rank
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        return gathered(x, self._group, dim)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return summed(x, self._group)
+
+    def summed_part(self, x: Tensor, dim: int) -> Tensor:
+        return summed_part(x, self._group, dim)
 
 
 @untraced
@@ -42,16 +63,16 @@ def start_sum(x: Tensor, group: Group, *, wait: bool = False) -> tuple[Tensor, H
 
 def start_sum_of_part(x: Tensor, group: Group, dim: int = 1, *, wait: bool = False) -> tuple[Tensor, Handle]:
     """Start to sum over ranks: the tensor that will hold this rank's part, and what to wait for."""
-    check_divisible(x, group, dim)
+    check_divisible(x, group.size, dim)
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     part = torch.empty_like(parts[0])
     with group.ledger.about(_SUBJECT):
         return part, group.reduce_scatter(part, parts, wait=wait)
 
 
-def check_divisible(x: Tensor, group: Group, dim: int) -> None:
-    if x.shape[dim] % group.size:
+def check_divisible(x: Tensor, ranks: int, dim: int) -> None:
+    if x.shape[dim] % ranks:
         raise UserError(
-            f"sequence=true tensor={group.size}: a sequence of {x.shape[dim]} is not divisible by "
-            f"{group.size}; use sequences of a multiple of {group.size}, or sequence=false"
+            f"sequence=true tensor={ranks}: a sequence of {x.shape[dim]} is not divisible by "
+            f"{ranks}; use sequences of a multiple of {ranks}, or sequence=false"
         )
