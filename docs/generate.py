@@ -220,7 +220,7 @@ LAYERS = (
         ("expert_parallel",),
         "strategies",
     ),
-    Layer(("precision", "memory", "dropout"), (), "types of numbers; bytes; masks"),
+    Layer(("precision", "memory", "dropout", "initialization"), (), "types; bytes; masks; first values"),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),

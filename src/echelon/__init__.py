@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon.initialization import deferred
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
     from echelon.errors import UserError
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
@@ -35,6 +36,7 @@ _HOME = {
     "RankHung": "echelon.launching",
     "Ranks": "echelon.launching",
     "UserError": "echelon.errors",
+    "deferred": "echelon.initialization",
     "launch": "echelon.launching",
     "parallelize": "echelon.engine",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "RankHung",
     "Ranks",
     "UserError",
+    "deferred",
     "launch",
     "parallelize",
 ]

@@ -57,7 +57,6 @@ class Zero(Sharing):
         separate = parameter_set.separate_shards
         self._flats = [_flatten(unit, self._inside, level, separate) for unit in units]
         self.residency = Residency(self._flats, self._needs, prefetch, self._group.ledger, _root(units))
-        self.residency.reset()
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
@@ -119,15 +118,21 @@ class Zero(Sharing):
 
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
+        self.spread()
+        if not self._observed and self._reduced:
+            self._observed = True
+            self._order(self._by_arrival())
+
+    def held(self) -> list[OwnedSlice]:
+        return self.owned()
+
+    def spread(self) -> None:
         if self._level < 3:
             with self._group.ledger.about("parameters"):
                 for flat in self._reduced:
                     flat.all_gather()
                 for flat in self._reduced:
                     flat.synchronize()
-        if not self._observed and self._reduced:
-            self._observed = True
-            self._order(self._by_arrival())
 
     def owned(self) -> list[OwnedSlice]:
         owned: list[OwnedSlice] = []

@@ -17,7 +17,7 @@ from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
-from echelon.engine.restore import is_split, restore_weights
+from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
@@ -237,15 +237,16 @@ class Engine:
 
     # The end.
 
-    def close(self, *, restore: bool = True) -> None:
+    def close(self, *, restore: bool | None = None) -> None:
         """Release process groups, threads, hooks and shared memory; all ranks must call this.
 
         Afterwards the model is called as before, and is whole on every rank, so that another engine can take
         it. `restore=False` leaves a model that was split over ranks in its parts: where the whole would not
-        fit, or nobody needs it.
+        fit, or nobody needs it. So does the default for a model that was deferred.
         """
         if self._is_closed:
             return
+        restore = is_put_together(self.module) if restore is None else restore
         weights: dict[str, Tensor] | None = None
         failed = True
         refused: UserError | None = None

@@ -10,6 +10,7 @@ from echelon.engine.arguments import check_arguments, check_clip, check_model
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
+from echelon.engine.deferred_start import fill, initial_values, take_memory
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.restore import mark_split
@@ -62,21 +63,25 @@ def parallelize(
     check_clip(plan, clip)
     check_model(model)
     join()
+    values = initial_values(model, plan, this_device())  # of a model that is deferred
     model = convert(model, this_device(), DTYPES[plan.precision])
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), Wrapping()
         undo.callback(wrapping.remove)
-        start_equal(model, mesh.group("all"))
+        start_equal(model, mesh.group("all"), mesh.device, values)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
-        mark_split(model, plan, split.temporary_buffers)
+        mark_split(model, plan, split.temporary_buffers, stays_split=values is not None)
+        take_memory(split.modules.values(), mesh.device, later=plan.zero == 3 and mesh.group("weights").size > 1)
         layers.assign_views(split.modules, wrapping)
         layers.overlap(model, split.program)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
+        if values is not None:
+            fill(local.sharings, layers.in_whole, values)
         update = make_update(local, mesh, optimizer, clip, schedule)
         if plan.compile:
             compile_layers(local.modules, wrapping, same_kernels=plan.tensor > 1)

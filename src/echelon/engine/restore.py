@@ -20,6 +20,7 @@ class _Parts(NamedTuple):
 
     plan: Plan
     temporary_buffers: Mapping[str, Tensor]
+    stays_split: bool
 
 
 # The models of which this process holds parts.
@@ -31,10 +32,22 @@ def is_split(model: nn.Module) -> bool:
     return model in _split
 
 
-def mark_split(model: nn.Module, plan: Plan, temporary_buffers: Mapping[str, Tensor] = NO_BUFFERS) -> None:
+def is_put_together(model: nn.Module) -> bool:
+    """Whether the model is whole again when its engine closes: one that began without memory is not, since
+    it may be larger than any rank."""
+    return is_split(model) and not _split[model].stays_split
+
+
+def mark_split(
+    model: nn.Module,
+    plan: Plan,
+    temporary_buffers: Mapping[str, Tensor] = NO_BUFFERS,
+    *,
+    stays_split: bool = False,
+) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
     if plan.zero == 3 or plan.tensor > 1 or plan.stages > 1:
-        _split[model] = _Parts(plan, temporary_buffers)
+        _split[model] = _Parts(plan, temporary_buffers, stays_split)
 
 
 def check_whole(model: nn.Module) -> None:

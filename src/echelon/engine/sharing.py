@@ -80,7 +80,7 @@ def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch:
     """How the ranks of a set hold it, and agree on its gradients."""
     if parameter_set.group.size == 1:
         return SingleReplica(parameter_set)
-    if plan.zero and parameter_set.trained:
+    if plan.zero == 3 or (plan.zero and parameter_set.trained):
         return Zero(parameter_set, plan.zero, wrapping, prefetch=prefetch)
     if plan.sync == "parameter-server":
         return ParameterServer(parameter_set)

@@ -1,4 +1,7 @@
-"""How a training starts: the model on its device, in its type, and the same on every rank."""
+"""How a training starts: the model on its device, in its type, and the same on every rank.
+
+A model without memory is split first, and filled part by part: see deferred_start.py.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -7,35 +10,63 @@ from echelon.collectives import Group
 from echelon.data_parallel import broadcast_packed
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
+from echelon.initialization import InitialValues, is_deferred
+from echelon.engine.deferred_start import forget_values, give_buffers
 from echelon.huggingface import frequencies
 
 
 def convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on the device, its real numbers in `dtype`; integers and complex numbers stay what they are,
-    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token."""
+    and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token.
+
+    What is deferred has no device, and gets the types alone."""
     kept = {id(buffer) for buffer in frequencies(model)}
+    target = torch.device("meta") if is_deferred(model) else device
+    if target.type == "meta":
+        forget_values(model)
 
     def convert_tensor(t: Tensor) -> Tensor:
-        return t.to(device, dtype) if t.is_floating_point() and id(t) not in kept else t.to(device)
+        return t.to(target, dtype) if t.is_floating_point() and id(t) not in kept else t.to(target)
 
     converted: nn.Module = model._apply(convert_tensor)
     return converted
 
 
-def start_equal(model: nn.Module, group: Group) -> None:
-    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal."""
+def start_equal(model: nn.Module, group: Group, device: torch.device, values: InitialValues | None) -> None:
+    """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal.
+
+    Of a deferred model: the seed of the parameters, which are filled later, and the buffers.
+    """
+    _check_same_model(model, group, device)
+    if values is None:
+        _broadcast([*model.parameters(), *model.buffers()], group)
+        return
+    values.seed = _agreed(values.seed, group, device)
+    give_buffers(model, values)
+    _broadcast(list(model.buffers()), group)
+
+
+def _broadcast(tensors: list[Tensor], group: Group) -> None:
     if group.size > 1:
-        _check_same_model(model, group)
         with group.ledger.about("parameters"):
-            broadcast_packed([*model.parameters(), *model.buffers()], group)
+            broadcast_packed(tensors, group)
 
 
-def _check_same_model(model: nn.Module, group: Group) -> None:
+def _agreed(seed: int, group: Group, device: torch.device) -> int:
+    """Rank 0's."""
+    number = torch.tensor(seed % 2**63, device=device)
+    if group.size > 1:
+        group.broadcast(number)
+    return int(number)
+
+
+def _check_same_model(model: nn.Module, group: Group, device: torch.device) -> None:
     """Raise, on every rank, unless all have the same tensors, trained and frozen."""
+    if group.size == 1:
+        return
     parameters = list(model.named_parameters())
     lines = [describe(name, p) + ("" if p.requires_grad else ", frozen") for name, p in parameters]
     lines += [describe(name, buffer) for name, buffer in model.named_buffers()]
-    device = parameters[0][1].device if parameters else torch.device("cpu")
     check_same_text(lines, group, device, _difference_of_models)
 
 

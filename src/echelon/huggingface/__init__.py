@@ -16,6 +16,7 @@ from echelon.huggingface.modules import (
     casts_to_float32,
     draws_by_function,
     draws_by_head,
+    initializer,
     is_transposed,
 )
 from echelon.huggingface.tensor_tables import TENSOR_TABLES
@@ -30,6 +31,7 @@ __all__ = [
     "draws_by_head",
     "find_family",
     "frequencies",
+    "initializer",
     "is_transposed",
     "layers_of",
     "modules_outside",

@@ -1,5 +1,6 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -7,6 +8,12 @@ from torch import nn
 
 def is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
+
+
+def initializer(module: nn.Module) -> Callable[[], object] | None:
+    """What gives all of a model of transformers its initial values; None for any other module."""
+    is_model = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+    return getattr(module, "initialize_weights", None) if is_model else None
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -1,0 +1,98 @@
+"""A model without memory (echelon.deferred) becomes this rank's part of it, and is never whole anywhere.
+
+    deferred        parameters are on the meta device: shapes and types, no memory
+    split           tensor and pipeline parallelism cut what has no memory
+    take_memory     for what this rank holds; at zero=3 for one unit after the other, each cut at once
+    fill            one tensor after the other is computed or read, and the rank keeps its boxes of it
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from echelon.data_parallel import Sharing
+from echelon.initialization import InitialValues, WeightSource, is_deferred, named_tensors
+from echelon.errors import UserError, raise_errors
+from echelon.ownership import OwnedSlice
+from echelon.plan import AUTO, Plan
+
+InWhole = Callable[[OwnedSlice], list[OwnedSlice]]  # a box of this rank's part as boxes of the whole tensor
+
+
+def initial_values(model: nn.Module, plan: Plan, device: torch.device) -> InitialValues | None:
+    """What the model starts with, if it is deferred; raises if that is not known of all of it."""
+    if not is_deferred(model):
+        return None
+    if plan.pipeline == AUTO:
+        raise UserError(
+            "pipeline=auto measures the layers of a model, and this one has no weights yet; say the stages, "
+            "like pipeline=2, or build the model whole"
+        )
+    values = InitialValues(model, device)
+    raise_errors("the initial values of the model", values.errors())
+    return values
+
+
+def forget_values(model: nn.Module) -> None:
+    """Bring the parameters that have values, among those that have none, to the meta device too."""
+    for parameter in [p for p in model.parameters() if not p.is_meta]:
+        _become(parameter, torch.empty_like(parameter, device="meta"))
+
+
+def give_buffers(model: nn.Module, values: InitialValues) -> None:
+    """Compute buffers, and tensors that are plain attributes, all of them: they are small."""
+    for name, tensor in list(named_tensors(model)):
+        if tensor.is_meta and not isinstance(tensor, nn.Parameter):
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, values.tensor(name).to(tensor.dtype))
+
+
+def take_memory(modules: Iterable[nn.Module], device: torch.device, *, later: bool) -> None:
+    """Bring the parameters that are on the meta device to `device`. They stay the same objects.
+
+    `later`: as numbers that take no memory, for a strategy that gives them some.
+    """
+    for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
+        if later:
+            number = torch.full((), _not_a_number(parameter.dtype), dtype=parameter.dtype, device=device)
+            memory = number.expand(parameter.shape)
+        else:
+            memory = torch.empty_like(parameter, device=device)
+        _become(parameter, memory)
+
+
+def _become(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Another tensor, also of another device, in the same object."""
+    replacement = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+    replacement.__dict__.update(parameter.__dict__)
+    swap_tensors(parameter, replacement)
+
+
+@torch.no_grad()
+def fill(sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource) -> None:
+    """Give the weights that this rank holds their values; at most one whole tensor is there at a time."""
+    for sharing in dict.fromkeys(sharings):
+        held = sharing.held()
+        for each in held:
+            each.tensor.zero_()  # padding belongs to no tensor, and is zeros
+        for name, pieces in _by_name(box for each in held for box in in_whole(each)):
+            values = source.read(name, [piece.slice for piece in pieces])
+            for piece, value in zip(pieces, values, strict=True):
+                piece.tensor.copy_(value)
+        sharing.spread()
+
+
+def _by_name(boxes: Iterable[OwnedSlice]) -> Iterator[tuple[str, list[OwnedSlice]]]:
+    for name, pieces in groupby(sorted(boxes, key=_name), key=_name):
+        yield name, list(pieces)
+
+
+def _name(owned: OwnedSlice) -> str:
+    return owned.slice.name
+
+
+def _not_a_number(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -1,0 +1,148 @@
+"""The initial values of a model that was built without memory: each tensor alone, on any device.
+
+Random values depend on the seed and the name of the tensor, and on nothing else: not on the plan, nor on
+which rank computes them, nor on the other tensors of the model.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from echelon.initialization.resetting import how_to_know, record_resets
+from echelon.initialization.tape import Tape, Window, key_of
+from echelon.errors import UserError
+from echelon.ownership import Slice
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class _Recording(NamedTuple):
+    """How a model was built, and which version each of its tensors had then."""
+
+    tape: Tape
+    seed: int
+    versions: dict[str, int]
+
+
+_recordings: "WeakKeyDictionary[nn.Module, _Recording]" = WeakKeyDictionary()
+
+
+def deferred(build: Callable[[], Model]) -> Model:
+    """The model that `build` returns, without memory for its weights: `parallelize` gives each rank the part
+    that it needs, with the initial values that `build` gives them.
+
+    model = echelon.deferred(lambda: Llama(config))
+
+    All that `build` does to the tensors belongs to their initial values. Random values follow from torch's
+    seed and the names of the tensors, so they are the same whatever the plan, and others than those of a
+    model that is built at once.
+    """
+    tape = Tape()
+    try:
+        with torch.device("meta"), _ConstantsFirst(), tape:
+            model = build()
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise UserError(
+            f"deferred: the model looks at values of its tensors while it is built ({error}); compute these "
+            "with Python's numbers, or build the model whole, without deferred"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"deferred: the function returned a {type(model).__name__}; return a torch.nn.Module")
+    versions = {name: tensor._version for name, tensor in named_tensors(model)}
+    _recordings[model] = _Recording(tape, torch.initial_seed(), versions)
+    return model
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether parameters of the model are on the meta device, where they have no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+class _ConstantsFirst(TorchFunctionMode):
+    """torch.tensor([1, 2]) must keep its numbers: it is made here, and then copied to the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        has_numbers = bool(args) and not isinstance(args[0], Tensor)
+        if func not in _MADE_OF_NUMBERS or not has_numbers or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
+        # With torch.tensor([]) transformers asks for the device; on "meta" it leaves initial values out.
+        return made.to("meta") if made.numel() else made
+
+
+@final
+class InitialValues:
+    """A WeightSource: what a model's tensors start with. Knows them as they are now, so make it first."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        recording = _recordings.get(model)
+        self._unknown = [] if recording is None else _changed_since(model, recording)
+        self._tape = record_resets(model) if recording is None else recording.tape
+        self.seed = torch.initial_seed() if recording is None else recording.seed
+        self._tensors: dict[str, Window | Tensor] = {
+            name: Window.of(tensor) if tensor.is_meta else tensor.detach() for name, tensor in named_tensors(model)
+        }
+        self._random = self._number_draws()
+        self._unknown += [
+            f"{name}: {how_to_know(model, name, was_recorded=recording is not None)}"
+            for name, tensor in self._tensors.items()
+            if isinstance(tensor, Window) and not self._tape.is_defined(tensor) and 0 not in tensor.size
+        ]
+
+    def errors(self) -> list[str]:
+        return self._unknown
+
+    def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
+        whole = self.tensor(name)
+        return [whole[box.box] for box in boxes]
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the device."""
+        known = self._tensors[name]
+        if isinstance(known, Tensor):
+            return known.to(self._device)
+        return self._tape.values(known, self._device, self._seed_of)
+
+    def _seed_of(self, note: int) -> int:
+        return key_of(self.seed, *self._random.get(note, (note,)))
+
+    def _number_draws(self) -> dict[int, tuple[str, int]]:
+        """Which draw of which tensor a note is, so that its numbers do not depend on other tensors."""
+        draws: dict[int, tuple[str, int]] = {}
+        for name, tensor in self._tensors.items():
+            if isinstance(tensor, Window):
+                for count, note in enumerate(self._tape.random_writers(tensor.storage)):
+                    draws.setdefault(note, (name, count))
+        return draws
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers, and tensors that modules have as plain attributes; by all names of each."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield (f"{path}.{name}" if path else name), value
+
+
+def _changed_since(model: nn.Module, recording: _Recording) -> list[str]:
+    """What was changed after it was recorded, where nobody took note."""
+    return [
+        f"{name}: was changed after echelon.deferred had built the model; do it inside the function"
+        for name, tensor in named_tensors(model)
+        if tensor.is_meta and recording.versions.get(name, tensor._version) != tensor._version
+    ]
