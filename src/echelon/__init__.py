@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.initialization import deferred
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
     from echelon.errors import UserError
+    from echelon.initialization import deferred
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
     from echelon.plan import Plan

@@ -1,9 +1,9 @@
 """A model without memory (echelon.deferred) becomes this rank's part of it, and is never whole anywhere.
 
-    deferred        parameters are on the meta device: shapes and types, no memory
-    split           tensor and pipeline parallelism cut what has no memory
-    take_memory     for what this rank holds; at zero=3 for one unit after the other, each cut at once
-    fill            one tensor after the other is computed or read, and the rank keeps its boxes of it
+deferred        parameters are on the meta device: shapes and types, no memory
+split           tensor and pipeline parallelism cut what has no memory
+take_memory     for what this rank holds; at zero=3 for one unit after the other, each cut at once
+fill            one tensor after the other is computed or read, and the rank keeps its boxes of it
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.data_parallel import Sharing
-from echelon.initialization import InitialValues, WeightSource, is_deferred, named_tensors
 from echelon.errors import UserError, raise_errors
+from echelon.initialization import InitialValues, WeightSource, is_deferred, named_tensors
 from echelon.ownership import OwnedSlice
 from echelon.plan import AUTO, Plan
 
@@ -79,10 +79,14 @@ def fill(sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource) -
         for each in held:
             each.tensor.zero_()  # padding belongs to no tensor, and is zeros
         for name, pieces in _by_name(box for each in held for box in in_whole(each)):
-            values = source.read(name, [piece.slice for piece in pieces])
-            for piece, value in zip(pieces, values, strict=True):
-                piece.tensor.copy_(value)
+            _copy(source, name, pieces)
         sharing.spread()
+
+
+def _copy(source: WeightSource, name: str, pieces: list[OwnedSlice]) -> None:
+    values = source.read(name, [piece.slice for piece in pieces])
+    for piece, value in zip(pieces, values, strict=True):
+        piece.tensor.copy_(value)
 
 
 def _by_name(boxes: Iterable[OwnedSlice]) -> Iterator[tuple[str, list[OwnedSlice]]]:

@@ -75,7 +75,9 @@ def parallelize(
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=values is not None)
-        take_memory(split.modules.values(), mesh.device, later=plan.zero == 3 and mesh.group("weights").size > 1)
+        take_memory(
+            split.modules.values(), mesh.device, later=plan.zero == 3 and mesh.group("weights").size > 1
+        )
         layers.assign_views(split.modules, wrapping)
         layers.overlap(model, split.program)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync

@@ -10,9 +10,9 @@ from echelon.collectives import Group
 from echelon.data_parallel import broadcast_packed
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
-from echelon.initialization import InitialValues, is_deferred
 from echelon.engine.deferred_start import forget_values, give_buffers
 from echelon.huggingface import frequencies
+from echelon.initialization import InitialValues, is_deferred
 
 
 def convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

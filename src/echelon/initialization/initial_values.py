@@ -5,16 +5,16 @@ which rank computes them, nor on the other tensors of the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import NamedTuple, TypeVar, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from echelon.errors import UserError
+from echelon.initialization.recording import recording
 from echelon.initialization.resetting import how_to_know, record_resets
 from echelon.initialization.tape import Tape, Window, key_of
-from echelon.errors import UserError
 from echelon.ownership import Slice
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,7 +43,7 @@ def deferred(build: Callable[[], Model]) -> Model:
     """
     tape = Tape()
     try:
-        with torch.device("meta"), _ConstantsFirst(), tape:
+        with recording(tape):
             model = build()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
@@ -64,24 +64,6 @@ def is_deferred(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
-
-
-class _ConstantsFirst(TorchFunctionMode):
-    """torch.tensor([1, 2]) must keep its numbers: it is made here, and then copied to the meta device."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        has_numbers = bool(args) and not isinstance(args[0], Tensor)
-        if func not in _MADE_OF_NUMBERS or not has_numbers or kwargs.get("device") is not None:
-            return func(*args, **kwargs)
-        made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
-        # With torch.tensor([]) transformers asks for the device; on "meta" it leaves initial values out.
-        return made.to("meta") if made.numel() else made
-
-
 @final
 class InitialValues:
     """A WeightSource: what a model's tensors start with. Knows them as they are now, so make it first."""
@@ -93,7 +75,8 @@ class InitialValues:
         self._tape = record_resets(model) if recording is None else recording.tape
         self.seed = torch.initial_seed() if recording is None else recording.seed
         self._tensors: dict[str, Window | Tensor] = {
-            name: Window.of(tensor) if tensor.is_meta else tensor.detach() for name, tensor in named_tensors(model)
+            name: Window.of(tensor) if tensor.is_meta else tensor.detach()
+            for name, tensor in named_tensors(model)
         }
         self._random = self._number_draws()
         self._unknown += [

@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from echelon.initialization.tape import Tape
 from echelon.huggingface import initializer
+from echelon.initialization.recording import recording
+from echelon.initialization.tape import Tape
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the second is that of torch's attention and transformers
+_RESETS = (
+    "reset_parameters",
+    "_reset_parameters",
+)  # the second is that of torch's attention and transformers
 
 
 def record_resets(model: nn.Module) -> Tape:
     """What each module does to reset its tensors, inner modules first, as they are built."""
     tape = Tape()
-    with torch.device("meta"), torch.no_grad(), tape:
+    with recording(tape), torch.no_grad():
         for reset in _resets(model):
             reset()
     return tape

@@ -49,21 +49,18 @@ class Window:
 class Note(NamedTuple):
     """One operation; its tensors are windows. It changes the storages `written`, or makes the `made` ones."""
 
-    function: OpOverload
+    function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     read: frozenset[int]
     written: frozenset[int]
     made: tuple[Window | None, ...]  # for each tensor that the operation returns
-
-    @property
-    def is_random(self) -> bool:
-        return torch.Tag.nondeterministic_seeded in self.function.tags
+    is_random: bool
 
     @property
     def leaves_undefined(self) -> bool:
         """Whether what it makes is whatever was in memory before."""
-        return "empty" in self.function.name()
+        return isinstance(self.function, OpOverload) and "empty" in self.function.name()
 
 
 @final
@@ -81,37 +78,34 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func in _READS_VALUES and any(tensor.is_meta for tensor in inputs):
+        if func in _READS_VALUES and any(map(on_meta, inputs)):
             return func(*tree_map(self._known_value, args), **kwargs)
         result = func(*args, **kwargs)
-        self._take_note(func, args, kwargs, inputs, result)
+        read = frozenset(_storage(tensor) for tensor in inputs if on_meta(tensor))
+        written = frozenset(_storage(t) for t in _changed(func, args, kwargs) if on_meta(t))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tuple(Window.of(t) if on_meta(t) and _storage(t) not in read else None for t in outputs)
+        if written or any(made):  # else it is a view, or nothing of the meta device
+            arguments = tree_map(_as_window, (tuple(args), dict(kwargs)))
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            self._add(Note(func, *arguments, read, written, made, is_random), (*inputs, *outputs))
         return result
 
-    def _take_note(
-        self,
-        function: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        inputs: Sequence[Tensor],
-        result: Any,
-    ) -> None:
-        read = frozenset(_storage(tensor) for tensor in inputs if tensor.is_meta)
-        written = frozenset(_storage(t) for t in _changed(function, args, kwargs) if t.is_meta)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = tuple(Window.of(t) if t.is_meta and _storage(t) not in read else None for t in outputs)
-        if not written and not any(made):
-            return  # a view, or nothing of the meta device
-        for tensor in (*inputs, *outputs):
-            if tensor.is_meta:
-                self._alive[_storage(tensor)] = tensor.untyped_storage()
-        arguments = tree_map(_as_window, (tuple(args), dict(kwargs)))
-        self._notes.append(Note(function, *arguments, read, written, made))
-        for storage in written.union(window.storage for window in made if window is not None):
-            self._writers[storage].append(len(self._notes) - 1)
+    def note_draw(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """`function` will draw the values of `tensor`: one operation, however many it consists of."""
+        written = frozenset([_storage(tensor)])
+        note = Note(function, (Window.of(tensor), *args), kwargs, written, written, (None,), is_random=True)
+        self._add(note, [tensor])
+
+    def _add(self, note: Note, tensors: Iterable[Tensor]) -> None:
+        self._alive |= {_storage(t): t.untyped_storage() for t in tensors if on_meta(t)}
+        for storage in note.written.union(window.storage for window in note.made if window is not None):
+            self._writers[storage].append(len(self._notes))
+        self._notes.append(note)
 
     def _known_value(self, argument: Any) -> Any:
         """A constructor looks at a value: compute it now."""
-        if not isinstance(argument, Tensor) or not argument.is_meta:
+        if not isinstance(argument, Tensor) or not on_meta(argument):
             return argument
         return self.values(Window.of(argument), torch.device("cpu"), _refuse_random)
 
@@ -119,7 +113,9 @@ class Tape(TorchDispatchMode):
 
     def is_defined(self, window: Window) -> bool:
         """Whether something gave this storage values."""
-        return any(not self._notes[number].leaves_undefined for number in self._writers.get(window.storage, ()))
+        return any(
+            not self._notes[number].leaves_undefined for number in self._writers.get(window.storage, ())
+        )
 
     def random_writers(self, storage: int) -> list[int]:
         """The notes that draw the values of a storage at random, in order."""
@@ -174,7 +170,9 @@ class _Run:
     def _keep(self, window: Window, output: Tensor) -> None:
         """An operation returned this for the window: as a rule in the same form."""
         if (output.stride(), output.storage_offset()) != (window.stride, window.offset):
-            extent = window.offset + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True)) + 1
+            extent = (
+                window.offset + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True)) + 1
+            )
             memory = torch.empty(extent, dtype=window.dtype, device=self._device)
             output = memory.as_strided(window.size, window.stride, window.offset).copy_(output)
         self._storages[window.storage] = output.untyped_storage()
@@ -197,7 +195,11 @@ def key_of(*parts: object) -> int:
 
 
 _READS_VALUES = frozenset(
-    (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+    (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.is_nonzero.default,
+    )
 )
 
 
@@ -219,7 +221,11 @@ def _changed(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 def _as_window(argument: Any) -> Any:
     if not isinstance(argument, Tensor):
         return argument
-    return Window.of(argument) if argument.is_meta else argument.detach().clone()
+    return Window.of(argument) if on_meta(argument) else argument.detach().clone()
+
+
+def on_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"  # and not is_meta, about which torch.nn.init is told otherwise
 
 
 def _storage(tensor: Tensor) -> int:
