@@ -220,7 +220,11 @@ LAYERS = (
         ("expert_parallel",),
         "strategies",
     ),
-    Layer(("precision", "memory", "dropout", "initialization"), (), "types; bytes; masks; first values"),
+    Layer(
+        ("precision", "memory", "dropout", "initialization", "assembly"),
+        (),
+        "types; bytes; masks; first and last values",
+    ),
     Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
@@ -240,7 +244,7 @@ BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 821, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 864, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

@@ -1,18 +1,15 @@
 """Ownership: which slices of which named global tensors a rank holds.
 
 Every rank lists all that it needs to go on: weights, float32 masters, optimizer state, buffers and counters.
-Whole state dicts (and later checkpoints) are written over that list, once, and know no strategy.
+Whole state dicts, exported files (and later checkpoints) are put together from these lists, and know no
+strategy: see assembly.py.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-
-from echelon.collectives import Group
 
 VALUE = "value"  # the `part` that is a weight or buffer itself
 MASTER = "master"  # its float32 master; any other part is a key of the optimizer's state
@@ -141,64 +138,3 @@ class StateNames(NamedTuple):
         trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters() if vars(p)}
         return cls(parameters, state, trained, attributes)
-
-
-def assemble(
-    owned: Sequence[OwnedSlice], group: Group, device: torch.device
-) -> dict[tuple[str, str], Tensor]:
-    """Every tensor whole, on every rank of the group, by (name, part); copies.
-
-    The ranks exchange lists of what they own. What every rank holds whole is copied. Of the rest, the first
-    owner of each box puts it into a tensor of zeros, and these are summed.
-    """
-    local = {_key(each.slice): each.tensor for each in owned}
-    boxes = [[(Slice(*_tuples(row[:5])), row[5]) for row in rows] for rows in _exchange(owned, group, device)]
-    held_whole = [{_tensor(box) for box, _ in rows if box.is_whole} for rows in boxes]
-    whole_everywhere = set.intersection(*held_whole)
-    whole: dict[tuple[str, str], Tensor] = {}
-    owner: dict[tuple[Any, ...], int] = {}
-    for rank, rows in enumerate(boxes):
-        for box, dtype in rows:
-            name = _tensor(box)
-            if name in whole_everywhere:
-                if rank == group.rank:
-                    whole[name] = local[_key(box)].detach().clone(memory_format=torch.contiguous_format)
-                continue
-            if name not in whole:
-                whole[name] = torch.zeros(box.shape, dtype=getattr(torch, dtype), device=device)
-            if owner.setdefault(_key(box), rank) == rank == group.rank:
-                whole[name][box.box] = local[_key(box)].detach()
-    with group.ledger.about("assembly"):
-        for name in sorted(whole.keys() - whole_everywhere):
-            if whole[name].numel():  # as bytes: zeros add to any type, and to −0.0, without a trace
-                group.all_reduce(whole[name].view(-1).view(torch.uint8))
-    return whole
-
-
-def _tensor(box: Slice) -> tuple[str, str]:
-    return box.name, box.part
-
-
-def _key(box: Slice) -> tuple[Any, ...]:
-    return box.name, box.part, box.offsets
-
-
-def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(each) if isinstance(each, list) else each for each in row)
-
-
-def _exchange(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[Any]]:
-    """What every rank of the group owns, as plain values, in rank order."""
-    rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
-    data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-    with group.ledger.about("assembly"):
-        sizes = torch.empty(group.size, dtype=torch.int64, device=device)
-        group.all_gather(sizes, torch.tensor([len(data)], device=device))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
-        padded[: len(data)] = data.to(device)
-        gathered = torch.empty(group.size, len(padded), dtype=torch.uint8, device=device)
-        group.all_gather(gathered, padded)
-    return [
-        json.loads(row[:size].cpu().numpy().tobytes())
-        for row, size in zip(gathered, sizes.tolist(), strict=True)
-    ]

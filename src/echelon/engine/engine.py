@@ -6,13 +6,14 @@ plan is said by the strategies that `parallelize` composes.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
+from echelon.assembly import Assembly
 from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.layer_sharding import LayerSharding
@@ -25,11 +26,15 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, assemble, whole_slice
+from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, whole_slice
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
 from echelon.runtime import LocalStages, Push, Update
 from echelon.wrapping import Wrapping
+
+
+def _is_value(box: Slice) -> bool:
+    return box.part == VALUE
 
 
 class Engine:
@@ -197,29 +202,46 @@ class Engine:
         self._runner.drain()
         self._update.synchronize()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All weights and buffers, whole, under their original names, on every rank (copies)."""
-        whole = self._assemble(lambda box: box.part == VALUE)
+    def full_state_dict(self, *, to: str | None = None) -> dict[str, Tensor]:
+        """All weights and buffers, whole, under their original names, on every rank (copies).
+
+        to="rank0" brings them to the host memory of rank 0, one after the other; the other ranks get none.
+        """
+        if to not in (None, "rank0"):
+            raise UserError(f"full_state_dict(to={to!r}): give to='rank0', or leave it out for every rank")
+        whole = {name: tensor for (name, _), tensor in self._assembled(_is_value, to_first=to is not None)}
+        if to is not None and self.mesh.rank != 0:
+            return {}
         local = self.module.state_dict()
         # Extra state, which nobody owns, is as it is here.
         return {
-            name: whole[first, VALUE] if (first, VALUE) in whole else copy.deepcopy(local[name])
+            name: whole[first] if first in whole else copy.deepcopy(local[name])
             for name, first in self._names.state.items()
-            if (first, VALUE) in whole or name in local
+            if first in whole or name in local
         }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
         whole: dict[str, dict[str, Tensor]] = {}
-        for (name, part), tensor in self._assemble(lambda box: box.part not in (VALUE, MASTER)).items():
+        for (name, part), tensor in self._assembled(lambda box: box.part not in (VALUE, MASTER)):
             whole.setdefault(name, {})[part] = tensor
         return {name: whole.get(first, {}) for name, first in self._names.parameters.items()}
 
-    def _assemble(self, chosen: Callable[[Slice], bool]) -> dict[tuple[str, str], Tensor]:
-        """What all ranks own of the model, put together."""
+    def _assembled(
+        self, chosen: Callable[[Slice], bool], *, to_first: bool = False
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """What all ranks own of the model, put together, tensor by tensor; `to_first`: in host memory of
+        rank 0 alone."""
+        assembly = self._assembly(chosen)
+        for key in sorted(assembly):
+            tensor = assembly.tensor(key, to=0 if to_first else None)
+            if tensor is not None:
+                yield key, tensor.cpu() if to_first else tensor
+
+    def _assembly(self, chosen: Callable[[Slice], bool]) -> Assembly:
         self.synchronize()
         owned = [each for each in self.owned() if each.slice.name != ENGINE and chosen(each.slice)]
-        return assemble(owned, self.mesh.group("all"), self.mesh.device)
+        return Assembly(owned, self.mesh.group("all"), self.mesh.device)
 
     def log(self) -> list[Push]:
         """Of asynchronous training: which worker's step made which version, the same on every rank."""

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.initialization.tape import Tape, on_meta
 
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
@@ -29,7 +30,7 @@ class _NothingLeftOut(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.is_meta.__get__ and sys._getframe(1).f_globals.get("__name__") == init.__name__:
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == init.__name__:
             return False  # torch.nn.init gives a tensor of the meta device no values at all
         has_numbers = bool(args) and not isinstance(args[0], Tensor)
         if func not in _MADE_OF_NUMBERS or not has_numbers or kwargs.get("device") is not None:

@@ -9,7 +9,7 @@ from echelon.ownership import Slice
 
 
 class WeightSource(Protocol):
-    """Gives parts of tensors by their names in the model. Nothing is computed or read before it is asked for."""
+    """Gives parts of tensors by their names in the model; does nothing before it is asked for them."""
 
     def errors(self) -> list[str]:
         """Why some tensors of the model have no values here; asked before memory is taken."""

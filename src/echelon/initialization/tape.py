@@ -68,7 +68,7 @@ class Tape(TorchDispatchMode):
     """Records in a `with`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._notes: list[Note] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # of a storage: numbers of notes, in order
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no two storages have one number
@@ -86,9 +86,10 @@ class Tape(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made = tuple(Window.of(t) if on_meta(t) and _storage(t) not in read else None for t in outputs)
         if written or any(made):  # else it is a view, or nothing of the meta device
-            arguments = tree_map(_as_window, (tuple(args), dict(kwargs)))
+            noted_args, noted_kwargs = tree_map(_as_window, (tuple(args), dict(kwargs)))
             is_random = torch.Tag.nondeterministic_seeded in func.tags
-            self._add(Note(func, *arguments, read, written, made, is_random), (*inputs, *outputs))
+            note = Note(func, noted_args, noted_kwargs, read, written, made, is_random)
+            self._add(note, (*inputs, *outputs))
         return result
 
     def note_draw(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -15,13 +15,14 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
+from echelon.assembly import assemble
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.launching.torchrun import ask_rank_0, is_under_torchrun
-from echelon.ownership import MASTER, assemble
+from echelon.ownership import MASTER
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.precision import DTYPES
 from echelon.verify.case import Case

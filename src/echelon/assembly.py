@@ -1,0 +1,112 @@
+"""Whole tensors, put together from what ranks own, one at a time.
+
+The ranks exchange lists of what they own. What every rank holds whole is copied. Of the rest, the first owner
+of each box puts it into a tensor of zeros, and these are summed: on every rank, or on one.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import Group
+from echelon.ownership import OwnedSlice, Slice
+
+Key = tuple[str, str]  # the name of a tensor, and the part: its value, or a key of its optimizer state
+
+
+class _Box(NamedTuple):
+    """A box of a tensor, and the rank that brings it."""
+
+    slice: Slice
+    dtype: str
+    owner: int
+
+
+@final
+class Assembly:
+    """What the ranks of a group own; all of them ask for the same tensors in the same order."""
+
+    def __init__(self, owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._local = {_place(each.slice): each.tensor for each in owned}
+        self._boxes: dict[Key, dict[tuple[Any, ...], _Box]] = {}
+        held_whole: list[set[Key]] = []
+        for rank, rows in enumerate(_exchange(owned, group, device)):
+            boxes = [_Box(Slice(*_tuples(row[:5])), row[5], rank) for row in rows]
+            held_whole.append({_key(box.slice) for box in boxes if box.slice.is_whole})
+            for box in boxes:
+                self._boxes.setdefault(_key(box.slice), {}).setdefault(_place(box.slice), box)
+        self._everywhere = set.intersection(*held_whole)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._boxes)
+
+    def tensor(self, key: Key, to: int | None = None) -> Tensor | None:
+        """A copy of a whole tensor on every rank; or on rank `to` alone, and None on the others."""
+        boxes = self._boxes[key].values()
+        is_wanted = to is None or to == self._group.rank
+        if key in self._everywhere:
+            whole = next(box for box in boxes if box.slice.is_whole)
+            local = self._local[_place(whole.slice)].detach()
+            return local.clone(memory_format=torch.contiguous_format) if is_wanted else None
+        tensor = self._own_boxes(list(boxes))
+        if tensor.numel():
+            self._sum(tensor, to)
+        return tensor if is_wanted else None
+
+    def _own_boxes(self, boxes: Sequence[_Box]) -> Tensor:
+        first = boxes[0]
+        tensor = torch.zeros(first.slice.shape, dtype=getattr(torch, first.dtype), device=self._device)
+        for box in boxes:
+            if box.owner == self._group.rank:
+                tensor[box.slice.box] = self._local[_place(box.slice)].detach()
+        return tensor
+
+    def _sum(self, tensor: Tensor, to: int | None) -> None:
+        data = tensor.view(-1).view(
+            torch.uint8
+        )  # as bytes: zeros add to any type, and to −0.0, without a trace
+        with self._group.ledger.about("assembly"):
+            if to is None:
+                self._group.all_reduce(data)
+            else:
+                self._group.reduce(data, to)
+
+
+def assemble(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> dict[Key, Tensor]:
+    """Every tensor whole, on every rank of the group; copies."""
+    assembly = Assembly(owned, group, device)
+    tensors = {key: assembly.tensor(key) for key in sorted(assembly)}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+
+
+def _key(box: Slice) -> Key:
+    return box.name, box.part
+
+
+def _place(box: Slice) -> tuple[Any, ...]:
+    return box.name, box.part, box.offsets
+
+
+def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(each) if isinstance(each, list) else each for each in row)
+
+
+def _exchange(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[Any]]:
+    """What every rank of the group owns, as plain values, in rank order."""
+    rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
+    data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
+    with group.ledger.about("assembly"):
+        sizes = torch.empty(group.size, dtype=torch.int64, device=device)
+        group.all_gather(sizes, torch.tensor([len(data)], device=device))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+        padded[: len(data)] = data.to(device)
+        gathered = torch.empty(group.size, len(padded), dtype=torch.uint8, device=device)
+        group.all_gather(gathered, padded)
+    return [
+        json.loads(row[:size].cpu().numpy().tobytes())
+        for row, size in zip(gathered, sizes.tolist(), strict=True)
+    ]
