@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,18 +15,24 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_identity(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         result = func(*args, **(kwargs or {}))
-        self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and _identity(tensor) not in given:
-                storage = tensor.untyped_storage()
-                self._alive[_identity(tensor)] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+            if isinstance(tensor, Tensor) and not tensor.is_meta and _identity(tensor) not in given:
+                self._alive[_identity(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        sizes = {key: _size(kept) for key, kept in self._alive.items()}
+        self._alive = {key: kept for key, kept in self._alive.items() if sizes[key] is not None}
+        self.peak = max(self.peak, sum(size or 0 for size in sizes.values()))
         return result
+
+
+def _size(kept: StorageWeakRef) -> int | None:
+    """The bytes of a storage now, which may have given them back; None if it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(kept.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def _identity(tensor: Tensor) -> int:

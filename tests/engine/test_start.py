@@ -26,7 +26,7 @@ def values_after_start(bytes_at_once: int) -> tuple[list[float], int]:
     with torch.no_grad():
         for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
             tensor.fill_(100 * group.rank + number)
-    start_equal(model, group)
+    start_equal(model, group, torch.device("cpu"))
     assert {move.subject for move in group.ledger.moves} == {"agreement", "parameters"}
     values = [float(t.flatten()[0]) for t in [*model.parameters(), *model.buffers()] if t.numel()]
     return values, len(group.ledger.moves) - 1  # one compares the models
@@ -44,7 +44,7 @@ def test_every_rank_has_the_first_one_s_parameters_and_buffers(
 
 def test_one_rank_moves_nothing() -> None:
     group = RecordingGroup("all", ledger=Ledger())
-    start_equal(nn.Linear(2, 2), group)
+    start_equal(nn.Linear(2, 2), group, torch.device("cpu"))
     assert not group.ledger.moves
 
 
@@ -54,7 +54,7 @@ def weights_of_rank_zero() -> list[Tensor]:
     model = Perceptron()
     model.register_buffer("counter", torch.tensor(rank))
     model.first.weight.data = model.first.weight.data.t().contiguous().t()  # not contiguous
-    start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()))
+    start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()), torch.device("cpu"))
     return [*model.state_dict().values()]
 
 
@@ -72,7 +72,7 @@ def refusal(different: str) -> str:
     if other and different == "buffer":
         model.register_buffer("more", torch.zeros(1))
     with pytest.raises(UserError) as caught:
-        start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()))
+        start_equal(model, group_over("data", torch.distributed.group.WORLD, Ledger()), torch.device("cpu"))
     return str(caught.value)
 
 

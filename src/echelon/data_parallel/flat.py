@@ -47,7 +47,6 @@ class FlatUnit:
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
         self.has_part = False  # in this step
         self._local = list(self._runs())
-        self.free()  # before the next unit takes memory
 
     def local_parameters(self) -> list[LocalParameter]:
         """This rank's run of each parameter that its part touches, as memory an optimizer can update."""

@@ -32,7 +32,9 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
     return converted
 
 
-def start_equal(model: nn.Module, group: Group, device: torch.device, values: InitialValues | None) -> None:
+def start_equal(
+    model: nn.Module, group: Group, device: torch.device, values: InitialValues | None = None
+) -> None:
     """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal.
 
     Of a deferred model: the seed of the parameters, which are filled later, and the buffers.

@@ -45,7 +45,7 @@ def deferred(build: Callable[[], Model]) -> Model:
     try:
         with recording(tape):
             model = build()
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError) as error:
         if "meta" not in str(error):
             raise
         raise UserError(

@@ -124,7 +124,7 @@ class Tape(TorchDispatchMode):
 
     def values(self, window: Window, device: torch.device, seed: Seed) -> Tensor:
         """The tensor, computed on `device`; random numbers are drawn with `seed` of each operation."""
-        run = _Run(device)
+        run = _Run(device, self._alive)
         with torch.no_grad(), torch.random.fork_rng(_cuda(device)):
             for number in self._needed(window.storage):
                 if self._notes[number].is_random:
@@ -152,11 +152,15 @@ class Tape(TorchDispatchMode):
 class _Run:
     """Real storages in which notes are repeated."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, recorded: Mapping[int, torch.UntypedStorage]) -> None:
+        self._device, self._recorded = device, recorded
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, window: Window) -> Tensor:
+        if window.storage not in self._storages:  # it was there before the recording; all of it is NaN
+            size = self._recorded[window.storage].nbytes()
+            memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
+            self._storages[window.storage] = memory.untyped_storage()
         empty = torch.empty(0, dtype=window.dtype, device=self._device)
         return empty.set_(self._storages[window.storage], window.offset, window.size, window.stride)
 
