@@ -66,9 +66,7 @@ class Assembly:
         return tensor
 
     def _sum(self, tensor: Tensor, to: int | None) -> None:
-        data = tensor.view(-1).view(
-            torch.uint8
-        )  # as bytes: zeros add to any type, and to −0.0, without a trace
+        data = tensor.view(-1).view(torch.uint8)  # zeros add to bytes of any type without a trace
         with self._group.ledger.about("assembly"):
             if to is None:
                 self._group.all_reduce(data)

@@ -265,4 +265,7 @@ def _flatten(unit: Unit, group: Group, level: int, separate: Set[nn.Parameter]) 
             own = name if parameter in separate else ""
             kind = (parameter.requires_grad, parameter.dtype, parameter.device, own)
             kinds.setdefault(kind, []).append((name, parameter))
-    return [FlatUnit(unit.name, parameters, group, resident=level < 3) for parameters in kinds.values()]
+    flats = [FlatUnit(unit.name, parameters, group, resident=level < 3) for parameters in kinds.values()]
+    for flat in flats:
+        flat.free()  # before the next unit takes memory
+    return flats
