@@ -44,6 +44,11 @@ class Assembly:
     def __iter__(self) -> Iterator[Key]:
         return iter(self._boxes)
 
+    def like(self, key: Key) -> Tensor:
+        """A tensor of the meta device with the shape and type of a whole one."""
+        first = next(iter(self._boxes[key].values()))
+        return torch.empty(first.slice.shape, dtype=getattr(torch, first.dtype), device="meta")
+
     def tensor(self, key: Key, to: int | None = None) -> Tensor | None:
         """A copy of a whole tensor on every rank; or on rank `to` alone, and None on the others."""
         boxes = self._boxes[key].values()

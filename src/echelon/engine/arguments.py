@@ -6,6 +6,7 @@ deep in autograd, or as a training that learns nothing.
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def check_arguments(
     boundaries: object = None,
     sample_batch: object = None,
     tensor_table: object = None,
+    weights: object = None,
 ) -> None:
     """Refuse what `parallelize` cannot work with."""
     errors = [
@@ -42,6 +44,7 @@ def check_arguments(
         *_boundary_errors(boundaries, plan),
         *_sample_batch_errors(sample_batch),
         *_table_errors(tensor_table),
+        *_weights_errors(weights),
     ]
     raise_errors("the arguments of parallelize", errors)
 
@@ -136,6 +139,12 @@ def _table_errors(table: object) -> list[str]:
         (name, word) for name, word in table.items() if not isinstance(name, str) or not isinstance(word, str)
     ]
     return [f"tensor_table has {name!r}: {word!r}, and {rule}" for name, word in wrong]
+
+
+def _weights_errors(weights: object) -> list[str]:
+    if weights is None or (isinstance(weights, str | Path) and Path(weights).is_dir()):
+        return []
+    return [f"weights={str(weights)!r}: must be a folder with a model in Hugging Face's files, or None"]
 
 
 def _is_integer(value: object) -> bool:

@@ -8,32 +8,37 @@ fill            one tensor after the other is computed or read, and the rank kee
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.data_parallel import Sharing
-from echelon.errors import UserError, raise_errors
-from echelon.initialization import InitialValues, WeightSource, is_deferred, named_tensors
-from echelon.ownership import OwnedSlice
+from echelon.errors import UserError
+from echelon.initialization import WeightSource, is_deferred, named_tensors
+from echelon.launching.group import check_on_every_rank
+from echelon.mesh import Mesh
+from echelon.ownership import OwnedSlice, whole_slice
 from echelon.plan import AUTO, Plan
 
 InWhole = Callable[[OwnedSlice], list[OwnedSlice]]  # a box of this rank's part as boxes of the whole tensor
 
 
-def initial_values(model: nn.Module, plan: Plan, device: torch.device) -> InitialValues | None:
-    """What the model starts with, if it is deferred; raises if that is not known of all of it."""
-    if not is_deferred(model):
+def weight_source(
+    model: nn.Module, plan: Plan, weights: str | Path | None, device: torch.device
+) -> WeightSource | None:
+    """What the model starts with, if it is deferred or its weights are in a folder."""
+    if weights is None and not is_deferred(model):
         return None
     if plan.pipeline == AUTO:
         raise UserError(
             "pipeline=auto measures the layers of a model, and this one has no weights yet; say the stages, "
             "like pipeline=2, or build the model whole"
         )
-    values = InitialValues(model, device)
-    raise_errors("the initial values of the model", values.errors())
-    return values
+    made: list[WeightSource] = []
+    check_on_every_rank(lambda: made.append(WeightSource(model, weights, device)))
+    return made[0]
 
 
 def forget_values(model: nn.Module) -> None:
@@ -42,26 +47,27 @@ def forget_values(model: nn.Module) -> None:
         _become(parameter, torch.empty_like(parameter, device="meta"))
 
 
-def give_buffers(model: nn.Module, values: InitialValues) -> None:
-    """Compute buffers, and tensors that are plain attributes, all of them: they are small."""
+def give_buffers(model: nn.Module, source: WeightSource, device: torch.device) -> None:
+    """Give buffers, and tensors that are plain attributes, their values, all of them: they are small."""
     for name, tensor in list(named_tensors(model)):
         if tensor.is_meta and not isinstance(tensor, nn.Parameter):
             path, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(path), attribute, values.tensor(name).to(tensor.dtype))
+            (value,) = source.read(name, [whole_slice(name, tensor)])
+            setattr(model.get_submodule(path), attribute, value.to(device, tensor.dtype, copy=True))
 
 
-def take_memory(modules: Iterable[nn.Module], device: torch.device, *, later: bool) -> None:
-    """Bring the parameters that are on the meta device to `device`. They stay the same objects.
+def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Bring the parameters that are on the meta device to that of this rank. They stay the same objects.
 
-    `later`: as numbers that take no memory, for a strategy that gives them some.
+    Where ZeRO shards them it gives them memory, unit by unit; until then they take none.
     """
+    is_sharded = mesh.plan.zero == 3 and mesh.group("weights").size > 1
     for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
-        if later:
-            number = torch.full((), _not_a_number(parameter.dtype), dtype=parameter.dtype, device=device)
-            memory = number.expand(parameter.shape)
+        if is_sharded:
+            number = torch.full((), _not_a_number(parameter.dtype), dtype=parameter.dtype, device=mesh.device)
+            _become(parameter, number.expand(parameter.shape))
         else:
-            memory = torch.empty_like(parameter, device=device)
-        _become(parameter, memory)
+            _become(parameter, torch.empty_like(parameter, device=mesh.device))
 
 
 def _become(parameter: nn.Parameter, memory: Tensor) -> None:

@@ -8,6 +8,7 @@ plan is said by the strategies that `parallelize` composes.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from echelon.assembly import Assembly
 from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
+from echelon.engine.export import export
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_put_together, is_split, restore_weights
@@ -30,6 +32,7 @@ from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNam
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
 from echelon.runtime import LocalStages, Push, Update
+from echelon.weight_files import SHARD_BYTES
 from echelon.wrapping import Wrapping
 
 
@@ -219,6 +222,13 @@ class Engine:
             for name, first in self._names.state.items()
             if first in whole or name in local
         }
+
+    def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write weights and buffers as a Hugging Face folder, which transformers loads if it knows the model.
+
+        All ranks must call this. Rank 0 writes, and no rank ever holds more than one whole tensor.
+        """
+        export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from echelon.engine.arguments import check_arguments, check_clip, check_model
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
-from echelon.engine.deferred_start import fill, initial_values, take_memory
+from echelon.engine.deferred_start import fill, take_memory, weight_source
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.restore import mark_split
@@ -44,6 +45,7 @@ def parallelize(
     boundaries: Sequence[int] | None = None,
     sample_batch: Batch | None = None,
     tensor_table: Table | None = None,
+    weights: str | Path | None = None,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -54,36 +56,35 @@ def parallelize(
     `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
     `boundaries` are the layers before which stages begin, if not evenly; `sample_batch` is a global batch,
     for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism does with modules
-    that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}.
+    that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a Hugging Face
+    folder, of which each rank reads what it holds; the model's own values are not needed (`deferred`).
     """
     check_arguments(
-        model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table
+        model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table, weights
     )
     plan = supported_plan(plan)
     check_clip(plan, clip)
     check_model(model)
     join()
-    values = initial_values(model, plan, this_device())  # of a model that is deferred
-    model = convert(model, this_device(), DTYPES[plan.precision])
+    source = weight_source(model, plan, weights, this_device())  # where they are not in the model
+    model = convert(model, this_device(), DTYPES[plan.precision], has_values=source is None)
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), Wrapping()
         undo.callback(wrapping.remove)
-        start_equal(model, mesh.group("all"), mesh.device, values)
+        start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
-        mark_split(model, plan, split.temporary_buffers, stays_split=values is not None)
-        take_memory(
-            split.modules.values(), mesh.device, later=plan.zero == 3 and mesh.group("weights").size > 1
-        )
+        mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
+        take_memory(split.modules.values(), mesh)
         layers.assign_views(split.modules, wrapping)
         layers.overlap(model, split.program)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
-        if values is not None:
-            fill(local.sharings, layers.in_whole, values)
+        if source is not None:
+            fill(local.sharings, layers.in_whole, source)
         update = make_update(local, mesh, optimizer, clip, schedule)
         if plan.compile:
             compile_layers(local.modules, wrapping, same_kernels=plan.tensor > 1)

@@ -12,17 +12,19 @@ from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
 from echelon.engine.deferred_start import forget_values, give_buffers
 from echelon.huggingface import frequencies
-from echelon.initialization import InitialValues, is_deferred
+from echelon.initialization import WeightSource
 
 
-def convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def convert(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, *, has_values: bool = True
+) -> nn.Module:
     """The model on the device, its real numbers in `dtype`; integers and complex numbers stay what they are,
     and so do frequencies of rotary positions: in bf16 they would be off by turns at the 1,000th token.
 
-    What is deferred has no device, and gets the types alone."""
+    A model that gets its values later loses those that it has; it gets the types alone."""
     kept = {id(buffer) for buffer in frequencies(model)}
-    target = torch.device("meta") if is_deferred(model) else device
-    if target.type == "meta":
+    target = device if has_values else torch.device("meta")
+    if not has_values:
         forget_values(model)
 
     def convert_tensor(t: Tensor) -> Tensor:
@@ -33,18 +35,18 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mo
 
 
 def start_equal(
-    model: nn.Module, group: Group, device: torch.device, values: InitialValues | None = None
+    model: nn.Module, group: Group, device: torch.device, source: WeightSource | None = None
 ) -> None:
     """Rank 0's parameters and buffers into everyone's: the only place where ranks are made equal.
 
     Of a deferred model: the seed of the parameters, which are filled later, and the buffers.
     """
     _check_same_model(model, group, device)
-    if values is None:
+    if source is None:
         _broadcast([*model.parameters(), *model.buffers()], group)
         return
-    values.seed = _agreed(values.seed, group, device)
-    give_buffers(model, values)
+    source.seed = _agreed(source.seed, group, device)
+    give_buffers(model, source, device)
     _broadcast(list(model.buffers()), group)
 
 

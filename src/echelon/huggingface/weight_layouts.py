@@ -42,16 +42,20 @@ def open_weights(folder: str | Path, model: nn.Module) -> WeightFolder:
     return WeightFolder(folder, partial(weight_layout, model))
 
 
-def weight_layout(model: nn.Module, names: Collection[str] = ()) -> WeightLayout:
+def weight_layout(
+    model: nn.Module, names: Collection[str] = (), state: Mapping[str, object] | None = None
+) -> WeightLayout:
     """How files with tensors of these names hold a model; without names, how to write them.
 
-    A model of echelon knows, transformers knows its own; any other has the names of its state dict.
+    A model of echelon knows, transformers knows its own; any other has the names of its state dict. `state`
+    is that dict, if the model itself has only parts of it.
     """
     own: Any = getattr(model, "weight_layout", None)
     if callable(own):
-        layout: WeightLayout = own(names)
+        layout: WeightLayout = own(names, state)
         return layout
-    return _layout_of_transformers(model, names) if _is_pretrained(model) else plain_layout(model, names)
+    layout_of = _layout_of_transformers if _is_pretrained(model) else plain_layout
+    return layout_of(model, names, state)
 
 
 def config_json(model: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -81,10 +85,12 @@ class _Matches(NamedTuple):
     unknown: list[str]
 
 
-def _layout_of_transformers(model: Any, names: Collection[str]) -> WeightLayout:
+def _layout_of_transformers(
+    model: Any, names: Collection[str], given: Mapping[str, object] | None
+) -> WeightLayout:
     if not names and not all(map(_is_stacking, _transforms(model)[1])):
-        return plain_layout(model)  # transformers reads the model's own names too
-    state, problems = state_tensors(model)
+        return plain_layout(model, (), given)  # transformers reads the model's own names too
+    state, problems = state_tensors(model, given)
     matches = _match(model, names or _names_to_write(model, state), state)
     ties = _find_ties(model, state, {*matches.stored, *matches.stacked})
     tensors: dict[str, FileTensor] = {}

@@ -4,7 +4,7 @@ Random values depend on the seed and the name of the tensor, and on nothing else
 which rank computes them, nor on the other tensors of the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, TypeVar, final
 from weakref import WeakKeyDictionary
 
@@ -71,7 +71,7 @@ class InitialValues:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         recording = _recordings.get(model)
-        self._unknown = [] if recording is None else _changed_since(model, recording)
+        self._unknown = {} if recording is None else _changed_since(model, recording)
         self._tape = record_resets(model) if recording is None else recording.tape
         self.seed = torch.initial_seed() if recording is None else recording.seed
         self._tensors: dict[str, Window | Tensor] = {
@@ -79,14 +79,14 @@ class InitialValues:
             for name, tensor in named_tensors(model)
         }
         self._random = self._number_draws()
-        self._unknown += [
-            f"{name}: {how_to_know(model, name, was_recorded=recording is not None)}"
-            for name, tensor in self._tensors.items()
-            if isinstance(tensor, Window) and not self._tape.is_defined(tensor) and 0 not in tensor.size
-        ]
+        for name, tensor in self._tensors.items():
+            is_known = not isinstance(tensor, Window) or self._tape.is_defined(tensor) or 0 in tensor.size
+            if not is_known:
+                self._unknown[name] = how_to_know(model, name, was_recorded=recording is not None)
 
-    def errors(self) -> list[str]:
-        return self._unknown
+    def errors(self, but: Collection[str] = ()) -> list[str]:
+        """Of the tensors whose values are not known; those of `but` come from elsewhere."""
+        return [f"{name}: {reason}" for name, reason in self._unknown.items() if name not in but]
 
     def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
         whole = self.tensor(name)
@@ -122,10 +122,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{path}.{name}" if path else name), value
 
 
-def _changed_since(model: nn.Module, recording: _Recording) -> list[str]:
+def _changed_since(model: nn.Module, recording: _Recording) -> dict[str, str]:
     """What was changed after it was recorded, where nobody took note."""
-    return [
-        f"{name}: was changed after echelon.deferred had built the model; do it inside the function"
+    return {
+        name: "was changed after echelon.deferred had built the model; do it inside the function"
         for name, tensor in named_tensors(model)
         if tensor.is_meta and recording.versions.get(name, tensor._version) != tensor._version
-    ]
+    }

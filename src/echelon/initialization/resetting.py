@@ -8,7 +8,7 @@ from torch import nn
 
 from echelon.huggingface import initializer
 from echelon.initialization.recording import recording
-from echelon.initialization.tape import Tape
+from echelon.initialization.tape import Tape, on_meta
 
 _RESETS = (
     "reset_parameters",
@@ -37,12 +37,14 @@ def how_to_know(model: nn.Module, name: str, *, was_recorded: bool) -> str:
 
 
 def _resets(module: nn.Module) -> Iterator[Callable[[], object]]:
+    if not any(map(on_meta, (*module.parameters(), *module.buffers()))):
+        return  # it has its values
     initialize = initializer(module)
     if initialize is not None:  # a model of transformers initialises all of its modules
         yield initialize
         return
     for child in module.children():
         yield from _resets(child)
-    has_tensors = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    known = (getattr(module, name, None) for name in _RESETS)
-    yield from (reset for reset in known if callable(reset) and has_tensors)
+    if any(map(on_meta, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+        known = (getattr(module, name, None) for name in _RESETS)
+        yield from filter(callable, known)

@@ -120,6 +120,20 @@ def decide_on_rank_0(decide: Callable[[], object]) -> Any:
     return agree(keys, world.rank(), world.size(), lambda: None, lambda _: decide(), limit=_LONGEST)
 
 
+def check_on_every_rank(check: Callable[[], object]) -> None:
+    """Raise, on every rank, the error that `check` raises on any; every rank must call this."""
+    if not dist.is_initialized():
+        check()
+        return
+    world = _world()
+    keys = _new_keys("check", dist.distributed_c10d._get_default_store())
+
+    def report() -> None:
+        check()
+
+    agree(keys, world.rank(), world.size(), report, lambda _: None, limit=_LONGEST)
+
+
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the group's backend for each type of device.
 

@@ -3,7 +3,7 @@
 A family (`gpt`, `llama`) only says which parts to connect.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,9 +47,11 @@ class Transformer(nn.Module):
         if self.config.tied:
             self.head.projection.weight = self.embedding.tokens.weight
 
-    def weight_layout(self, names: Collection[str] = ()) -> WeightLayout:
+    def weight_layout(
+        self, names: Collection[str] = (), state: Mapping[str, Tensor] | None = None
+    ) -> WeightLayout:
         """How Hugging Face files hold the weights: files with these names, or those to write."""
-        return hf_layout(self.config, self.state_dict(), names)
+        return hf_layout(self.config, self.state_dict() if state is None else state, names)
 
     def config_json(self, dtype: torch.dtype) -> dict[str, Any]:
         """The config.json of Hugging Face files with weights of this type."""

@@ -12,7 +12,8 @@ import torch
 from echelon.collectives import StepMoves
 from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
-from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf, save_hf
+from echelon.initialization import deferred
+from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
 from echelon.train.batches import make_batches
@@ -21,12 +22,14 @@ from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.job import Job
 
 SAMPLE_TOKENS = 300
+LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
 def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
     torch.manual_seed(job.seed)
-    model = load_hf(Path(job.model.weights)) if job.model.weights else build(job.model.config())
+    config, measures = job.model.config(), Plan.parse(job.plan).pipeline == AUTO
+    model = _whole(job, config) if measures else deferred(lambda: build(config))
     corpus = open_corpus(job.data.source, vocab=model.config.vocab, dtype=job.data.dtype)
     batches, validation = make_batches(job, corpus)
     engine = parallelize(
@@ -37,7 +40,8 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
         clip=job.optimizer.clip,
         schedule=_rates(job),
         seed=job.seed,
-        sample_batch=batches.at(0, (0, 1)) if Plan.parse(job.plan).pipeline == AUTO else None,
+        sample_batch=batches.at(0, (0, 1)) if measures else None,
+        weights=None if measures else job.model.weights,
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
@@ -55,10 +59,15 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
             if first:
                 report(Evaluated(step, loss))
             refuse_divergence(job, step, validation_loss=loss)
-    weights = engine.full_state_dict()
+    engine.export(folder / "model")
     engine.close(restore=False)
-    if first:
-        finish(model.config, weights, corpus, folder, report)
+    if first and config.num_parameters <= LARGEST_TO_SAMPLE:
+        report(Sampled(sample(load_hf(folder / "model"), corpus)))
+
+
+def _whole(job: Job, config: ModelConfig) -> Transformer:
+    """The model with all of its weights, for pipeline=auto to measure."""
+    return build(config) if job.model.weights is None else load_hf(job.model.weights)
 
 
 def _rates(job: Job) -> Callable[[int], float]:
@@ -75,20 +84,6 @@ def evaluate(engine: Engine, batches: Batches, count: int) -> float:
     available = min(count, batches.windows // batches.batch)
     results = [engine.evaluate(batches.at(index, part)) for index in range(available)]
     return sum(r.loss * r.tokens for r in results) / sum(r.tokens for r in results)
-
-
-def finish(
-    config: ModelConfig,
-    weights: dict[str, torch.Tensor],
-    corpus: Corpus,
-    folder: Path,
-    report: Callable[[Event], None],
-) -> None:
-    """Build the whole model once more, whatever the plan was: save it, and sample from it."""
-    model = build(config)
-    model.load_state_dict(weights)
-    save_hf(model, folder / "model")
-    report(Sampled(sample(model, corpus)))
 
 
 def sample(model: Transformer, corpus: Corpus) -> str:

@@ -126,9 +126,14 @@ def whole_tensor(name: str, tensor: Described, stored: str) -> FileTensor:
     return FileTensor(stored, shape, tensor.dtype, (Piece(name, origin, shape, stored, origin),))
 
 
-def plain_layout(model: nn.Module, names: Collection[str] = ()) -> WeightLayout:
-    """Of a model whose files have the names of its state dict; of tied tensors one name is enough."""
-    tensors, problems = state_tensors(model)
+def plain_layout(
+    model: nn.Module, names: Collection[str] = (), state: Mapping[str, object] | None = None
+) -> WeightLayout:
+    """Of a model whose files have the names of its state dict; of tied tensors one name is enough.
+
+    `state` is the state dict, if the model itself has only parts of it.
+    """
+    tensors, problems = state_tensors(model, state)
     ties = find_ties(tensors, names)
     return WeightLayout(
         tensors={name: whole_tensor(name, t, name) for name, t in tensors.items() if name not in ties},
@@ -138,9 +143,11 @@ def plain_layout(model: nn.Module, names: Collection[str] = ()) -> WeightLayout:
     )
 
 
-def state_tensors(model: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+def state_tensors(
+    model: nn.Module, state: Mapping[str, object] | None = None
+) -> tuple[dict[str, Tensor], list[str]]:
     """The state dict, in which tied tensors are one object; and errors for what in it is no tensor."""
-    state = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True) if state is None else state
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, [
         f"{name}: is a {type(value).__name__} in the model, and files hold tensors only"

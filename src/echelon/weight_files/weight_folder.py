@@ -51,6 +51,11 @@ class WeightFolder:
         """The model's tensors that the files hold, tied ones once; `read` also takes their other names."""
         return list(self._layout.pieces)
 
+    @property
+    def ties(self) -> Collection[str]:
+        """Further names of tied tensors."""
+        return self._layout.ties.keys()
+
     def read(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
         """Boxes of one of the model's tensors, on the CPU, in the type that is stored.
 

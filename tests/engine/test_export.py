@@ -1,0 +1,157 @@
+"""Weights from Hugging Face folders and back, part by part."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import echelon
+from echelon.engine import parallelize
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.models import build, cross_entropy, load_hf, save_hf
+from tests.engine.test_deferred_start import CONFIG
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": lambda: build(CONFIG), "llama": llama}
+
+
+def token_loss(output: object, targets: Tensor) -> tuple[Tensor, int]:
+    logits = output if isinstance(output, Tensor) else output.logits  # type: ignore[attr-defined]
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ), targets.numel()
+
+
+def there_and_back(kind: str, plan: str, source: Path, target: Path) -> dict[str, Tensor]:
+    """Start from one folder, and write another; what rank 0 has in between."""
+    model = echelon.deferred(MODELS[kind])
+    loss = cross_entropy if kind == "gpt" else token_loss
+    with parallelize(
+        model,
+        plan,
+        optimizer=torch.optim.SGD,
+        loss=loss,
+        weights=source,  # type: ignore[arg-type]
+    ) as engine:
+        weights = engine.full_state_dict(to="rank0")
+        engine.export(target, shard_bytes=20_000)
+    return weights
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    torch.manual_seed(11)
+    path, model = tmp_path_factory.mktemp(request.param), MODELS[request.param]()
+    if request.param == "gpt":
+        save_hf(model, path, shard_bytes=30_000)
+    else:
+        model.save_pretrained(path)  # type: ignore[operator]
+    return request.param, path
+
+
+PLANS = [
+    ("data=2 zero=3", 2),
+    ("data=2 zero=1", 2),
+    ("tensor=2 pipeline=2", 4),
+    ("data=2 tensor=2 zero=3", 4),
+]
+
+
+@pytest.mark.parametrize(("plan", "ranks"), PLANS, ids=[plan for plan, _ in PLANS])
+def test_a_folder_comes_back_bit_by_bit(
+    plan: str,
+    ranks: int,
+    folder: tuple[str, Path],
+    tmp_path: Path,
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    kind, source = folder
+    target = tmp_path / "written"
+    weights, *others = warm_ranks(ranks).run(there_and_back, kind, plan, source, target)
+    assert not any(others)
+    assert len(list(target.glob("*.safetensors"))) > 1, "in shards"
+    before, after = _stored(source), _stored(target)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    if kind == "gpt":
+        expected = load_hf(source).state_dict()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    tokens = torch.arange(24).view(2, 12)
+    logits = [
+        transformers.AutoModelForCausalLM.from_pretrained(path)(tokens).logits for path in (source, target)
+    ]
+    assert torch.equal(*logits)
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def refusals(source: Path, target: Path) -> list[list[str]]:
+    """What the ranks say of a folder with errors, and of one that cannot be written."""
+    said = []
+    for weights in (source, None):
+        try:
+            with parallelize(
+                echelon.deferred(MODELS["gpt"]),
+                "data=2 zero=3",
+                optimizer=torch.optim.SGD,
+                loss=cross_entropy,
+                weights=weights,
+            ) as engine:
+                engine.export(target)
+        except UserError as error:
+            said.append([error.title, *error.errors])
+    return said
+
+
+def test_errors_are_raised_on_every_rank(tmp_path: Path, warm_ranks: Callable[[int], Ranks]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_hf(build(CONFIG), source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["transformer.ln_f.weight"]
+    tensors["transformer.ln_f.bias"] = torch.zeros(3)
+    save_file(tensors, source / "model.safetensors")
+    target.write_text("a file")
+    first, second = warm_ranks(2).run(refusals, source, target)
+    assert first == second
+    loading, writing = first
+    assert loading[1:] == [
+        "transformer.ln_f.weight: is missing",
+        f"transformer.ln_f.bias: has shape [3], must be [{CONFIG.width}]",
+    ]
+    assert "target" in writing[0]
+
+
+def test_a_folder_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError) as refusal:
+        parallelize(
+            nn.Linear(2, 2), "data=1", optimizer=torch.optim.SGD, loss=cross_entropy, weights="nowhere"
+        )
+    (error,) = refusal.value.errors
+    assert error == "weights='nowhere': must be a folder with a model in Hugging Face's files, or None"
+
+
+def test_a_model_with_values_takes_those_of_the_folder(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = build(CONFIG)
+    save_hf(expected, tmp_path)
+    with parallelize(
+        build(CONFIG), "data=1", optimizer=torch.optim.SGD, loss=cross_entropy, weights=tmp_path
+    ) as engine:
+        found = engine.full_state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
