@@ -73,6 +73,13 @@ def test_any_box_into_any_memory(
     assert torch.equal(out, expected)
 
 
+def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    header = read_header(saved(tmp_path, tensor=torch.tensor([[3.0]])))["tensor"]
+    out = torch.zeros(8).as_strided((1, 1), (4, 4))
+    read_box(header, (slice(0, 1), slice(0, 1)), out)
+    assert out.item() == 3.0
+
+
 def test_rows_read_their_own_bytes_and_columns_whole_rows(tmp_path: Path) -> None:
     header = read_header(saved(tmp_path, tensor=torch.rand(1024, 1024)))["tensor"]  # 4 MiB
 

@@ -135,7 +135,8 @@ def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], box: tuple[slice
 
 def _read_exactly(file: FileIO, begin: int, out: Tensor) -> None:
     """Fill contiguous memory with the bytes from `begin` on."""
-    memory = out.view(-1).view(torch.uint8).numpy().data
+    flat = out.as_strided((out.numel(),), (1,))  # unlike view(-1), also where one element has any stride
+    memory = flat.view(torch.uint8).numpy().data
     file.seek(begin)
     filled = 0
     while filled < len(memory):  # one read returns 2 GiB at most
