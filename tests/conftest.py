@@ -18,6 +18,7 @@ from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
 from echelon.plan import Plan
 from echelon.precision import buffer_layout
 from echelon.verify import Case, contract
+from tests.warm_ranks import WarmRanks
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
 preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests.fuzz.case")
@@ -66,7 +67,7 @@ def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
 
     def ranks(count: int) -> Ranks:
         if count not in sets:
-            sets[count] = Ranks(count, deadline=60.0).__enter__()
+            sets[count] = WarmRanks(count, deadline=60.0).__enter__()
         return sets[count]
 
     yield ranks
@@ -87,7 +88,7 @@ class _Trainers:
         if plan.sync == "async":
             return launch(fn, count, case, plan, *args, deadline=deadline)
         if count not in self._sets:
-            self._sets[count] = Ranks(count, deadline=deadline)
+            self._sets[count] = WarmRanks(count, deadline=deadline)
         try:
             return self._sets[count].run(fn, case, plan, *args)
         except BaseException:
