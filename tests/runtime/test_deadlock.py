@@ -1,227 +1,17 @@
-"""No schedule deadlocks where operations run in the order of NCCL (see tests/nccl_like).
+"""No schedule deadlocks where operations run in the order of NCCL (see tests/nccl_like)."""
 
-Programs, interpreter and wire are the real ones. A stage multiplies by a number: losses and gradients can be
-written down, so a message that meets the wrong receive is found too.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from echelon.collectives import Edge, Edges, Group
-from echelon.data_parallel import Buffers
-from echelon.engine.step_program import step_program
 from echelon.errors import UserError
-from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.program import Program, add_transfers, asynchronous, forward_only
-from echelon.runtime import Interpreter, Microbatch, Script, Stage, Versions, Wire
-from tests.nccl_like import Deadlock, NcclMesh, NcclWorld
-
-CPU = torch.device("cpu")
-MakeEdges = Callable[[NcclMesh, Program], Edges]
-Between = Callable[[int, Group], None]  # what a rank does after each run, with the group of all ranks
-
-
-# A training of numbers.
-
-
-class Run(NamedTuple):
-    """One call of the interpreter: a step, the drain of a pipeline, or an evaluation."""
-
-    program: Program
-    microbatches: Sequence[int]
-    trains: bool = True
-    empties: bool = True
-
-    @property
-    def total(self) -> float:
-        """The loss with weights of 1."""
-        return sum(input_of(k) * target_of(k) for k in self.microbatches)
-
-
-def input_of(microbatch: int) -> float:
-    return 1.0 + microbatch / 4
-
-
-def target_of(microbatch: int) -> float:
-    return 2.0 - microbatch / 8
-
-
-def weight_of(stage: int) -> float:
-    return 1.0 + (stage % 4) / 8
-
-
-class Scale(nn.Module):
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight_of(stage), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class GradientSums:
-    """A StageRuntime whose update adds up the gradients, and leaves the weights as they are."""
-
-    counts_loss = True
-
-    def __init__(self, modules: Mapping[int, Scale], replicas: Group, everyone: Group) -> None:
-        self._modules, self._replicas, self._everyone = modules, replicas, everyone
-        self.sums = dict.fromkeys(modules, 0.0)
-
-    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
-        return (output * microbatch.targets).sum(), 1.0
-
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002
-        return nullcontext()
-
-    def reduce(self, stage: Stage) -> None:
-        weight = self._modules[stage.index].weight
-        if self._replicas.size > 1:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            self._replicas.all_reduce(weight.grad)
-
-    def tie(self) -> None: ...
-
-    def norm(self, tally: Tensor) -> None:
-        self._everyone.all_reduce(tally.clone())
-
-    def update(self) -> None:
-        for stage, module in self._modules.items():
-            assert module.weight.grad is not None
-            self.sums[stage] += module.weight.grad.item()
-            module.weight.grad = None
-
-    def publish(self) -> None: ...
-
-
-class StageSums(GradientSums):
-    """Where stages update at different times, there is no norm over all of them."""
-
-    def norm(self, tally: Tensor) -> None: ...
-
-
-class RankTraining:
-    """What one rank does."""
-
-    def __init__(self, mesh: NcclMesh, program: Program, edges: Edges) -> None:
-        self._rank, self._everyone = mesh.rank, mesh.group("all")
-        replicas = mesh.group("weights")
-        modules = {stage: Scale(stage) for stage in program.stages_of(mesh.rank)}
-        stages = {
-            stage: Stage(stage, module, [], Buffers(module, replicas)) for stage, module in modules.items()
-        }
-        runtime = StageSums if program.versioned else GradientSums
-        self._runtime = runtime(modules, replicas, self._everyone)
-        self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
-        self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)
-
-    def train(self, runs: Sequence[Run], between: Between) -> tuple[float, dict[int, float]]:
-        """The sum of losses that were computed here, and of the gradients of each stage."""
-        losses = 0.0
-        for run in runs:
-            losses += self._run(run)
-            between(self._rank, self._everyone)
-        return losses, self._runtime.sums
-
-    def _run(self, run: Run) -> float:
-        purpose = "training" if run.trains else "evaluation"
-        feed = {k: microbatch(k, purpose) for k in run.microbatches}
-        with torch.set_grad_enabled(run.trains):
-            tally = self._interpreter.run(Script(run.program, self._rank, empties=run.empties), feed)
-        if not run.trains or not run.empties:  # else NORM has summed the losses, or there are none
-            self._everyone.all_reduce(tally.clone())
-        if self._versions is not None and run.empties:
-            self._versions.restart()
-        return float(tally[0])
-
-
-def microbatch(k: int, purpose: str) -> Microbatch:
-    inputs = torch.full((1,), input_of(k), dtype=torch.float64)
-    return Microbatch(inputs, target_of(k), weight=1, look=purpose)
-
-
-def flushed_runs(plan: Plan, steps: int) -> list[Run]:
-    """An evaluation between so many steps; from the second step on, receives are posted ahead."""
-    step = Run(step_program(plan, ties=False), range(plan.microbatches))
-    return [*[step] * steps, evaluation(step.program.placement, plan), *[step] * steps]
-
-
-def continuous_runs(plan: Plan, drains: int) -> list[Run]:
-    """Steps until the pipeline is full and one more, and a drain; so many times, with evaluations between."""
-    number = plan.microbatches
-
-    def program(begin: int, taken: int) -> Program:
-        schedule, drain = plan.schedule, taken == 0
-        return add_transfers(
-            asynchronous(schedule, plan.stages, number, begin=begin, taken=taken, drain=drain)
-        )
-
-    begins = range(0, plan.stages + number, number)
-    steps = [Run(program(begin, number), range(begin, begin + number), empties=False) for begin in begins]
-    drained = [*steps, Run(program(len(steps) * number, 0), ())]
-    between = evaluation(steps[0].program.placement, plan)
-    return [*drained, *[between, *drained] * (drains - 1)]
-
-
-def evaluation(placement: Sequence[Sequence[int]], plan: Plan) -> Run:
-    number = min(plan.microbatches, 4)  # more of them would only take longer
-    return Run(add_transfers(forward_only(placement, number)), range(number), trains=False)
-
-
-def check_training(
-    text: str, make_edges: MakeEdges, length: int = 1, *, rests: bool = False, **options: Any
-) -> None:
-    """Train a plan, and compare with what is computed without stages.
-
-    `rests`: between runs, ranks wait for their devices and meet.
-    """
-    plan = Plan.parse(text)
-    runs = (continuous_runs if plan.schedule in ASYNCHRONOUS_SCHEDULES else flushed_runs)(plan, length)
-    program = runs[0].program
-    world = NcclWorld(plan.ranks, **options)
-
-    def between(rank: int, everyone: Group) -> None:
-        if rests:
-            world.synchronize(rank)
-            everyone.barrier()
-
-    def train(rank: int) -> tuple[float, dict[int, float]]:
-        mesh = NcclMesh(world, plan, rank)
-        return RankTraining(mesh, program, make_edges(mesh, program)).train(runs, between)
-
-    results = world.run(train)
-    scale = prod(weight_of(stage) for stage in range(program.stages))
-    trained = scale * sum(run.total for run in runs if run.trains)
-    assert sum(losses for losses, _ in results) == pytest.approx(scale * sum(run.total for run in runs))
-    for _, sums in results:
-        for stage, gradient in sums.items():
-            assert gradient == pytest.approx(trained / weight_of(stage))
-
-
-# Queues.
-
-
-def edges_of_mesh(mesh: NcclMesh, program: Program) -> Edges:
-    return mesh.edges(program.pairs)
-
-
-def one_queue_per_direction(mesh: NcclMesh, program: Program) -> Edges:
-    """One communicator for all messages to higher ranks, and one for all to lower ones."""
-    up, down = mesh.new_group(), mesh.new_group()
-    others = [peer for peer in range(up.size) if peer != up.rank]
-    return Edges(
-        {peer: Edge(up if peer > up.rank else down, peer) for peer in others},
-        {peer: Edge(up if peer < up.rank else down, peer) for peer in others},
-    )
-
-
-# Schedules.
+from echelon.launching import Ranks
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from tests.nccl_like import Deadlock
+from tests.runtime.number_training import check_training, edges_of_mesh, one_queue_per_direction
+from tests.runtime.plan_checks import PlanChecks
 
 
 def plans() -> Iterator[str]:
@@ -241,10 +31,19 @@ def plans() -> Iterator[str]:
                 yield f"pipeline={replicas} microbatches={microbatches} schedule={schedule}"
 
 
+@pytest.fixture(scope="module")
+def plan_checks(request: pytest.FixtureRequest, warm_ranks: Callable[[int], Ranks]) -> PlanChecks:
+    """Of the plans whose tests were selected."""
+    items = [item for item in request.session.items if item.parent is not None]
+    tests = [item for item in items if getattr(item, "function", None) is test_no_schedule_deadlocks]
+    return PlanChecks(warm_ranks(2), [test.callspec.params["plan"] for test in tests])  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("plan", list(plans()))
-def test_no_schedule_deadlocks(plan: str) -> None:
+def test_no_schedule_deadlocks(plan_checks: PlanChecks, plan: str) -> None:
     """Over communicators that are made at their first use, as torch makes them."""
-    check_training(plan, edges_of_mesh, lazy=True)
+    error = plan_checks.error_of(plan)
+    assert error is None, error
 
 
 SEVERAL = [
