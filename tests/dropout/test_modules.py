@@ -4,8 +4,6 @@ import copy
 import io
 import math
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -27,6 +25,7 @@ from echelon.dropout import (
     unkeyed_dropout,
 )
 from echelon.errors import UserError
+from echelon.launching import Ranks
 from echelon.wrapping import Wrapping, find_wrapper
 
 DOUBLE = torch.float64
@@ -307,15 +306,13 @@ def test_a_saved_model_is_loaded_keyed() -> None:
     assert len(keyed_modules(torch.load(file, weights_only=False))) == 1
 
 
-def test_keys_do_not_depend_on_the_process() -> None:
-    code = (
-        "from torch import nn; from echelon.dropout import KeyedDropout, key_dropout; "
-        "from echelon.wrapping import Wrapping, find_wrapper; "
-        "m = nn.Sequential(nn.Dropout()); key_dropout(m, Wrapping()); "
-        "print(find_wrapper(m[0], KeyedDropout).layer)"
-    )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(other) == key_of(keyed(nn.Dropout())[0])
+def first_key() -> int:
+    return key_of(keyed(nn.Dropout())[0])
+
+
+def test_keys_do_not_depend_on_the_process(warm_ranks: Callable[[int], Ranks]) -> None:
+    """A rank is forked from another interpreter, in which Python's own hash of a text is another."""
+    assert warm_ranks(1).run(first_key) == [first_key()]
 
 
 class Odd(nn.Dropout):

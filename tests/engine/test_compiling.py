@@ -179,7 +179,7 @@ def num_dropping_graphs(layers: int) -> list[int]:
 
     added = []
     with backend("aot_eager"):
-        for number in (layers, layers + 3):
+        for number in (layers, layers + 1):
             before = counters["stats"]["unique_graphs"]
             plan = "compile=true"
             engine = echelon.parallelize(dropping(number), plan, optimizer=adamw, loss=token_loss)
@@ -196,7 +196,7 @@ def test_dropout_is_no_reason_to_compile_every_layer_and_step_again(warm_ranks: 
 
 
 def compiled_options(plan: str) -> list[object]:
-    with backend("aot_eager") as asked:
+    with backend("eager") as asked:  # which knows the options as well, and differentiates nothing
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
         table = {"0": "column", "2": "row"} if "tensor" in plan else None
         engine = echelon.parallelize(model, plan, optimizer=adamw, loss=class_loss, tensor_table=table)

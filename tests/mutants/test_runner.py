@@ -1,7 +1,7 @@
 """The runner tells apart mutants that tests find, miss, hang on, or cannot run with."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,34 +23,37 @@ def test_after():
 """
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    (tmp_path / "src/echelon").mkdir(parents=True)
-    (tmp_path / "src/echelon/__init__.py").write_text("")
-    (tmp_path / "src/echelon/toy.py").write_text(_SOURCE)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_toy.py").write_text(_TESTS)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    return tmp_path
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "src/echelon").mkdir(parents=True)
+    (folder / "src/echelon/__init__.py").write_text("")
+    (folder / "src/echelon/toy.py").write_text(_SOURCE)
+    (folder / "tests").mkdir()
+    (folder / "tests/test_toy.py").write_text(_TESTS)
+    (folder / "tests/test_wrong.py").write_text(_TESTS.replace("== 1", "== 3"))
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    return folder
 
 
-def toy_runner(checkout: Path, **options: Any) -> Runner:
-    return Runner(checkout, preloaded=[], **options)
+@pytest.fixture(scope="module")
+def runner(checkout: Path) -> Iterator[Runner]:
+    with Runner(checkout, preloaded=[], jobs=2) as runner:
+        yield runner
 
 
 def toy_mutant(old: str, new: str) -> Mutant:
     return Mutant(f"{old} to {new}", "toy.py", old, new, ("tests/test_toy.py",))
 
 
-def test_outcomes(checkout: Path) -> None:
+def test_outcomes(checkout: Path, runner: Runner) -> None:
     expected = {
         toy_mutant("return n + 1", "return n + 2"): FOUND,
         toy_mutant("return n + 1", "return 1 + n"): SURVIVED,
         toy_mutant("return n + 1", "return (n + 1"): INVALID,
     }
-    with toy_runner(checkout, jobs=2) as runner:
-        assert runner.check_clean(["tests/test_toy.py"], timeout=60.0) is None
-        outcomes = list(runner.run_all(list(expected)))
+    assert runner.check_clean(["tests/test_toy.py"], timeout=60.0) is None
+    outcomes = list(runner.run_all(list(expected)))
     assert {outcome.mutant: outcome.result for outcome in outcomes} == expected
     assert [outcome.is_found for outcome in outcomes] == [True, False, False]
     assert "SyntaxError" in outcomes[2].output
@@ -59,14 +62,12 @@ def test_outcomes(checkout: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mutant_that_hangs_is_found(checkout: Path) -> None:
-    with toy_runner(checkout, timeout=3.0) as runner:
+    with Runner(checkout, preloaded=[], timeout=3.0) as runner:
         outcome = runner.run(toy_mutant("n += 1", "n += 0"))
     assert (outcome.result, outcome.is_found) == (HANGING, True)
 
 
-def test_tests_that_fail_without_a_mutant_are_reported(checkout: Path) -> None:
-    (checkout / "src/echelon/toy.py").write_text(_SOURCE.replace("n + 1", "n + 3"))
-    with toy_runner(checkout) as runner:
-        output = runner.check_clean(["tests/test_toy.py"], timeout=60.0)
+def test_tests_that_fail_without_a_mutant_are_reported(runner: Runner) -> None:
+    output = runner.check_clean(["tests/test_wrong.py"], timeout=60.0)
     assert output is not None
-    assert "assert 3 == 1" in output
+    assert "assert 1 == 3" in output
