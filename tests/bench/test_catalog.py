@@ -5,7 +5,17 @@ from echelon.errors import UserError
 
 
 def test_every_bench_says_what_it_measures() -> None:
-    expected = ["launch", "collectives", "step", "data-parallel", "pipeline", "tensor", "one-gpu", "kernels"]
+    expected = [
+        "launch",
+        "collectives",
+        "step",
+        "data-parallel",
+        "pipeline",
+        "tensor",
+        "start",
+        "one-gpu",
+        "kernels",
+    ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())
 

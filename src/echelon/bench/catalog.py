@@ -5,7 +5,17 @@ from typing import Any
 
 import torch
 
-from echelon.bench import collectives, data_parallel, kernels, launching, one_gpu, pipeline, step, tensor
+from echelon.bench import (
+    collectives,
+    data_parallel,
+    kernels,
+    launching,
+    one_gpu,
+    pipeline,
+    start,
+    step,
+    tensor,
+)
 from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
@@ -24,6 +34,7 @@ def benches() -> dict[str, Bench]:
         "data-parallel": data_parallel.bench,
         "pipeline": pipeline.bench,
         "tensor": tensor.bench,
+        "start": start.bench,
         "one-gpu": one_gpu.bench,
         "kernels": kernels.bench,
     }

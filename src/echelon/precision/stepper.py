@@ -68,7 +68,10 @@ class DirectStepper(Stepper):
 
 @final
 class MasterStepper(Stepper):
-    """The optimizer works on float32 copies of the weights, which share one memory."""
+    """The optimizer works on float32 copies of the weights, which share one memory.
+
+    They are made for the first update: until then they are what the weights are, and take no memory.
+    """
 
     def __init__(
         self,
@@ -79,17 +82,16 @@ class MasterStepper(Stepper):
         in_parts: bool,
         deferred: bool = False,
     ) -> None:
-        weights = [each.tensor.detach() for each in local]
-        masters = [nn.Parameter(view) for view in flat_views(weights, torch.float32)]
-        with torch.no_grad():
-            _copy(masters, weights)
         self._local = local
-        self._masters = {each.tensor: master for each, master in zip(local, masters, strict=True)}
+        self._masters = {each.tensor: nn.Parameter(_without_memory(each.tensor)) for each in local}
+        self._has_masters = False
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, _by_parameter(local, copies), in_parts=in_parts)
         super().__init__(optimizer, deferred=deferred)
 
     def step(self, factor: Factor, skip: Skip = False) -> None:
+        if not self._has_masters:
+            self._make_masters()
         weights = [each.tensor for each in self._local if each.tensor.grad is not None]
         if not _takes_portions(self.optimizer):
             self._step(weights, factor, skip)
@@ -97,6 +99,15 @@ class MasterStepper(Stepper):
         skip = self._call.readable(skip)
         for portion in divide(weights, [self._masters[weight] for weight in weights]):
             self._step(portion, factor, skip)
+
+    @torch.no_grad()
+    def _make_masters(self) -> None:
+        weights = [weight.detach() for weight in self._masters]
+        views = flat_views(weights, torch.float32)
+        _copy(views, weights)
+        for master, view in zip(self._masters.values(), views, strict=True):
+            master.data = view
+        self._has_masters = True
 
     def _step(self, weights: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         masters = [self._masters[weight] for weight in weights]
@@ -110,7 +121,13 @@ class MasterStepper(Stepper):
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         master = self._masters[local.tensor]
-        return {MASTER: master.detach(), **_state_tensors(self.optimizer, master)}
+        known = {MASTER: master.detach()} if self._has_masters else {}
+        return known | _state_tensors(self.optimizer, master)
+
+
+def _without_memory(weight: Tensor) -> Tensor:
+    """A float32 tensor of the same shape that stands for a copy."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
 def _takes_portions(optimizer: torch.optim.Optimizer) -> bool:

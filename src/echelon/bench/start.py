@@ -1,0 +1,126 @@
+"""The bench `start`: the memory of ranks that start with a model that none of them could hold whole.
+
+A Llama of 0.7 billion parameters on four ranks, from its initial values and from a Hugging Face folder. The
+limits: of the weights that a rank owns a quarter more, and two units; in steps the same of weights, gradients
+and AdamW's state, and the activations.
+"""
+
+import dataclasses
+import hashlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.bench.compare import Row, Spread
+from echelon.bench.harness import measuring_ranks
+from echelon.engine import Engine, parallelize
+from echelon.initialization import deferred
+from echelon.launching import TRAINING_MODULES, preload
+from echelon.models import ModelConfig, build, cross_entropy
+from echelon.ownership import VALUE
+
+PLANS = ("data=4 zero=3", "data=4 zero=3 shard=2", "tensor=2 pipeline=2 microbatches=2")
+_FULL = ModelConfig("llama", layers=20, width=1536, heads=12, vocab=32000, sequence=128)
+_SMALL = ModelConfig("llama", layers=4, width=64, heads=4, vocab=128, sequence=32)
+_STEPS, _SAMPLES = 2, 4
+_STATE = 4  # weights, gradients, and the two moments of AdamW
+
+
+def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
+    """Peak memory of four ranks that start and train a Llama of 0.7 B parameters."""
+    preload(*TRAINING_MODULES, __name__)
+    config = _SMALL if quick else _FULL
+    rows, digests = [], set()
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in PLANS:
+            for source in (None, folder):
+                with measuring_ranks(4) as ranks:
+                    measured = ranks.run(measure, config, plan, source, folder)
+                digests.add(measured[0]["weights"])
+                rows.append(_row(plan, source, measured))
+    settings = {
+        "model": dataclasses.asdict(config),
+        "parameters": config.num_parameters,
+        "precision": "fp32",
+        "optimizer": "AdamW",
+        "steps": _STEPS,
+        "same_initial_weights": len(digests) == 1,
+    }
+    return settings, rows
+
+
+def _row(plan: str, source: str | None, measured: list[dict[str, Any]]) -> Row:
+    """Of the rank that is nearest to its limits."""
+    seconds = Spread.of([max(rank["seconds"] for rank in measured)])
+    figures = (name for name in measured[0] if name.endswith("_bytes"))
+    contender = "initial values" if source is None else "Hugging Face folder"
+    extras = {name: max(rank[name] for rank in measured) for name in figures}
+    return Row(plan, contender, contender, seconds, Spread(1.0, 1.0, 1.0), extras)
+
+
+def measure(config: ModelConfig, plan: str, source: str | None, folder: str) -> dict[str, Any]:
+    """Runs in every rank. The weights go to `folder`, where those of the next are read."""
+    _warm_up()
+    torch.manual_seed(0)
+    model = deferred(lambda: build(config))
+    unit = 4 * max(sum(p.numel() for p in layer.parameters()) for layer in model.layers())
+    before = _restart_peak()
+    begin = time.perf_counter()
+    engine = parallelize(model, plan, optimizer=torch.optim.AdamW, loss=cross_entropy, weights=source)
+    seconds = time.perf_counter() - begin
+    start_peak = _peak() - before
+    owned = sum(each.tensor.nbytes for each in engine.owned() if each.slice.part == VALUE)
+    weights = _digest(engine)
+    if source is None:
+        engine.export(folder)
+    _restart_peak()
+    tokens = torch.randint(0, config.vocab, (_SAMPLES, 65 if config.sequence > 65 else config.sequence))
+    for _ in range(_STEPS):
+        engine.step(engine.local((tokens[:, :-1], tokens[:, 1:])))
+    step_peak, activations = _peak() - before, engine.memory().peak["activations"]
+    engine.close()
+    return {
+        "seconds": seconds,
+        "weights": weights,
+        "owned_bytes": owned,
+        "start_peak_bytes": start_peak,
+        "start_limit_bytes": int(1.25 * owned) + 2 * unit,
+        "step_peak_bytes": step_peak,
+        "step_limit_bytes": int(1.25 * _STATE * owned) + 2 * unit + activations,
+    }
+
+
+def _warm_up() -> None:
+    """What torch imports and allocates on first use does not count."""
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def _digest(engine: Engine) -> str:
+    """Of all weights, on rank 0."""
+    digest = hashlib.blake2b()
+    for name, tensor in engine.full_state_dict(to="rank0").items():
+        digest.update(name.encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _restart_peak() -> int:
+    """Forget the peak of resident memory so far; returns what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

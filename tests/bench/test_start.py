@@ -1,0 +1,29 @@
+"""The bench of starts, with a small model on warm ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from echelon.bench import start
+from echelon.launching import Ranks
+
+
+def test_ranks_start_alike_from_initial_values_and_from_their_folder(
+    tmp_path: Path, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    ranks = warm_ranks(4)
+    plans = ((start.PLANS[0], None), (start.PLANS[2], str(tmp_path)))
+    rows, digests = [], set()
+    for plan, source in plans:
+        measured = ranks.run(start.measure, start._SMALL, plan, source, str(tmp_path))
+        digests.add(measured[0]["weights"])
+        rows.append(start._row(plan, source, measured))
+    assert len(digests) == 1
+    assert [(row.case, row.contender) for row in rows] == [
+        (start.PLANS[0], "initial values"),
+        (start.PLANS[2], "Hugging Face folder"),
+    ]
+    quarter = start._SMALL.num_parameters * 4 / 4
+    for row in rows:
+        assert quarter <= row.extras["owned_bytes"] < 1.3 * quarter
+        assert 0 < row.extras["start_limit_bytes"] < row.extras["step_limit_bytes"]
+        assert row.extras["step_peak_bytes"] > 0
