@@ -46,6 +46,8 @@ def test_weights_start_as_the_model_s_in_one_memory_for_each_type() -> None:
 
 def test_masters_are_owned_too() -> None:
     made = make_host(MasterStepper, nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))
+    assert [each.slice.part for each in made.owned()] == ["value"], "until the first update"
+    made._stepper.step(1.0)
     parts = {each.slice.part: each.tensor.dtype for each in made.owned()}
     assert parts == {"value": torch.bfloat16, "master": torch.float32}
     assert [tensor.dtype for tensor in made.optimizer_storages()] == [torch.float32]

@@ -216,7 +216,7 @@ def copied() -> tuple[list[str], list[str], float]:
     with backend("aot_eager"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
         names = list(model.state_dict())
-        compile_layers([model], Wrapping())
+        compile_layers([model], Plan(compile=True), Wrapping())
         x = torch.ones(2, 6)
         model(x)
         other = copy.deepcopy(model)
@@ -237,7 +237,7 @@ def refusal_without_compiler() -> str:
 
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         try:
-            compile_layers([nn.Linear(1, 1)], Wrapping())
+            compile_layers([nn.Linear(1, 1)], Plan(compile=True), Wrapping())
         except UserError as error:
             return str(error)
     return ""

@@ -166,6 +166,8 @@ def low_weight(size: int) -> nn.Parameter:
 def test_masters_share_one_memory_and_each_has_a_place_of_its_own() -> None:
     local = weights(torch.bfloat16)
     masters = MasterStepper(adamw, [each.parameter for each in local], local, in_parts=False)
+    assert not any(masters.state(each) for each in local), "before an update they are what the weights are"
+    masters.step(1.0)
     views = [masters.state(each)[MASTER] for each in local]
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
     assert [view.data_ptr() % 256 for view in views] == [views[0].data_ptr() % 256] * len(views)
@@ -197,6 +199,7 @@ def test_a_skipped_step_changes_neither_weights_nor_masters(deferred: bool) -> N
         masters.step(torch.tensor(0.5, dtype=torch.float64), torch.tensor(skip))
         same = [
             torch.equal(each.tensor.detach(), weight)
+            and masters.state(each).keys() == state.keys()
             and all(torch.equal(value, state[key]) for key, value in masters.state(each).items())
             for each, (weight, state) in zip(local, before, strict=True)
         ]

@@ -151,19 +151,20 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_clip(plan: Plan, clip: float | None) -> None:
+def check_model(model: nn.Module, plan: Plan, clip: float | None) -> None:
+    """Refuse a model that this rank has in parts, or in which nothing learns; or a clip without a norm."""
+    _check_clip(plan, clip)
+    check_whole(model)
+    check_trainable(model)
+
+
+def _check_clip(plan: Plan, clip: float | None) -> None:
     """Refuse to clip where no norm of all gradients exists."""
     if clip is not None and plan.schedule in ASYNCHRONOUS_SCHEDULES:
         raise UserError(
             f"clip={clip} schedule={plan.schedule}: clipping needs the norm over all stages, which never "
             "stand at the same update there; drop clip, or use schedule=1f1b"
         )
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that this rank has in parts, or in which nothing learns."""
-    check_whole(model)
-    check_trainable(model)
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from echelon.dropout import KeyedDropout, draw_ahead, is_keyed
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.layering import listed_layers
+from echelon.plan import Plan
 from echelon.tensor_parallel import prepare_compiling
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper
 
@@ -28,14 +29,16 @@ _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 _SAME_KERNELS = {"deterministic": True}
 
 
-def compile_layers(stages: Iterable[nn.Module], wrapping: Wrapping, *, same_kernels: bool = False) -> None:
-    """Compile each layer that the stages list; a model that lists none of its own, as a whole.
+def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) -> None:
+    """If the plan says so, compile each layer that the stages list; a model that lists none, as a whole.
 
-    `same_kernels`: tensor ranks compute gradients of weights that are not split each for itself. These must
-    be the same to the last bit, or the weights drift apart.
+    Tensor ranks compute gradients of weights that are not split each for itself. These must be the same to
+    the last bit, or the weights drift apart: they take the same kernels.
     """
+    if not plan.compile:
+        return
     _check_compiler()
-    options = _SAME_KERNELS if same_kernels else None
+    options = _SAME_KERNELS if plan.tensor > 1 else None
     for stage in stages:
         inside = set(stage.modules())
         layers = [layer for layer in listed_layers(stage) if layer in inside]

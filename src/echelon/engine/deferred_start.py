@@ -78,8 +78,11 @@ def _become(parameter: nn.Parameter, memory: Tensor) -> None:
 
 
 @torch.no_grad()
-def fill(sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource) -> None:
-    """Give the weights that this rank holds their values; at most one whole tensor is there at a time."""
+def fill(sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource | None) -> None:
+    """Give the weights that this rank holds their values, if they come from a source; at most one whole
+    tensor is there at a time."""
+    if source is None:
+        return
     for sharing in dict.fromkeys(sharings):
         held = sharing.held()
         for each in held:

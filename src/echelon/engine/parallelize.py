@@ -7,26 +7,25 @@ from pathlib import Path
 from torch import nn
 
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_clip, check_model
+from echelon.engine.arguments import check_arguments, check_model
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
-from echelon.engine.deferred_start import fill, take_memory, weight_source
+from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
-from echelon.engine.start import convert, start_equal
+from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
 from echelon.engine.updates import make_update
 from echelon.launching import join
-from echelon.mesh import Mesh, this_device
+from echelon.mesh import Mesh
 from echelon.optim.local import Make
 from echelon.ownership import StateNames
 from echelon.plan import Plan
-from echelon.precision import DTYPES
 from echelon.tensor_parallel import Table
 from echelon.wrapping import Wrapping
 
@@ -63,11 +62,9 @@ def parallelize(
         model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table, weights
     )
     plan = supported_plan(plan)
-    check_clip(plan, clip)
-    check_model(model)
+    check_model(model, plan, clip)
     join()
-    source = weight_source(model, plan, weights, this_device())  # where they are not in the model
-    model = convert(model, this_device(), DTYPES[plan.precision], has_values=source is None)
+    model, source = prepare(model, plan, weights)
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
@@ -78,16 +75,13 @@ def parallelize(
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
-        take_memory(split.modules.values(), mesh)
         layers.assign_views(split.modules, wrapping)
         layers.overlap(model, split.program)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
-        if source is not None:
-            fill(local.sharings, layers.in_whole, source)
+        fill(local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, optimizer, clip, schedule)
-        if plan.compile:
-            compile_layers(local.modules, wrapping, same_kernels=plan.tensor > 1)
+        compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping)
         undo.pop_all()

@@ -19,6 +19,7 @@ from echelon.data_parallel import (
     divide_units,
     named_subset,
 )
+from echelon.engine.deferred_start import take_memory
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import StageSplit
 from echelon.mesh import Mesh
@@ -35,7 +36,8 @@ def share_stages(
     prefetch: int,
     smallest_unit: int,
 ) -> LocalStages:
-    """This rank's stages, each with its parameter sets shared as the plan says."""
+    """This rank's stages, each with its parameter sets shared as the plan says; all have memory then."""
+    take_memory(split.modules.values(), mesh)
     if mesh.plan.sync == "async":
         return _worker_stages(split, mesh)
     stages = {}

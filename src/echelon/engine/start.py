@@ -3,6 +3,8 @@
 A model without memory is split first, and filled part by part: see deferred_start.py.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +12,21 @@ from echelon.collectives import Group
 from echelon.data_parallel import broadcast_packed
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
-from echelon.engine.deferred_start import forget_values, give_buffers
+from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
 from echelon.huggingface import frequencies
 from echelon.initialization import WeightSource
+from echelon.mesh import this_device
+from echelon.plan import Plan
+from echelon.precision import DTYPES
+
+
+def prepare(
+    model: nn.Module, plan: Plan, weights: str | Path | None
+) -> tuple[nn.Module, WeightSource | None]:
+    """The model on this rank's device, in the plan's type; or without memory, and where its weights are."""
+    device = this_device()
+    source = weight_source(model, plan, weights, device)
+    return convert(model, device, DTYPES[plan.precision], has_values=source is None), source
 
 
 def convert(
