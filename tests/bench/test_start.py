@@ -11,10 +11,10 @@ def test_ranks_start_alike_from_initial_values_and_from_their_folder(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:
     ranks = warm_ranks(4)
-    plans = ((start.PLANS[0], None), (start.PLANS[2], str(tmp_path)))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
     rows, digests = [], set()
-    for plan, source in plans:
-        measured = ranks.run(start.measure, start._SMALL, plan, source, str(tmp_path))
+    for plan, source, written in ((start.PLANS[0], None, first), (start.PLANS[2], first, second)):
+        measured = ranks.run(start.measure, start._SMALL, plan, source, written)
         digests.add(measured[0]["weights"])
         rows.append(start._row(plan, source, measured))
     assert len(digests) == 1

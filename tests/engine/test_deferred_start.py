@@ -1,6 +1,7 @@
 """Models without memory: the same initial weights whatever the plan, and never whole on any rank."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -161,6 +162,74 @@ def test_no_rank_ever_holds_more_than_its_part_and_two_units(
 ) -> None:
     for peak, owned, unit in warm_ranks(4).run(start_in_little_memory, plan):
         assert peak <= 1.25 * owned + 2 * unit + MESSAGES < 4 * owned
+
+
+class Recurrent(nn.Module):
+    """Weak references to weights, a hook on one, a buffer that two modules share, and numbers of its own."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 4, batch_first=True)
+        self.head = nn.Linear(4, 1)
+        self.head.bias.register_hook(torch.zeros_like)
+        self.table = nn.Parameter(torch.full((1,), number, device="cpu"))
+        for module in (self.lstm, self.head):
+            module.register_buffer("shared", torch.ones(1) if module is self.lstm else self.lstm.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.lstm(x[:, None])[0][:, 0]) * self.table * self.head.shared
+        return result
+
+
+def own_number() -> tuple[float, bool, bool]:
+    rank = torch.distributed.get_rank()
+    model = echelon.deferred(lambda: Recurrent(2.0 + rank))
+    with parallelize(model, "data=2 precision=fp64", optimizer=torch.optim.SGD, loss=square) as engine:
+        number, bias = float(model.table), model.head.bias.detach().clone()
+        engine.step(engine.local(numbers()))
+        return number, torch.equal(bias, model.head.bias), model.lstm.shared is model.head.shared
+
+
+def test_values_of_rank_0_hooks_and_shared_buffers_reach_every_rank(
+    warm_ranks: Callable[[int], Ranks],
+) -> None:
+    assert warm_ranks(2).run(own_number) == [(2.0, True, True)] * 2
+
+
+class Filled(nn.Linear):
+    def __init__(self, number: float) -> None:
+        super().__init__(2, 2)
+        nn.init.constant_(self.weight, number)
+
+
+def differing_models() -> list[str]:
+    """What ranks say that have built models differently."""
+    rank, said = torch.distributed.get_rank(), []
+    for model in (build(CONFIG) if rank == 0 else gpt(), echelon.deferred(lambda: Filled(rank))):
+        with pytest.raises(UserError) as refusal:
+            parallelize(model, "data=2", optimizer=torch.optim.SGD, loss=cross_entropy)
+        said.append(refusal.value.title)
+    return said
+
+
+def test_ranks_with_and_without_values_are_refused(warm_ranks: Callable[[int], Ranks]) -> None:
+    first, second = warm_ranks(2).run(differing_models)
+    assert first == second
+    assert "rank 0 has a model with values, and rank 1 has a model without values" in first[0]
+    assert "rank 0 has fill_.Scalar(torch.float32 (2, 2), 0)" in first[1]
+
+
+def test_a_start_that_fails_leaves_no_model_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    model = gpt()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[parallelize.__module__], "fill", fail)
+        with pytest.raises(MemoryError):
+            parallelize(model, "data=1", optimizer=torch.optim.SGD, loss=cross_entropy)
+    with pytest.raises(UserError, match="build the model again"):
+        parallelize(model, "data=1", optimizer=torch.optim.SGD, loss=cross_entropy)
 
 
 def close_twice() -> tuple[bool, int]:

@@ -138,12 +138,44 @@ def test_errors_are_raised_on_every_rank(tmp_path: Path, warm_ranks: Callable[[i
 
 
 def test_a_folder_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match="there is no such folder"):
         parallelize(
             nn.Linear(2, 2), "data=1", optimizer=torch.optim.SGD, loss=cross_entropy, weights="nowhere"
         )
-    (error,) = refusal.value.errors
-    assert error == "weights='nowhere': must be a folder with a model in Hugging Face's files, or None"
+    with pytest.raises(UserError) as refusal:
+        parallelize(
+            nn.Linear(2, 2),
+            "data=1",
+            optimizer=torch.optim.SGD,
+            loss=cross_entropy,
+            weights=3,  # type: ignore[arg-type]
+        )
+    assert refusal.value.errors == (
+        "weights is a int: must be a folder with a model in Hugging Face's files",
+    )
+
+
+def two_folders(folders: list[Path]) -> str:
+    with pytest.raises(UserError) as refusal:
+        parallelize(
+            echelon.deferred(MODELS["gpt"]),
+            "data=2",
+            optimizer=torch.optim.SGD,
+            loss=cross_entropy,
+            weights=folders[torch.distributed.get_rank()],
+        )
+    return refusal.value.title
+
+
+def test_copies_of_a_folder_that_differ_are_refused(
+    tmp_path: Path, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for folder in folders:
+        save_hf(build(CONFIG), folder)
+    first, second = warm_ranks(2).run(two_folders, folders)
+    assert first == second
+    assert "with values" in first
 
 
 def test_a_model_with_values_takes_those_of_the_folder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What models start with, tensor by tensor, is what their constructors give them."""
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -98,7 +99,8 @@ def test_values_follow_from_seed_and_name_alone() -> None:
     values, again, other, more = values_of(Odd), values_of(Odd), values_of(Odd, seed=1), values_of(More)
     assert all(torch.equal(values[name], again[name]) for name in values)
     assert not torch.equal(values["rows.bias"], other["rows.bias"])
-    assert all(torch.equal(values[name], more[name]) for name in ("rows.bias", "cut", "embedding.weight"))
+    names = ("scaled", "rows.weight", "rows.bias", "cut", "few", "embedding.weight", "half.weight")
+    assert all(torch.equal(values[name], more[name]) for name in names)
     assert not torch.equal(values["scaled"][:50], values["scaled"][50:100])
 
 
@@ -142,6 +144,27 @@ def test_changes_after_the_recording_are_refused() -> None:
     assert error == "bias: was changed after echelon.deferred had built the model; do it inside the function"
     moved = deferred(lambda: nn.Linear(3, 3)).half()
     assert len(InitialValues(moved, CPU).errors()) == 2
+
+
+def test_parts_copies_and_surroundings_are_refused() -> None:
+    """Their values would be those of modules that reset themselves, and not what the constructor did."""
+    inner = deferred(lambda: nn.Sequential(nn.Linear(3, 3)))
+    for model in (inner[0], copy.deepcopy(inner), nn.Sequential(inner, nn.Linear(3, 3))):
+        with pytest.raises(UserError, match="is a part or a copy of a model that"):
+            InitialValues(model, CPU)
+
+
+def test_tensors_in_lists_and_generators_are_named() -> None:
+    class Hidden(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.masks = [torch.ones(2)]
+            nn.init.normal_(self.bias, generator=torch.Generator("cpu"))
+
+    assert InitialValues(deferred(Hidden), CPU).errors() == [
+        "bias: is drawn by a generator of its own; leave generator= out",
+        "masks: is a list with tensors; make them buffers",
+    ]
 
 
 def test_bad_functions_are_explained() -> None:

@@ -85,9 +85,31 @@ def test_memory_that_nothing_wrote_to_is_not_defined() -> None:
     assert not tape.is_defined(Window.of(torch.ones(3, device="meta"))), "made outside"
 
 
-def test_generators_of_the_user_are_refused() -> None:
+def test_generators_of_the_user_are_found() -> None:
     tape = Tape()
     with torch.device("meta"), tape:
         drawn = torch.empty(3).normal_(generator=torch.Generator("cpu"))
-    with pytest.raises(UserError, match="leave generator= out"):
-        replayed(tape, drawn)
+        derived, other = drawn * 2, torch.randn(3)
+    found = [tape.has_generator(Window.of(tensor).storage) for tensor in (drawn, derived, other)]
+    assert found == [True, True, False]
+
+
+def test_tensors_with_values_keep_them() -> None:
+    kept, other = torch.ones(3), torch.ones(3)
+    tape = Tape(kept=[kept])
+    with torch.device("meta"), tape:
+        assert kept.zero_() is kept
+        kept.view(3)[1:].fill_(7.0)
+        other.zero_()
+    assert (kept.tolist(), other.tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_descriptions_have_all_but_the_values() -> None:
+    def described(number: float) -> list[str]:
+        tape = Tape()
+        with torch.device("meta"), tape:
+            torch.empty(2).fill_(number).copy_(torch.rand(2, device="cpu"))
+        return list(tape.describe())
+
+    assert described(1.0) == described(1.0) != described(2.0)
+    assert any("fill_" in line and "1.0" in line for line in described(1.0))

@@ -7,6 +7,7 @@ and AdamW's state, and the activations.
 
 import dataclasses
 import hashlib
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from echelon.bench.compare import Row, Spread
 from echelon.bench.harness import measuring_ranks
-from echelon.engine import Engine, parallelize
+from echelon.engine import parallelize
 from echelon.initialization import deferred
 from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig, build, cross_entropy
@@ -36,12 +37,16 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     config = _SMALL if quick else _FULL
     rows, digests = [], set()
     with tempfile.TemporaryDirectory() as folder:
+        written = str(Path(folder, "written"))
         for plan in PLANS:
-            for source in (None, folder):
+            for source in (None, str(Path(folder, "source"))):
                 with measuring_ranks(4) as ranks:
-                    measured = ranks.run(measure, config, plan, source, folder)
+                    measured = ranks.run(measure, config, plan, source, written)
+                Path(written).rename(Path(folder, "source") if source is None else Path(folder, "again"))
                 digests.add(measured[0]["weights"])
                 rows.append(_row(plan, source, measured))
+            for name in ("source", "again"):
+                shutil.rmtree(Path(folder, name))
     settings = {
         "model": dataclasses.asdict(config),
         "parameters": config.num_parameters,
@@ -62,8 +67,8 @@ def _row(plan: str, source: str | None, measured: list[dict[str, Any]]) -> Row:
     return Row(plan, contender, contender, seconds, Spread(1.0, 1.0, 1.0), extras)
 
 
-def measure(config: ModelConfig, plan: str, source: str | None, folder: str) -> dict[str, Any]:
-    """Runs in every rank. The weights go to `folder`, where those of the next are read."""
+def measure(config: ModelConfig, plan: str, source: str | None, written: str) -> dict[str, Any]:
+    """Runs in every rank. The weights that it starts with go to the folder `written`."""
     _warm_up()
     torch.manual_seed(0)
     model = deferred(lambda: build(config))
@@ -74,9 +79,8 @@ def measure(config: ModelConfig, plan: str, source: str | None, folder: str) -> 
     seconds = time.perf_counter() - begin
     start_peak = _peak() - before
     owned = sum(each.tensor.nbytes for each in engine.owned() if each.slice.part == VALUE)
-    weights = _digest(engine)
-    if source is None:
-        engine.export(folder)
+    engine.export(written)
+    weights = _digest(Path(written)) if engine.mesh.rank == 0 else ""
     _restart_peak()
     tokens = torch.randint(0, config.vocab, (_SAMPLES, 65 if config.sequence > 65 else config.sequence))
     for _ in range(_STEPS):
@@ -102,12 +106,13 @@ def _warm_up() -> None:
     optimizer.step()
 
 
-def _digest(engine: Engine) -> str:
-    """Of all weights, on rank 0."""
+def _digest(folder: Path) -> str:
+    """Of the weights in a folder."""
     digest = hashlib.blake2b()
-    for name, tensor in engine.full_state_dict(to="rank0").items():
-        digest.update(name.encode())
-        digest.update(tensor.numpy().tobytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     return digest.hexdigest()
 
 

@@ -79,12 +79,12 @@ class Sharing(ABC):
     def publish(self) -> None:  # noqa: B027 (nothing to do where every rank updates what it uses)
         """The optimizer has updated the local parameters: bring the weights everywhere they are used."""
 
-    def held(self) -> list[OwnedSlice]:
-        """The weights that a deferred start fills on this rank; `spread` follows."""
+    def first_weights(self) -> list[OwnedSlice]:
+        """The weights that a deferred start fills on this rank; `share_first_weights` follows."""
         return own_whole(self.parameter_set)
 
-    def spread(self) -> None:  # noqa: B027 (nothing to do where every rank has filled what it uses)
-        """The weights of `held` have their first values: bring them everywhere they are used."""
+    def share_first_weights(self) -> None:  # noqa: B027 (nothing to do where every rank has filled what it uses)
+        """The weights of `first_weights` have their first values: bring them everywhere they are used."""
 
     @abstractmethod
     def owned(self) -> list[OwnedSlice]:

@@ -118,15 +118,15 @@ class Zero(Sharing):
 
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
-        self.spread()
+        self.share_first_weights()
         if not self._observed and self._reduced:
             self._observed = True
             self._order(self._by_arrival())
 
-    def held(self) -> list[OwnedSlice]:
+    def first_weights(self) -> list[OwnedSlice]:
         return self.owned()
 
-    def spread(self) -> None:
+    def share_first_weights(self) -> None:
         if self._level < 3:
             with self._group.ledger.about("parameters"):
                 for flat in self._reduced:

@@ -142,9 +142,9 @@ def _table_errors(table: object) -> list[str]:
 
 
 def _weights_errors(weights: object) -> list[str]:
-    if weights is None or (isinstance(weights, str | Path) and Path(weights).is_dir()):
+    if weights is None or isinstance(weights, str | Path):
         return []
-    return [f"weights={str(weights)!r}: must be a folder with a model in Hugging Face's files, or None"]
+    return [f"weights is a {type(weights).__name__}: must be a folder with a model in Hugging Face's files"]
 
 
 def _is_integer(value: object) -> bool:

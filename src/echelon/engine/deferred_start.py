@@ -6,7 +6,9 @@ take_memory     for what this rank holds; at zero=3 for one unit after the other
 fill            one tensor after the other is computed or read, and the rank keeps its boxes of it
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from echelon.data_parallel import Sharing
+from echelon.engine.restore import mark_filled
 from echelon.errors import UserError
 from echelon.initialization import WeightSource, is_deferred, named_tensors
 from echelon.launching.group import check_on_every_rank
@@ -36,6 +39,8 @@ def weight_source(
             "pipeline=auto measures the layers of a model, and this one has no weights yet; say the stages, "
             "like pipeline=2, or build the model whole"
         )
+    if weights is None:
+        return WeightSource(model, None, device)  # refused on all ranks alike, if at all
     made: list[WeightSource] = []
     check_on_every_rank(lambda: made.append(WeightSource(model, weights, device)))
     return made[0]
@@ -43,17 +48,22 @@ def weight_source(
 
 def forget_values(model: nn.Module) -> None:
     """Bring the parameters that have values, among those that have none, to the meta device too."""
-    for parameter in [p for p in model.parameters() if not p.is_meta]:
-        _become(parameter, torch.empty_like(parameter, device="meta"))
+    with _without_weak_references([model]):
+        for parameter in [p for p in model.parameters() if not p.is_meta]:
+            _become(parameter, torch.empty_like(parameter, device="meta"))
 
 
 def give_buffers(model: nn.Module, source: WeightSource, device: torch.device) -> None:
     """Give buffers, and tensors that are plain attributes, their values, all of them: they are small."""
+    given: dict[str, Tensor] = {}  # by first names: what modules share stays shared
     for name, tensor in list(named_tensors(model)):
         if tensor.is_meta and not isinstance(tensor, nn.Parameter):
             path, _, attribute = name.rpartition(".")
-            (value,) = source.read(name, [whole_slice(name, tensor)])
-            setattr(model.get_submodule(path), attribute, value.to(device, tensor.dtype, copy=True))
+            first = source.first_name(name)
+            if first not in given:
+                (value,) = source.read(name, [whole_slice(name, tensor)])
+                given[first] = value.to(device, tensor.dtype, copy=True)
+            setattr(model.get_submodule(path), attribute, given[first])
 
 
 def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
@@ -61,35 +71,59 @@ def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
 
     Where ZeRO shards them it gives them memory, unit by unit; until then they take none.
     """
+    modules = list(modules)
     is_sharded = mesh.plan.zero == 3 and mesh.group("weights").size > 1
-    for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
-        if is_sharded:
-            number = torch.full((), _not_a_number(parameter.dtype), dtype=parameter.dtype, device=mesh.device)
-            _become(parameter, number.expand(parameter.shape))
-        else:
-            _become(parameter, torch.empty_like(parameter, device=mesh.device))
+    with _without_weak_references(modules):
+        for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
+            memory = _stand_in(parameter, mesh.device) if is_sharded else None
+            _become(parameter, torch.empty_like(parameter, device=mesh.device) if memory is None else memory)
 
 
 def _become(parameter: nn.Parameter, memory: Tensor) -> None:
     """Another tensor, also of another device, in the same object."""
+    hooks = list((parameter._backward_hooks or {}).values())
+    late_hooks = list((parameter._post_accumulate_grad_hooks or {}).values())
     replacement = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
     swap_tensors(parameter, replacement)
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    for hook in hooks:
+        parameter.register_hook(hook)
+    for late_hook in late_hooks:
+        parameter.register_post_accumulate_grad_hook(late_hook)
+
+
+@contextmanager
+def _without_weak_references(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Recurrent layers keep weak references to their weights, which torch does not swap then."""
+    recurrent = [each for module in modules for each in module.modules() if isinstance(each, nn.RNNBase)]
+    for layer in recurrent:
+        layer._flat_weight_refs = []
+    yield
+    for layer in recurrent:
+        layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in layer._flat_weights]
 
 
 @torch.no_grad()
-def fill(sharings: Iterable[Sharing], in_whole: InWhole, source: WeightSource | None) -> None:
+def fill(
+    model: nn.Module,
+    plan: Plan,
+    sharings: Iterable[Sharing],
+    in_whole: InWhole,
+    source: WeightSource | None,
+) -> None:
     """Give the weights that this rank holds their values, if they come from a source; at most one whole
     tensor is there at a time."""
     if source is None:
         return
     for sharing in dict.fromkeys(sharings):
-        held = sharing.held()
+        held = sharing.first_weights()
         for each in held:
             each.tensor.zero_()  # padding belongs to no tensor, and is zeros
         for name, pieces in _by_name(box for each in held for box in in_whole(each)):
             _copy(source, name, pieces)
-        sharing.spread()
+        sharing.share_first_weights()
+    mark_filled(model, plan)
 
 
 def _copy(source: WeightSource, name: str, pieces: list[OwnedSlice]) -> None:
@@ -107,5 +141,7 @@ def _name(owned: OwnedSlice) -> str:
     return owned.slice.name
 
 
-def _not_a_number(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+def _stand_in(parameter: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape that takes no memory; whoever reads it finds not-a-number."""
+    number = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
+    return torch.full((), number, dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -79,7 +79,7 @@ def parallelize(
         layers.overlap(model, split.program)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
-        fill(local.sharings, layers.in_whole, source)  # a model without memory
+        fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)

@@ -46,8 +46,23 @@ def mark_split(
     stays_split: bool = False,
 ) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
-    if plan.zero == 3 or plan.tensor > 1 or plan.stages > 1:
+    if _splits(plan):
         _split[model] = _Parts(plan, temporary_buffers, stays_split)
+
+
+def mark_empty(model: nn.Module, plan: Plan) -> None:
+    """Remember that the model has no values any more, or not yet: a start that fails leaves it so."""
+    _split[model] = _Parts(plan, NO_BUFFERS, stays_split=True)
+
+
+def mark_filled(model: nn.Module, plan: Plan) -> None:
+    """The model has values again; it is whole unless the plan splits it."""
+    if not _splits(plan):
+        del _split[model]
+
+
+def _splits(plan: Plan) -> bool:
+    return plan.zero == 3 or plan.tensor > 1 or plan.stages > 1
 
 
 def check_whole(model: nn.Module) -> None:
@@ -55,8 +70,8 @@ def check_whole(model: nn.Module) -> None:
     if is_split(model):
         raise UserError(
             f"the model is split over ranks by another engine (plan '{_split[model].plan}'), and this rank "
-            "has a part of it; close an open engine with engine.close(), which puts the model together; if "
-            "that engine failed or was closed with restore=False, build the model again"
+            "has a part of it, or none; close an open engine with engine.close(), which puts the model "
+            "together; if that engine failed or was closed with restore=False, build the model again"
         )
 
 

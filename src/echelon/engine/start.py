@@ -13,6 +13,7 @@ from echelon.data_parallel import broadcast_packed
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
 from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
+from echelon.engine.restore import mark_empty
 from echelon.huggingface import frequencies
 from echelon.initialization import WeightSource
 from echelon.mesh import this_device
@@ -26,6 +27,8 @@ def prepare(
     """The model on this rank's device, in the plan's type; or without memory, and where its weights are."""
     device = this_device()
     source = weight_source(model, plan, weights, device)
+    if source is not None:
+        mark_empty(model, plan)
     return convert(model, device, DTYPES[plan.precision], has_values=source is None), source
 
 
@@ -55,11 +58,15 @@ def start_equal(
 
     Of a deferred model: the seed of the parameters, which are filled later, and the buffers.
     """
-    _check_same_model(model, group, device)
+    _check_same_model(model, group, device, source)
     if source is None:
         _broadcast([*model.parameters(), *model.buffers()], group)
         return
     source.seed = _agreed(source.seed, group, device)
+    for tensor in source.constants() if group.size > 1 else []:
+        values = tensor.to(device, copy=True)
+        _broadcast([values], group)
+        tensor.copy_(values)
     give_buffers(model, source, device)
     _broadcast(list(model.buffers()), group)
 
@@ -78,13 +85,16 @@ def _agreed(seed: int, group: Group, device: torch.device) -> int:
     return int(number)
 
 
-def _check_same_model(model: nn.Module, group: Group, device: torch.device) -> None:
-    """Raise, on every rank, unless all have the same tensors, trained and frozen."""
+def _check_same_model(
+    model: nn.Module, group: Group, device: torch.device, source: WeightSource | None
+) -> None:
+    """Raise, on every rank, unless all have the same tensors, trained and frozen, with or without values."""
     if group.size == 1:
         return
     parameters = list(model.named_parameters())
     lines = [describe(name, p) + ("" if p.requires_grad else ", frozen") for name, p in parameters]
     lines += [describe(name, buffer) for name, buffer in model.named_buffers()]
+    lines += ["a model with values"] if source is None else ["a model without values", *source.describe()]
     check_same_text(lines, group, device, _difference_of_models)
 
 

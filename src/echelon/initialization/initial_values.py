@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UserError
 from echelon.initialization.recording import recording
 from echelon.initialization.resetting import how_to_know, record_resets
-from echelon.initialization.tape import Tape, Window, key_of
+from echelon.initialization.tape import Tape, Window, key_of, on_meta
 from echelon.ownership import Slice
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,6 +28,8 @@ class _Recording(NamedTuple):
     seed: int
     versions: dict[str, int]
 
+
+_MARK = "_echelon_deferred"  # of modules whose tensors are on a tape; a copy of a module has it too
 
 _recordings: "WeakKeyDictionary[nn.Module, _Recording]" = WeakKeyDictionary()
 
@@ -56,12 +59,14 @@ def deferred(build: Callable[[], Model]) -> Model:
         raise UserError(f"deferred: the function returned a {type(model).__name__}; return a torch.nn.Module")
     versions = {name: tensor._version for name, tensor in named_tensors(model)}
     _recordings[model] = _Recording(tape, torch.initial_seed(), versions)
+    for module in model.modules():
+        vars(module)[_MARK] = True
     return model
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether parameters of the model are on the meta device, where they have no values."""
-    return any(parameter.is_meta for parameter in model.parameters())
+    """Whether tensors of the model are on the meta device, where they have no values."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @final
@@ -71,18 +76,43 @@ class InitialValues:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         recording = _recordings.get(model)
-        self._unknown = {} if recording is None else _changed_since(model, recording)
-        self._tape = record_resets(model) if recording is None else recording.tape
-        self.seed = torch.initial_seed() if recording is None else recording.seed
+        if recording is None:
+            _refuse_parts(model)
+            self._tape, self._unknown = record_resets(model)
+            self.seed = torch.initial_seed()
+        else:
+            self._tape, self._unknown = recording.tape, _changed_since(model, recording)
+            self.seed = recording.seed
         self._tensors: dict[str, Window | Tensor] = {
             name: Window.of(tensor) if tensor.is_meta else tensor.detach()
             for name, tensor in named_tensors(model)
         }
         self._random = self._number_draws()
         for name, tensor in self._tensors.items():
-            is_known = not isinstance(tensor, Window) or self._tape.is_defined(tensor) or 0 in tensor.size
-            if not is_known:
-                self._unknown[name] = how_to_know(model, name, was_recorded=recording is not None)
+            if isinstance(tensor, Window) and 0 not in tensor.size:
+                if not self._tape.is_defined(tensor):
+                    self._unknown[name] = how_to_know(model, name, was_recorded=recording is not None)
+                elif self._tape.has_generator(tensor.storage):
+                    self._unknown[name] = "is drawn by a generator of its own; leave generator= out"
+        self._unknown |= dict(_hidden_tensors(model))
+
+    def describe(self) -> Iterator[str]:
+        """How values come about, for ranks to compare."""
+        if self._device.type == "cuda":  # other GPUs draw other numbers
+            yield f"initial values on {torch.cuda.get_device_name(self._device)}"
+        yield from self._tape.describe()
+
+    def constants(self) -> list[Tensor]:
+        """What has values already, which need not be the same on every rank."""
+        named = (tensor for tensor in self._tensors.values() if isinstance(tensor, Tensor))
+        return [*named, *self._tape.constants()]
+
+    def first_name(self, name: str) -> str:
+        """The first name of the same tensor."""
+        known = self._tensors[name]
+        if isinstance(known, Window):
+            return next(other for other, tensor in self._tensors.items() if tensor == known)
+        return next(n for n, t in self._tensors.items() if isinstance(t, Tensor) and is_same_memory(t, known))
 
     def errors(self, but: Collection[str] = ()) -> list[str]:
         """Of the tensors whose values are not known; those of `but` come from elsewhere."""
@@ -107,7 +137,7 @@ class InitialValues:
         draws: dict[int, tuple[str, int]] = {}
         for name, tensor in self._tensors.items():
             if isinstance(tensor, Window):
-                for count, note in enumerate(self._tape.random_writers(tensor.storage)):
+                for count, note in enumerate(self._tape.draws(tensor.storage)):
                     draws.setdefault(note, (name, count))
         return draws
 
@@ -120,6 +150,35 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 yield (f"{path}.{name}" if path else name), value
+
+
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
+
+
+def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Tensors of the meta device in lists and dicts, where nobody can replace them: no parameters."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_state = name in ("_parameters", "_buffers", "_modules") or isinstance(value, Tensor)
+            leaves = [] if is_state else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if any(on_meta(leaf) and not isinstance(leaf, nn.Parameter) for leaf in leaves):
+                full_name = f"{path}.{name}" if path else name
+                yield full_name, f"is a {type(value).__name__} with tensors; make them buffers"
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Refuse a part or a copy of what `deferred` built, or a model around it: no tape leads there."""
+    marked = [name for name, module in model.named_modules() if _MARK in vars(module) and is_deferred(module)]
+    if marked:
+        raise UserError(
+            f"{marked[0] or type(model).__name__} is a part or a copy of a model that echelon.deferred has "
+            "built, or inside another one; build all of the model that you train in one function"
+        )
 
 
 def _changed_since(model: nn.Module, recording: _Recording) -> dict[str, str]:

@@ -47,7 +47,7 @@ def _truncated_draws(tape: Tape) -> Iterator[None]:
 
     def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not on_meta(tensor):
-            return draw(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+            return tensor if tape.keeps(tensor) else draw(tensor, *args, **kwargs)
         tape.note_draw(draw, tensor, *args, **kwargs)
         return tensor
 

@@ -36,6 +36,18 @@ class WeightSource:
     def seed(self, seed: int) -> None:
         self._initial.seed = seed
 
+    def describe(self) -> list[str]:
+        """Where values come from, in lines that must be the same on every rank."""
+        return [*self._initial.describe(), *([] if self._files is None else self._files.describe())]
+
+    def constants(self) -> list[Tensor]:
+        """Values that are on this rank already; rank 0's count."""
+        return self._initial.constants()
+
+    def first_name(self, name: str) -> str:
+        """The first name of a tensor that has several."""
+        return self._initial.first_name(name)
+
     def read(self, name: str, boxes: Sequence[Slice]) -> list[Tensor]:
         """Boxes of one tensor, in memory of their own or of one whole tensor."""
         if self._files is not None and name in self._in_files:

@@ -58,6 +58,11 @@ class Note(NamedTuple):
     is_random: bool
 
     @property
+    def leaves(self) -> list[Any]:
+        """All single arguments."""
+        return tree_leaves((self.args, self.kwargs))
+
+    @property
     def leaves_undefined(self) -> bool:
         """Whether what it makes is whatever was in memory before."""
         return isinstance(self.function, OpOverload) and "empty" in self.function.name()
@@ -65,10 +70,11 @@ class Note(NamedTuple):
 
 @final
 class Tape(TorchDispatchMode):
-    """Records in a `with`."""
+    """Records in a `with`. Tensors of `kept` have values: nothing changes them meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = {_storage(tensor) for tensor in kept}
         self._notes: list[Note] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # of a storage: numbers of notes, in order
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no two storages have one number
@@ -80,6 +86,8 @@ class Tape(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in _READS_VALUES and any(map(on_meta, inputs)):
             return func(*tree_map(self._known_value, args), **kwargs)
+        if any(map(self.keeps, _changed(func, args, kwargs))):
+            return next(_changed(func, args, kwargs))
         result = func(*args, **kwargs)
         read = frozenset(_storage(tensor) for tensor in inputs if on_meta(tensor))
         written = frozenset(_storage(t) for t in _changed(func, args, kwargs) if on_meta(t))
@@ -91,6 +99,9 @@ class Tape(TorchDispatchMode):
             note = Note(func, noted_args, noted_kwargs, read, written, made, is_random)
             self._add(note, (*inputs, *outputs))
         return result
+
+    def keeps(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._kept
 
     def note_draw(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """`function` will draw the values of `tensor`: one operation, however many it consists of."""
@@ -118,9 +129,27 @@ class Tape(TorchDispatchMode):
             not self._notes[number].leaves_undefined for number in self._writers.get(window.storage, ())
         )
 
-    def random_writers(self, storage: int) -> list[int]:
-        """The notes that draw the values of a storage at random, in order."""
-        return [number for number in self._writers.get(storage, ()) if self._notes[number].is_random]
+    def draws(self, storage: int) -> list[int]:
+        """The notes that draw at random what leads to the values of a storage, in order."""
+        return [number for number in self._needed(storage) if self._notes[number].is_random]
+
+    def has_generator(self, storage: int) -> bool:
+        """Whether values are drawn by a generator of the user's own, which is not there later."""
+        needed = (self._notes[number] for number in self._needed(storage))
+        return any(isinstance(leaf, torch.Generator) for note in needed for leaf in note.leaves)
+
+    def writers(self) -> dict[int, int]:
+        """How many notes write to each storage so far."""
+        return {storage: len(numbers) for storage, numbers in self._writers.items()}
+
+    def constants(self) -> Iterator[Tensor]:
+        """The tensors with values that notes have kept."""
+        yield from (leaf for note in self._notes for leaf in note.leaves if isinstance(leaf, Tensor))
+
+    def describe(self) -> Iterator[str]:
+        """What was noted, without the values of tensors: the same on ranks that have built the same."""
+        for note in self._notes:
+            yield f"{note.function.__name__}({', '.join(map(_describe, note.leaves))})"
 
     def values(self, window: Window, device: torch.device, seed: Seed) -> Tensor:
         """The tensor, computed on `device`; random numbers are drawn with `seed` of each operation."""
@@ -185,11 +214,7 @@ class _Run:
     def _as_real(self, argument: Any) -> Any:
         if isinstance(argument, Window):
             return self.tensor(argument)
-        if isinstance(argument, torch.Generator):
-            raise UserError(
-                "a generator of random numbers of its own: weights that are drawn later are drawn by "
-                "their names; leave generator= out"
-            )
+        assert not isinstance(argument, torch.Generator), "has_generator finds it"
         return self._device if argument == _META and isinstance(argument, torch.device) else argument
 
 
@@ -221,6 +246,12 @@ def _changed(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, Window):
+        return f"{leaf.dtype} {leaf.size}"
+    return f"{leaf.dtype} {tuple(leaf.shape)} with values" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _as_window(argument: Any) -> Any:

@@ -1,6 +1,7 @@
 """A Hugging Face folder as the source of a model's weights: any box of any tensor, read by itself."""
 
-from collections.abc import Callable, Collection, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
@@ -13,6 +14,7 @@ from echelon.weight_files.layout import WeightLayout
 from echelon.weight_files.pieces import Box, Window, read_pieces
 from echelon.weight_files.tensor_file import StoredTensor, nbytes, read_box
 
+_SAMPLED_BYTES = 2**10
 _COMPARED_BYTES = 2**24  # of two tensors that must be equal, at a time
 
 
@@ -56,6 +58,12 @@ class WeightFolder:
         """Further names of tied tensors."""
         return self._layout.ties.keys()
 
+    def describe(self) -> Iterator[str]:
+        """A line for each tensor of the files, with a digest of how it begins and ends: by these lines ranks
+        see whether their copies of a folder are the same."""
+        for name, tensor in sorted(self._headers.tensors.items()):
+            yield f"{name} of shape {tensor.shape} and type {tensor.dtype} with values {_sample(tensor)}"
+
     def read(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
         """Boxes of one of the model's tensors, on the CPU, in the type that is stored.
 
@@ -74,6 +82,18 @@ class WeightFolder:
 
     def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
         read_box(self._headers.tensors[stored], window, out)
+
+
+def _sample(tensor: StoredTensor) -> str:
+    """A digest of the first and the last bytes."""
+    size = nbytes(tensor.shape, tensor.dtype)
+    flat = tensor._replace(shape=(size,), dtype=torch.uint8)
+    digest = hashlib.blake2b(digest_size=8)
+    for window in (slice(0, min(_SAMPLED_BYTES, size)), slice(max(0, size - _SAMPLED_BYTES), size)):
+        block = torch.empty(window.stop - window.start, dtype=torch.uint8, device="cpu")
+        read_box(flat, (window,), block)
+        digest.update(block.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _is_equal(left: StoredTensor, right: StoredTensor) -> bool:
