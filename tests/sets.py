@@ -14,11 +14,15 @@ def set_of(
     only: Collection[nn.Parameter] | None = None,
     shared_gradients: Sequence[SharedGradient] = (),
     shards: ShardGroups | None = None,
+    separate_shards: Collection[nn.Parameter] = (),
 ) -> ParameterSet:
     """All parameters of a module, or `only` some, over a group."""
     units = divide_units(module, smallest=0, only=only)
     parameters = named_subset(module, only)
-    return ParameterSet("dense", parameters, group, units, shared_gradients, shards=shards)
+    separate = frozenset(separate_shards)
+    return ParameterSet(
+        "dense", parameters, group, units, shared_gradients, shards=shards, separate_shards=separate
+    )
 
 
 def padded_bytes(module: nn.Module, itemsize: int = 4) -> int:

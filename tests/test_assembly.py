@@ -1,11 +1,14 @@
 """Boxes of several ranks as whole tensors."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 from echelon.assembly import Assembly, assemble
+from echelon.collectives import RecordingGroup
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice, Slice, whole_slice
@@ -58,3 +61,30 @@ def test_what_several_ranks_hold_is_counted_once(warm_ranks: Callable[[int], Ran
         }
         assert str(whole["w", VALUE][0, 1].item()) == "-0.0"
         assert num_sums == 2, "what every rank holds whole is not sent"
+
+
+def rows(name: str, whole: Tensor, begin: int, end: int) -> OwnedSlice:
+    box = Slice(name, VALUE, tuple(whole.shape), (begin, 0), (end - begin, whole.shape[1]))
+    return OwnedSlice(box, whole[begin:end])
+
+
+def half_and_whole() -> list[list[int]]:
+    """Rank 0 holds two halves of a tensor, and rank 1 all of it."""
+    group = Mesh.join(Plan(data=2)).group("data")
+    whole = torch.arange(1, 9).view(4, 2)
+    edges = (0, 2, 4) if group.rank == 0 else (0, 4)
+    owned = [rows("w", whole, *pair) for pair in pairwise(edges)]
+    assembled: list[list[int]] = assemble(owned, group, torch.device("cpu"))["w", VALUE].tolist()
+    return assembled
+
+
+def test_parts_are_not_added_to_what_another_rank_holds_whole(warm_ranks: Callable[[int], Ranks]) -> None:
+    assert warm_ranks(2).run(half_and_whole) == [[[1, 2], [3, 4], [5, 6], [7, 8]]] * 2
+
+
+@pytest.mark.parametrize(("edges", "held"), [([(0, 3)], 6), ([(0, 3), (2, 4)], 10)])
+def test_boxes_that_leave_a_gap_or_overlap_are_not_summed(edges: list[tuple[int, int]], held: int) -> None:
+    """Zeros would be there, or the bytes of both: stages once cut a frozen tied weight at different rows."""
+    owned = [rows("w", torch.ones(4, 2), *pair) for pair in edges]
+    with pytest.raises(AssertionError, match=rf"w \(value\) of shape \(4, 2\): .* hold {held} elements"):
+        Assembly(owned, RecordingGroup("all"), torch.device("cpu"))

@@ -1,10 +1,12 @@
 """Whole tensors, put together from what ranks own, one at a time.
 
 The ranks exchange lists of what they own. What every rank holds whole is copied. Of the rest, the first owner
-of each box puts it into a tensor of zeros, and these are summed: on every rank, or on one.
+of each box puts it into a tensor of zeros, and these are summed: on every rank, or on one. Two boxes of a
+tensor are the same, or do not overlap.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -31,33 +33,33 @@ class Assembly:
 
     def __init__(self, owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._local = {_place(each.slice): each.tensor for each in owned}
-        self._boxes: dict[Key, dict[tuple[Any, ...], _Box]] = {}
-        held_whole: list[set[Key]] = []
+        self._local = {each.slice: each.tensor for each in owned}
+        first_owners: dict[Key, dict[Slice, _Box]] = {}
+        held_whole: list[set[Slice]] = []
         for rank, rows in enumerate(_exchange(owned, group, device)):
             boxes = [_Box(Slice(*_tuples(row[:5])), row[5], rank) for row in rows]
-            held_whole.append({_key(box.slice) for box in boxes if box.slice.is_whole})
+            held_whole.append({box.slice for box in boxes if box.slice.is_whole})
             for box in boxes:
-                self._boxes.setdefault(_key(box.slice), {}).setdefault(_place(box.slice), box)
+                first_owners.setdefault(_key(box.slice), {}).setdefault(box.slice, box)
         self._everywhere = set.intersection(*held_whole)
+        self._boxes = {key: _chosen(list(boxes.values())) for key, boxes in first_owners.items()}
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._boxes)
 
     def like(self, key: Key) -> Tensor:
         """A tensor of the meta device with the shape and type of a whole one."""
-        first = next(iter(self._boxes[key].values()))
+        first = self._boxes[key][0]
         return torch.empty(first.slice.shape, dtype=getattr(torch, first.dtype), device="meta")
 
     def tensor(self, key: Key, to: int | None = None) -> Tensor | None:
         """A copy of a whole tensor on every rank; or on rank `to` alone, and None on the others."""
-        boxes = self._boxes[key].values()
+        boxes = self._boxes[key]
         is_wanted = to is None or to == self._group.rank
-        if key in self._everywhere:
-            whole = next(box for box in boxes if box.slice.is_whole)
-            local = self._local[_place(whole.slice)].detach()
+        if boxes[0].slice in self._everywhere:
+            local = self._local[boxes[0].slice].detach()
             return local.clone(memory_format=torch.contiguous_format) if is_wanted else None
-        tensor = self._own_boxes(list(boxes))
+        tensor = self._own_boxes(boxes)
         if tensor.numel():
             self._sum(tensor, to)
         return tensor if is_wanted else None
@@ -67,7 +69,7 @@ class Assembly:
         tensor = torch.zeros(first.slice.shape, dtype=getattr(torch, first.dtype), device=self._device)
         for box in boxes:
             if box.owner == self._group.rank:
-                tensor[box.slice.box] = self._local[_place(box.slice)].detach()
+                tensor[box.slice.box] = self._local[box.slice].detach()
         return tensor
 
     def _sum(self, tensor: Tensor, to: int | None) -> None:
@@ -90,8 +92,17 @@ def _key(box: Slice) -> Key:
     return box.name, box.part
 
 
-def _place(box: Slice) -> tuple[Any, ...]:
-    return box.name, box.part, box.offsets
+def _chosen(boxes: Sequence[_Box]) -> list[_Box]:
+    """The boxes that are put together: a whole one alone, or all, which must hold each element once.
+
+    Bytes of boxes that overlap would be added up, and what is missing would be zeros.
+    """
+    whole = [box for box in boxes if box.slice.is_whole]
+    first, num_held = boxes[0].slice, sum(box.slice.numel for box in boxes)
+    assert whole or num_held == math.prod(first.shape), (
+        f"{first.name} ({first.part}) of shape {first.shape}: the boxes of all ranks hold {num_held} elements"
+    )
+    return whole[:1] or list(boxes)
 
 
 def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:

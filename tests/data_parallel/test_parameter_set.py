@@ -32,11 +32,6 @@ def test_the_norm_leaves_out_what_other_stages_or_ranks_count() -> None:
     assert parameter_set.uncounted == {module["a"], module["c"], module["d"]}
 
 
-def test_what_other_stages_hold_too_is_sharded_by_itself() -> None:
-    parameter_set, module = make_set()
-    assert parameter_set.separate_shards == {module["a"], module["b"]}
-
-
 def test_by_default_all_ranks_of_the_set_shard_one_copy() -> None:
     parameter_set, _ = make_set()
     inside, across = parameter_set.shard_groups

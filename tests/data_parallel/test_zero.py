@@ -246,3 +246,17 @@ def test_a_gradient_that_is_computed_while_its_weight_is_not_gathered_is_refused
         return
     with pytest.raises(echelon.UserError, match=r"first\.layer\.\w+ was used while it was not gathered"):
         total.backward()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_what_other_stages_hold_too_is_sharded_by_itself(is_trained: bool) -> None:
+    """Beside other weights it would be cut at a place that depends on them, and every stage has others.
+
+    Frozen ties once were: two stages put different parts of one weight together, and it came out as garbage.
+    """
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(6)) for name in ("tied", "own", "other")})
+    model.requires_grad_(is_trained)
+    parameter_set = set_of(model, DeferredGroup(), separate_shards={model["tied"]})
+    sharing = Zero(parameter_set, 3, Wrapping())
+    names = [[name for name, _ in flat.parameters] for unit in sharing._flats for flat in unit]
+    assert names == [["other", "own"], ["tied"]]

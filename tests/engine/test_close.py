@@ -67,6 +67,24 @@ def test_a_closed_engine_leaves_the_model_whole_for_another(warm_ranks: Warm, pl
         assert (is_whole, is_tied, is_clean, not_finite) == (True, True, True, [])
 
 
+def with_other_values(plan: str) -> list[str]:
+    """The weights of a model with a frozen tie that an engine returns or leaves with other values."""
+    case = language_case("gpt")
+    model = case.build()
+    model.embedding.requires_grad_(False)  # type: ignore[union-attr]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = echelon.parallelize(model, f"{plan} precision=fp64", optimizer=adamw, loss=case.loss)
+    returned = engine.full_state_dict()
+    engine.close(restore=True)
+    states = (returned, model.state_dict())
+    return [name for state in states for name in before if not torch.equal(state[name], before[name])]
+
+
+def test_a_frozen_tied_weight_is_put_together_once(warm_ranks: Warm) -> None:
+    """Stages once cut it at different places, since only what is trained was sharded by itself."""
+    assert warm_ranks(4).run(with_other_values, "data=2 pipeline=2 zero=3") == [[]] * 4
+
+
 def resources() -> tuple[int, int, int]:
     """Threads, file descriptors, and pieces of shared memory of this process."""
     gc.collect()

@@ -34,11 +34,13 @@ def two_sets(
     module: nn.Module,
     mesh: Mesh,
     shared_gradients: Sequence[SharedGradient],
+    tied: Collection[nn.Parameter],
     norm_elsewhere: Collection[nn.Parameter],
     smallest_unit: int,
 ) -> list[ParameterSet]:
     """Every second parameter over all ranks; the others over pairs, whose sums are summed across pairs."""
     assert not shared_gradients
+    assert not tied
     assert not norm_elsewhere
     parameters = list(dict.fromkeys(module.parameters()))
     over_all, over_pairs = set(parameters[::2]), set(parameters[1::2])
@@ -132,7 +134,7 @@ class Choosing(nn.Module):
 
 
 def same_group(
-    module: nn.Module, mesh: Mesh, _: object, __: object, smallest_unit: int
+    module: nn.Module, mesh: Mesh, _: object, __: object, ___: object, smallest_unit: int
 ) -> list[ParameterSet]:
     """Two sets over the same ranks, each with one of the two ways."""
     chosen = {p for name, p in module.named_parameters() if name.startswith(("left", "first"))}

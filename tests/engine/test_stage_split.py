@@ -160,6 +160,15 @@ def test_frozen_ties_and_stages_without_ties_share_nothing() -> None:
         assert Op.TIE not in ops(result)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_rank_knows_which_of_its_weights_other_stages_hold_too(trained: bool) -> None:
+    """Frozen ones as well, and none that it does not hold: those would keep their memory."""
+    for rank, is_tied in enumerate((True, False, True)):
+        model = tied_first_and_last(trained)
+        weight = model[0].weight  # type: ignore[index]
+        assert split(model, "pipeline=3", rank).tied == ({weight} if is_tied else set())
+
+
 def two_ties() -> nn.Module:
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(6)))
     model[4].weight, model[5].weight = model[1].weight, model[0].weight

@@ -2,8 +2,8 @@
 
 A stage of dense layers has one set, over its replicas. A stage with experts has two: the dense parameters
 over `data`, and the experts over the ranks that hold the same ones. What strategies must know of a parameter
-beyond its replicas is data of the set: which gradients are summed with other ranks too, and whose norm others
-count.
+beyond its replicas is data of the set: which gradients are summed with other ranks too, whose norm others
+count, and what other stages hold too.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -75,6 +75,8 @@ class ParameterSet:
     norm_elsewhere: Set[nn.Parameter] = frozenset()  # whose gradients other ranks count
     sum_in_float32: bool = True  # gradients of weights below float32; else in the type of the weights
     shards: ShardGroups | None = None  # which ranks shard one copy; None: all of `group`
+    # What other stages hold too, frozen or not: all of them must cut it into the same parts.
+    separate_shards: Set[nn.Parameter] = frozenset()
 
     @cached_property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -85,11 +87,6 @@ class ParameterSet:
     def uncounted(self) -> Set[nn.Parameter]:
         """The parameters whose gradients this rank leaves out of the norm."""
         return {g.parameter for g in self.shared_gradients if not g.counts_norm} | self.norm_elsewhere
-
-    @property
-    def separate_shards(self) -> Set[nn.Parameter]:
-        """The parameters that other stages hold too, which must cut them into the same parts."""
-        return {g.parameter for g in self.shared_gradients if g.tie is not None}
 
     @property
     def shard_groups(self) -> ShardGroups:

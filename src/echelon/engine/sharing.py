@@ -43,7 +43,7 @@ def share_stages(
     stages = {}
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
-        sets = parameter_sets(module, mesh, shared, layers.norm_elsewhere, smallest_unit)
+        sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
     return LocalStages(stages, split.program, split.boundaries)
@@ -66,6 +66,7 @@ def parameter_sets(
     module: nn.Module,
     mesh: Mesh,
     shared_gradients: Sequence[SharedGradient],
+    tied: frozenset[nn.Parameter],
     norm_elsewhere: Collection[nn.Parameter],
     smallest_unit: int,
 ) -> list[ParameterSet]:
@@ -73,9 +74,19 @@ def parameter_sets(
     group = mesh.group("weights")
     units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
     parameters = named_subset(module)
-    elsewhere, in_float32 = frozenset(norm_elsewhere), mesh.plan.gradients == "fp32"
-    shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
-    return [ParameterSet("dense", parameters, group, units, shared_gradients, elsewhere, in_float32, shards)]
+    return [
+        ParameterSet(
+            "dense",
+            parameters,
+            group,
+            units,
+            shared_gradients,
+            norm_elsewhere=frozenset(norm_elsewhere),
+            sum_in_float32=mesh.plan.gradients == "fp32",
+            shards=ShardGroups(mesh.group("shard"), mesh.group("copies")),
+            separate_shards=tied,
+        )
+    ]
 
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:

@@ -26,10 +26,11 @@ from echelon.wrapping import replaced_forward
 
 
 class StageSplit(NamedTuple):
-    """The layers of each stage that this rank holds, and the gradients that each shares with other stages."""
+    """The layers of each stage that this rank holds, and what it shares with other stages."""
 
     modules: dict[int, nn.Module]
     shared_gradients: dict[int, list[SharedGradient]]
+    tied: frozenset[nn.Parameter]  # what other stages hold too, frozen or not
     program: Program  # of a step
     boundaries: list[int]  # the layers before which stages begin
     temporary_buffers: dict[str, Tensor]  # of other stages, in no state dict
@@ -45,7 +46,8 @@ def split_stages(
     plan = mesh.plan
     program = step_program(plan, ties=False)
     if program.stages == 1:
-        return StageSplit({0: _undivided(model, plan, by_layers=by_layers)}, {0: []}, program, [], {})
+        whole = _undivided(model, plan, by_layers=by_layers)
+        return StageSplit({0: whole}, {0: []}, frozenset(), program, [], {})
     edges = even_boundaries(model, program.stages)
     if boundaries is not None:
         edges = check_boundaries(model, boundaries, program.stages)
@@ -56,10 +58,11 @@ def split_stages(
     rank = mesh.group("pipeline").rank
     local: dict[int, nn.Module] = {number: stages[number] for number in program.stages_of(rank)}
     shared = _shared_gradients(ties, list(local), program, mesh)
+    tied = frozenset(tie.parameter for tie in ties if not local.keys().isdisjoint(tie.stages))
     if any(tie.parameter.requires_grad for tie in ties):
         program = step_program(plan, ties=True)
     temporary = keep_only(model, stages, [stages[number] for number in local])
-    return StageSplit(local, shared, program, edges, temporary)
+    return StageSplit(local, shared, tied, program, edges, temporary)
 
 
 def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
