@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.engine import parallelize
+from echelon.engine.export import _Stream
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.models import build, cross_entropy, load_hf, save_hf
+from echelon.ownership import VALUE
 from tests.engine.test_deferred_start import CONFIG
 
 transformers = pytest.importorskip("transformers")
@@ -187,3 +189,36 @@ def test_a_model_with_values_takes_those_of_the_folder(tmp_path: Path) -> None:
     ) as engine:
         found = engine.full_state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+class FailingAssembly:
+    """Has memory for all tensors but one."""
+
+    def __init__(self, too_large: str | None) -> None:
+        self.too_large, self.names = too_large, list[str]()
+
+    def tensor(self, key: tuple[str, str], to: int | None = None) -> Tensor:
+        assert to == 0
+        self.names.append(key[0])
+        if key[0] == self.too_large:
+            raise MemoryError(key[0])
+        return torch.zeros(1)
+
+
+def test_a_rank_that_fails_inside_a_tensor_brings_no_other() -> None:
+    """Other ranks still wait for its part of that tensor, and once got the next one in its place."""
+    assembly = FailingAssembly(too_large="b")
+    stream = _Stream(assembly, {name: (name, VALUE) for name in "abcd"})  # type: ignore[arg-type]
+    stream.fetch("a")
+    with pytest.raises(MemoryError):
+        stream.fetch("b")
+    stream.finish()
+    assert assembly.names == ["a", "b"]
+
+
+def test_a_rank_that_cannot_write_brings_the_rest() -> None:
+    assembly = FailingAssembly(too_large=None)
+    stream = _Stream(assembly, {name: (name, VALUE) for name in "abcd"})  # type: ignore[arg-type]
+    stream.fetch("a")
+    stream.finish()
+    assert assembly.names == ["a", "b", "c", "d"]

@@ -226,7 +226,8 @@ class Engine:
     def export(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write weights and buffers as a Hugging Face folder, which transformers loads if it knows the model.
 
-        All ranks must call this. Rank 0 writes, and no rank ever holds more than one whole tensor.
+        All ranks must call this. Rank 0 writes one tensor after the other, and holds in host memory what the
+        tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
         """
         export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
 

@@ -46,20 +46,33 @@ def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dic
 
 
 class _Stream:
-    """Whole tensors for rank 0 in one order; every rank brings its parts of each."""
+    """Whole tensors for rank 0 in one order; every rank brings its parts of each.
+
+    A rank that fails inside a tensor leaves the others there. It brings nothing more: they would take the
+    next tensor for this one.
+    """
 
     def __init__(self, assembly: Assembly, keys: Mapping[str, Key]) -> None:
         self._assembly = assembly
         self._keys = iter(keys.items())
+        self._is_inside_tensor = False
 
     def fetch(self, name: str) -> Tensor:
         """The next tensor, in host memory."""
         expected, key = next(self._keys)
         assert name == expected, "all ranks have one order"
-        tensor = self._assembly.tensor(key, to=0)
+        tensor = self._bring(key)
         assert tensor is not None
         return tensor.cpu()
 
     def finish(self) -> None:
-        for _, key in self._keys:
-            self._assembly.tensor(key, to=0)
+        """Bring what nobody has fetched."""
+        if not self._is_inside_tensor:
+            for _, key in self._keys:
+                self._bring(key)
+
+    def _bring(self, key: Key) -> Tensor | None:
+        self._is_inside_tensor = True
+        tensor = self._assembly.tensor(key, to=0)
+        self._is_inside_tensor = False
+        return tensor
