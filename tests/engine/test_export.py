@@ -1,5 +1,6 @@
 """Weights from Hugging Face folders and back, part by part."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +190,14 @@ def test_a_model_with_values_takes_those_of_the_folder(tmp_path: Path) -> None:
     ) as engine:
         found = engine.full_state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path: Path) -> None:
+    """All tensors fit, and the model would compute something else."""
+    save_hf(build(CONFIG), tmp_path)
+    model = build(dataclasses.replace(CONFIG, norm_epsilon=0.5))
+    with pytest.raises(UserError, match=r"config.json says norm_epsilon=1e-05, the model has 0.5; build"):
+        parallelize(model, "data=1", optimizer=torch.optim.SGD, loss=cross_entropy, weights=tmp_path)
 
 
 class FailingAssembly:

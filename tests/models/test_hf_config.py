@@ -4,7 +4,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.models import ModelConfig, RopeScaling
-from echelon.models.hf_config import config_from_hf, config_to_hf
+from echelon.models.hf_config import config_differences, config_from_hf, config_to_hf
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": 37, "n_positions": 24}
 LLAMA = {
@@ -123,3 +123,40 @@ def test_heads_of_another_width_are_refused():
     assert config_from_hf(LLAMA | {"head_dim": 8}).head_width == 8
     error = errors_of(LLAMA | {"head_dim": 16})[0]
     assert "head_dim=16: must be hidden_size / num_attention_heads, 8" in error
+
+
+def test_a_config_has_no_difference_to_its_own_file(config):
+    assert config_differences(config, config_to_hf(config, "float32")) == []
+
+
+def test_all_differences_that_change_the_output_are_listed():
+    config = config_from_hf(LLAMA)
+    other = LLAMA | {
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-3,
+        "rope_theta": 500.0,
+        "rope_scaling": STRETCH,
+    }
+    errors = config_differences(config, other)
+    names = ["heads", "num_kv_heads", "norm_epsilon", "rope_theta", "rope_scaling"]
+    assert [error.removeprefix("config.json says ").split("=")[0] for error in errors] == names
+    assert errors[0].startswith("config.json says heads=8, the model has 4; build the model from")
+    assert config_differences(config, GPT2)[0].startswith(
+        "config.json says family='gpt', the model has 'llama'"
+    )
+
+
+def test_dropout_length_and_ties_may_differ():
+    llama = LLAMA | {"max_position_embeddings": 8, "tie_word_embeddings": True}
+    assert config_differences(config_from_hf(LLAMA), llama) == []
+    gpt = dataclasses.replace(config_from_hf(GPT2), rope_theta=5.0)  # which GPT does not have
+    assert config_differences(gpt, GPT2 | {"embd_pdrop": 0.3, "resid_pdrop": 0.0}) == []
+
+
+def test_what_our_models_cannot_do_is_a_difference():
+    config = config_from_hf(LLAMA)
+    assert config_differences(config, LLAMA | {"hidden_act": "gelu"}) == [
+        "config.json: hidden_act='gelu': is not supported; must be 'silu'"
+    ]
+    (error,) = config_differences(config, LLAMA | {"model_type": "mistral"})
+    assert error.startswith("config.json: model_type=mistral is not supported")

@@ -6,6 +6,7 @@ attention       attention over a sequence that several ranks share
 modules         properties of single modules: storage, randomness, precision
 tensor_tables   how tensor parallelism splits each family
 weight_layouts  folders with the weights of any model
+config_check    whether the config.json of a folder is that of a model
 
 transformers itself is imported only where a model of it is at hand.
 """

@@ -10,6 +10,12 @@ def is_of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.")
 
 
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, or a subclass of one."""
+    bases = type(model).__mro__
+    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in bases)
+
+
 def initializer(module: nn.Module) -> Callable[[], object] | None:
     """What gives all of a model of transformers its initial values; None for any other module."""
     is_model = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.huggingface.config_check import config_errors
+from echelon.huggingface.modules import is_pretrained
 from echelon.weight_files import (
     FileTensor,
     Piece,
@@ -39,7 +41,7 @@ _STACKING = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 
 
 def open_weights(folder: str | Path, model: nn.Module) -> WeightFolder:
     """The weights for a model in a folder. The model gives shapes only, and may be on the meta device."""
-    return WeightFolder(folder, partial(weight_layout, model))
+    return WeightFolder(folder, partial(weight_layout, model), config_errors(folder, model))
 
 
 def weight_layout(
@@ -54,7 +56,7 @@ def weight_layout(
     if callable(own):
         layout: WeightLayout = own(names, state)
         return layout
-    layout_of = _layout_of_transformers if _is_pretrained(model) else plain_layout
+    layout_of = _layout_of_transformers if is_pretrained(model) else plain_layout
     return layout_of(model, names, state)
 
 
@@ -63,16 +65,11 @@ def config_json(model: Any, dtype: torch.dtype) -> dict[str, Any]:
     raw: dict[str, Any] = {"architectures": [type(model).__name__]}
     if callable(getattr(model, "config_json", None)):
         raw = model.config_json(dtype)
-    elif _is_pretrained(model):
+    elif is_pretrained(model):
         config = deepcopy(model.config)
         config.architectures, config.dtype = raw["architectures"], dtype
         raw = json.loads(config.to_json_string())
     return raw
-
-
-def _is_pretrained(model: nn.Module) -> bool:
-    bases = type(model).__mro__
-    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in bases)
 
 
 class _Matches(NamedTuple):

@@ -84,6 +84,9 @@ _ROPE_SCALING = {
 # Of GPT-2, by default 0.1. `attn_pdrop` is ignored, because our attention has no dropout inside.
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 
+_COMPARED = ("family", "layers", "width", "heads", "num_kv_heads", "ffn_width", "vocab", "norm_epsilon")
+_COMPARED_ROPE = ("rope_theta", "rope_scaling")
+
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Read a parsed config.json; one UserError lists everything that is missing, wrong or not supported."""
@@ -104,6 +107,25 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     raise_errors("config.json", errors)
     assert config is not None
     return config
+
+
+def config_differences(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]:
+    """Where a parsed config.json is that of another model than `config`, or of none that we have.
+
+    Dropout may differ, and so may the length of sequences: learned positions show it in their shape. Whether
+    weights are tied is seen in the files.
+    """
+    try:
+        stored = config_from_hf({key: value for key, value in raw.items() if key not in _DROPOUTS})
+    except UserError as error:
+        return [f"config.json: {each}" for each in error.errors] or [error.title]
+    names = _COMPARED if config.family == stored.family == "gpt" else _COMPARED + _COMPARED_ROPE
+    return [
+        f"config.json says {name}={theirs!r}, the model has {ours!r}; build the model from the folder's "
+        "config, read_hf_config(folder)"
+        for name in names
+        if (theirs := getattr(stored, name)) != (ours := getattr(config, name))
+    ]
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:

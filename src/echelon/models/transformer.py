@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.models.blocks import Block, Head, TokenEmbedding, reset_parameters
 from echelon.models.config import ModelConfig
-from echelon.models.hf_config import config_to_hf
+from echelon.models.hf_config import config_differences, config_to_hf
 from echelon.models.hf_names import hf_layout
 from echelon.weight_files import WeightLayout
 
@@ -56,6 +56,10 @@ class Transformer(nn.Module):
     def config_json(self, dtype: torch.dtype) -> dict[str, Any]:
         """The config.json of Hugging Face files with weights of this type."""
         return config_to_hf(self.config, str(dtype).removeprefix("torch."))
+
+    def config_errors(self, raw: Mapping[str, Any]) -> list[str]:
+        """Why weights with this config.json are not those of this model."""
+        return config_differences(self.config, raw)
 
     def reset_parameters(self) -> None:
         """Initial values for the whole model, for example after `to_empty`; same seed, same values."""

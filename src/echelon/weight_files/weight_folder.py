@@ -22,11 +22,18 @@ _COMPARED_BYTES = 2**24  # of two tensors that must be equal, at a time
 class WeightFolder:
     """The weights of a model in a folder. Opening it reads the headers of its files, and no weight.
 
-    `layout_of(names)` is the layout of the model's files if they have tensors of these names.
+    `layout_of(names)` is the layout of the model's files if they have tensors of these names. `config_errors`
+    say why the folder's config is not that of the model.
     """
 
-    def __init__(self, folder: str | Path, layout_of: Callable[[Collection[str]], WeightLayout]) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        layout_of: Callable[[Collection[str]], WeightLayout],
+        config_errors: Sequence[str] = (),
+    ) -> None:
         self.folder = Path(folder)
+        self._config_errors = list(config_errors)
         self._headers = read_headers(self.folder)
         self._layout = layout_of(self._headers.names)
 
@@ -37,8 +44,10 @@ class WeightFolder:
         """
         headers = self._headers
         if not headers.is_listed:
-            return headers.errors
-        errors = headers.errors + self._layout.errors(headers.tensors, headers.unreadable)
+            return self._config_errors + headers.errors
+        errors = (
+            self._config_errors + headers.errors + self._layout.errors(headers.tensors, headers.unreadable)
+        )
         return errors or [
             f"{name}: differs from {original}, but the model ties them"
             for name, original in self._layout.copies.items()
