@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from html import escape
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,11 +89,15 @@ def results_table(name: str) -> str:
     extras = list(dict.fromkeys(extra for row in rows for extra in row["extras"]))
     heads = ["case", "contender", "time", "ratio to baseline", *map(heading, extras)]
     if not rows:
-        heads = list(result["settings"])
+        heads = [heading(name) for name in result["settings"]]
     lines = [heads, ["---" if column < 2 else "---:" for column in range(len(heads))]]
-    lines += [_cells(row, extras) for row in rows] or [[str(count) for count in result["settings"].values()]]
+    lines += [_cells(row, extras) for row in rows] or [list(starmap(_setting, result["settings"].items()))]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"\n{table}\n{_origin(result)}\n\n"
+
+
+def _setting(name: str, value: Any) -> str:
+    return show_figure(name, value) if name.endswith(("_bytes", "_seconds")) else str(value)
 
 
 def _cells(row: dict[str, Any], extras: Sequence[str]) -> list[str]:
