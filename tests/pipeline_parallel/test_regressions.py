@@ -1,6 +1,7 @@
 """Trainings that once went wrong, each with its story."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,12 @@ def test_replicas_that_work_one_after_the_other_do_not_wait_for_sums_of_gradient
     path.write_text(show(flushed("naive", tuple(map(int, stages.split("-"))), 2)))
     schedule = path if order == "file" else order
     assert_equal(case(eight), f"pipeline={stages} zero=1 schedule={schedule} microbatches=2")
+
+
+def test_nor_for_those_of_groups_that_shard() -> None:
+    """It was so again where a second sum followed, over the copies."""
+    plan = "data=2 pipeline=1-2 zero=1 shard=2 schedule=naive microbatches=2"
+    assert_equal(replace(case(eight), steps=2), plan)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])

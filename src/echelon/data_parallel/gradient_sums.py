@@ -3,8 +3,11 @@
     reduce-scatter inside    of the whole gradient, over the ranks that shard one copy: each gets its part
     all-reduce across        of that part, over the ranks that hold the same one of other copies
 
-Where there is one copy, the first sum is all. The second one begins when the first is complete, while the
-backward pass goes on. It is made once per step: the parts of earlier microbatches only add up.
+Where there is one copy, the first sum is all. The second one is made once per step: the parts of earlier
+microbatches only add up. It begins when the first is complete: while the backward pass goes on, where that
+waits for first sums to bound the memory of whole gradients; else (`in_place`) when the backward passes are
+over. Replicas of a stage that take microbatches in turn may then sum in different backward passes, and no
+backward pass may wait for another's.
 """
 
 from collections import deque
@@ -46,8 +49,7 @@ class GradientSums:
         with self._inside.ledger.about("gradients"):
             handle = self._inside.reduce_scatter(part, gradient, wait=False)
         self._scatters.append(_Scatter(handle, unit, part, last))
-        # A sum in place takes no memory: waiting for it helps only where a second sum is to follow.
-        if not self._in_place or self._across.size > 1:
+        if not self._in_place:  # a sum in place takes no memory
             self._finish_scatters(_IN_FLIGHT)
 
     def complete(self) -> None:
