@@ -19,14 +19,14 @@ class Sums:
     """Two ranks that shard each of three copies; this rank is the second of its group."""
 
     def __init__(self, *, in_place: bool, copies: int = 3, units: int = 3) -> None:
-        self.inside = DeferredGroup("shard", rank=1, size=2)
-        self.across = DeferredGroup("copies", size=copies) if copies > 1 else RecordingGroup("copies")
-        self.across.ledger = self.inside.ledger
+        self.shard = DeferredGroup("shard", rank=1, size=2)
+        self.copies = DeferredGroup("copies", size=copies) if copies > 1 else RecordingGroup("copies")
+        self.copies.ledger = self.shard.ledger
         self.units = [
-            FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.inside, resident=True)
+            FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.shard, resident=True)
             for unit in range(units)
         ]
-        self.sums = GradientSums(ShardGroups(self.inside, self.across), in_place=in_place)
+        self.sums = GradientSums(ShardGroups(self.shard, self.copies), in_place=in_place)
 
     def start(self, unit: int, *, last: bool = True) -> None:
         """A gradient of 1, 2, 3, 4."""
@@ -37,13 +37,13 @@ class Sums:
 
     @property
     def begun(self) -> list[tuple[str, str]]:
-        assert {move.subject for move in self.inside.ledger.moves} <= {"gradients"}
-        return [(move.axis, move.operation) for move in self.inside.ledger.moves]
+        assert {move.subject for move in self.shard.ledger.moves} <= {"gradients"}
+        return [(move.axis, move.operation) for move in self.shard.ledger.moves]
 
     @property
     def num_pending(self) -> int:
-        across = self.across.pending if isinstance(self.across, DeferredGroup) else []
-        return len(self.inside.pending) + len(across)
+        second = self.copies.pending if isinstance(self.copies, DeferredGroup) else []
+        return len(self.shard.pending) + len(second)
 
     def parts(self) -> list[list[float]]:
         return [unit.part.tolist() for unit in self.units if unit.part is not None]

@@ -34,10 +34,11 @@ def test_the_norm_leaves_out_what_other_stages_or_ranks_count() -> None:
 
 def test_by_default_all_ranks_of_the_set_shard_one_copy() -> None:
     parameter_set, _ = make_set()
-    inside, across = parameter_set.shard_groups
-    assert inside is GROUP
-    assert across.size == 1
-    assert across.ledger is GROUP.ledger
+    shard, copies = parameter_set.shard_groups
+    assert shard is GROUP
+    assert copies.size == 1
+    assert copies.ledger is GROUP.ledger
+    assert parameter_set.shard_groups.copies is copies
 
 
 def test_a_set_says_over_how_many_ranks_each_copy_is_sharded() -> None:

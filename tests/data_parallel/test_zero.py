@@ -95,9 +95,9 @@ def test_the_gradient_of_a_part_is_the_sum_over_ranks_and_microbatches(level: in
 def hybrid(level: int, model: nn.Module, copy: int = 0) -> tuple[Zero, DeferredGroup]:
     """The second of two ranks that shard one of three copies; and the group of all six."""
     group = DeferredGroup(rank=2 * copy + 1, size=6)
-    inside, across = DeferredGroup("shard", rank=1), DeferredGroup("copies", rank=copy, size=3)
-    inside.ledger = across.ledger = group.ledger
-    return Zero(set_of(model, group, shards=ShardGroups(inside, across)), level, Wrapping()), group
+    shard, copies = DeferredGroup("shard", rank=1), DeferredGroup("copies", rank=copy, size=3)
+    shard.ledger = copies.ledger = group.ledger
+    return Zero(set_of(model, group, shards=ShardGroups(shard, copies)), level, Wrapping()), group
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -147,9 +147,10 @@ def test_replicas_agree_in_groups(name: str, size: int, shard: int) -> None:
         def train(rank: int, world: NcclWorld = world) -> Tensor:
             everyone = world.group("data", range(size), rank)
             begin = rank - rank % shard
-            inside = world.group("shard", range(begin, begin + shard), rank, everyone.ledger)
-            across = world.group("copies", range(rank % shard, size, shard), rank, everyone.ledger)
-            return train_replica(SHARINGS[name], everyone, ShardGroups(inside, across))
+            ranks = range(begin, begin + shard)
+            parts = world.group("shard", ranks, rank, everyone.ledger)
+            copies = world.group("copies", range(rank % shard, size, shard), rank, everyone.ledger)
+            return train_replica(SHARINGS[name], everyone, ShardGroups(parts, copies))
 
         for result in world.run(train):
             torch.testing.assert_close(result, expected)

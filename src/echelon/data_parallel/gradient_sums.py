@@ -1,7 +1,7 @@
 """Gradients of units on their way to the ranks that hold the parts: two sums, one after the other.
 
-    reduce-scatter inside    of the whole gradient, over the ranks that shard one copy: each gets its part
-    all-reduce across        of that part, over the ranks that hold the same one of other copies
+    reduce-scatter along `shard`    of the whole gradient: each rank that shards a copy gets its part
+    all-reduce along `copies`       of that part, over the ranks that hold the same one of other copies
 
 Where there is one copy, the first sum is all. The second one is made once per step: the parts of earlier
 microbatches only add up. It begins when the first is complete: while the backward pass goes on, where that
@@ -37,7 +37,7 @@ class GradientSums:
 
     def __init__(self, groups: ShardGroups, *, in_place: bool) -> None:
         """`in_place`: a part stays in the memory of the whole gradient, which the unit keeps."""
-        self._inside, self._across = groups
+        self._shard_group, self._copies_group = groups
         self._in_place = in_place
         self._scatters: deque[_Scatter] = deque()
         self._second_sums: list[Handle] = []
@@ -46,8 +46,8 @@ class GradientSums:
         """The gradient of a unit is complete: begin to sum it. It is the `last` of the step."""
         gradient = unit.close_gradient() if self._in_place else unit.take_gradient()
         part = unit.new_part(in_place=self._in_place)
-        with self._inside.ledger.about("gradients"):
-            handle = self._inside.reduce_scatter(part, gradient, wait=False)
+        with self._shard_group.ledger.about("gradients"):
+            handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
         self._scatters.append(_Scatter(handle, unit, part, last))
         if not self._in_place:  # a sum in place takes no memory
             self._finish_scatters(_IN_FLIGHT)
@@ -55,13 +55,13 @@ class GradientSums:
     def complete(self) -> None:
         """Return when every unit has its part of the sum over all ranks."""
         self._finish_scatters(0)
-        self._wait_across()
+        self._wait_for_second_sums()
 
     def drop(self) -> None:
         """Wait for what a failed step has left on the way; its parts are of no use."""
         while self._scatters:
             self._scatters.popleft().handle.wait()
-        self._wait_across()
+        self._wait_for_second_sums()
 
     def _finish_scatters(self, at_most: int) -> None:
         """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
@@ -70,14 +70,14 @@ class GradientSums:
             scatter.handle.wait()
             scatter.unit.add_part(scatter.part)
             if scatter.last:
-                self._sum_across(scatter.unit)
+                self._sum_over_copies(scatter.unit)
 
-    def _sum_across(self, unit: FlatUnit) -> None:
+    def _sum_over_copies(self, unit: FlatUnit) -> None:
         assert unit.part is not None
-        with self._across.ledger.about("gradients"):
-            self._second_sums.append(self._across.all_reduce(unit.part, wait=False))
+        with self._copies_group.ledger.about("gradients"):
+            self._second_sums.append(self._copies_group.all_reduce(unit.part, wait=False))
 
-    def _wait_across(self) -> None:
+    def _wait_for_second_sums(self) -> None:
         for handle in self._second_sums:
             handle.wait()
         self._second_sums = []

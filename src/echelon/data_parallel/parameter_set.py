@@ -7,7 +7,7 @@ count, and what other stages hold too.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,14 +48,14 @@ class SharedGradient(NamedTuple):
 
 
 class ShardGroups(NamedTuple):
-    """How the ranks of a set divide it among them, if they do.
+    """How the ranks of a set divide it among them, if they do; named as the axes of the mesh.
 
-    `inside`: the ranks that hold the parts of one copy, this rank among them; `across`: the ranks that hold
+    `shard`: the ranks that hold the parts of one copy, this rank among them; `copies`: the ranks that hold
     the same part as this one, each of another copy.
     """
 
-    inside: Group
-    across: Group
+    shard: Group
+    copies: Group
 
     @classmethod
     def over_all(cls, group: Group) -> "ShardGroups":
@@ -74,9 +74,13 @@ class ParameterSet:
     shared_gradients: Sequence[SharedGradient] = ()
     norm_elsewhere: Set[nn.Parameter] = frozenset()  # whose gradients other ranks count
     sum_in_float32: bool = True  # gradients of weights below float32; else in the type of the weights
-    shards: ShardGroups | None = None  # which ranks shard one copy; None: all of `group`
+    shards: InitVar[ShardGroups | None] = None  # None: all ranks of `group` shard one copy
     # What other stages hold too, frozen or not: all of them must cut it into the same parts.
     separate_shards: Set[nn.Parameter] = frozenset()
+    shard_groups: ShardGroups = field(init=False)  # the ranks among which the set is divided, if it is
+
+    def __post_init__(self, shards: ShardGroups | None) -> None:
+        object.__setattr__(self, "shard_groups", shards or ShardGroups.over_all(self.group))
 
     @cached_property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -89,11 +93,6 @@ class ParameterSet:
         return {g.parameter for g in self.shared_gradients if not g.counts_norm} | self.norm_elsewhere
 
     @property
-    def shard_groups(self) -> ShardGroups:
-        """The ranks among which the set is divided, if it is."""
-        return self.shards or ShardGroups.over_all(self.group)
-
-    @property
     def device(self) -> torch.device:
         """Where the parameters are; the CPU if there are none."""
         return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
@@ -104,8 +103,8 @@ class ParameterSet:
 
     def describe(self) -> str:
         """'dense 1,234,567 parameters over data (8), sharded over 4'."""
-        copies = self.shard_groups.across.size
-        sharded = f", sharded over {self.group.size // copies}" if copies > 1 else ""
+        shard, copies = self.shard_groups
+        sharded = f", sharded over {shard.size}" if copies.size > 1 else ""
         return f"{self.name} {self.numel:,} parameters over {self.group.axis} ({self.group.size}){sharded}"
 
 

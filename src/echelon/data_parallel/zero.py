@@ -51,11 +51,11 @@ class Zero(Sharing):
         check_same_units(units, ahead, parameter_set.group, parameter_set.device)
         super().__init__(parameter_set)
         self._group, self._level = parameter_set.group, level
-        self._inside, self._across = parameter_set.shard_groups
+        self._shard_group, self._copies_group = parameter_set.shard_groups
         self.lockstep = level > 1
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
-        self._flats = [_flatten(unit, self._inside, level, separate) for unit in units]
+        self._flats = [_flatten(unit, self._shard_group, level, separate) for unit in units]
         self.residency = Residency(self._flats, self._needs, prefetch, self._group.ledger, _root(units))
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
@@ -113,7 +113,8 @@ class Zero(Sharing):
     def norm_share(self) -> list[Tensor]:
         # The ranks that hold the same part have the same gradients: each takes a piece of every one.
         gradients = local_gradients(self.local_parameters(), self.parameter_set.uncounted)
-        pieces = [gradient.tensor_split(self._across.size)[self._across.rank] for gradient in gradients]
+        copies = self._copies_group
+        pieces = [gradient.tensor_split(copies.size)[copies.rank] for gradient in gradients]
         return [piece for piece in pieces if piece.numel()]
 
     def publish(self) -> None:
