@@ -4,15 +4,22 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.collectives import RecordingGroup
+from echelon.collectives import Ledger
 from echelon.data_parallel import ShardGroups
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.gradient_sums import GradientSums
-from tests.groups import DeferredGroup
+from tests.groups import DeferredGroup, PartialGroup
 
 pytestmark = pytest.mark.usefixtures("packed")
 
 FIRST, SECOND = ("shard", "reduce_scatter"), ("copies", "all_reduce")
+
+
+class NeverCalled(PartialGroup):
+    """The only copy: a stage of fewer replicas than others, whose ranks have nobody to sum with."""
+
+    def __init__(self) -> None:
+        super().__init__("copies", 0, 1, Ledger())
 
 
 class Sums:
@@ -20,7 +27,7 @@ class Sums:
 
     def __init__(self, *, in_place: bool, copies: int = 3, units: int = 3) -> None:
         self.shard = DeferredGroup("shard", rank=1, size=2)
-        self.copies = DeferredGroup("copies", size=copies) if copies > 1 else RecordingGroup("copies")
+        self.copies = DeferredGroup("copies", size=copies) if copies > 1 else NeverCalled()
         self.copies.ledger = self.shard.ledger
         self.units = [
             FlatUnit(str(unit), [("w", nn.Parameter(torch.zeros(4)))], self.shard, resident=True)
@@ -119,3 +126,34 @@ def test_what_a_failed_step_left_is_waited_for_and_summed_no_further(in_place: b
     assert sums.num_pending == 0
     sums.sums.complete()
     assert sums.begun == begun, "nothing is left of it"
+
+
+def lose_first(group: DeferredGroup) -> None:
+    """The operation that began first will fail."""
+
+    def fail() -> None:
+        raise RuntimeError("lost a peer")
+
+    group.pending[0]._finish = fail  # type: ignore[attr-defined]
+
+
+def test_a_second_sum_that_failed_is_not_waited_for_again_and_the_others_are() -> None:
+    sums = Sums(in_place=False)
+    for unit in range(3):
+        sums.start(unit)
+    lose_first(sums.copies)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="lost a peer"):
+        sums.sums.complete()
+    sums.sums.drop()  # the next step begins
+    assert sums.num_pending == 0
+
+
+def test_what_a_failed_step_left_is_waited_for_even_if_the_first_of_it_fails() -> None:
+    sums = Sums(in_place=False)
+    for unit in range(3):
+        sums.start(unit)
+    lose_first(sums.shard)
+    with pytest.raises(RuntimeError, match="lost a peer"):
+        sums.sums.drop()
+    assert sums.num_pending == 0
+    sums.sums.drop()

@@ -11,6 +11,7 @@ backward pass may wait for another's.
 """
 
 from collections import deque
+from contextlib import ExitStack
 from typing import NamedTuple, final
 
 from torch import Tensor
@@ -40,10 +41,10 @@ class GradientSums:
         self._shard_group, self._copies_group = groups
         self._in_place = in_place
         self._scatters: deque[_Scatter] = deque()
-        self._second_sums: list[Handle] = []
+        self._second_sums: deque[Handle] = deque()
 
     def start(self, unit: FlatUnit, *, last: bool) -> None:
-        """The gradient of a unit is complete: begin to sum it. It is the `last` of the step."""
+        """The gradient of a unit is complete: begin to sum it. `last`: it gets no more in this step."""
         gradient = unit.close_gradient() if self._in_place else unit.take_gradient()
         part = unit.new_part(in_place=self._in_place)
         with self._shard_group.ledger.about("gradients"):
@@ -55,13 +56,17 @@ class GradientSums:
     def complete(self) -> None:
         """Return when every unit has its part of the sum over all ranks."""
         self._finish_scatters(0)
-        self._wait_for_second_sums()
+        while self._second_sums:  # one that fails is not waited for again
+            self._second_sums.popleft().wait()
 
     def drop(self) -> None:
         """Wait for what a failed step has left on the way; its parts are of no use."""
-        while self._scatters:
-            self._scatters.popleft().handle.wait()
-        self._wait_for_second_sums()
+        handles = [*(scatter.handle for scatter in self._scatters), *self._second_sums]
+        self._scatters.clear()
+        self._second_sums.clear()
+        with ExitStack() as stack:  # waits for all, the first one first, even if one raises
+            for handle in reversed(handles):
+                stack.callback(handle.wait)
 
     def _finish_scatters(self, at_most: int) -> None:
         """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
@@ -73,11 +78,8 @@ class GradientSums:
                 self._sum_over_copies(scatter.unit)
 
     def _sum_over_copies(self, unit: FlatUnit) -> None:
+        if self._copies_group.size == 1:
+            return
         assert unit.part is not None
         with self._copies_group.ledger.about("gradients"):
             self._second_sums.append(self._copies_group.all_reduce(unit.part, wait=False))
-
-    def _wait_for_second_sums(self) -> None:
-        for handle in self._second_sums:
-            handle.wait()
-        self._second_sums = []
