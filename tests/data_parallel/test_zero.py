@@ -128,7 +128,7 @@ def test_only_parts_move_inside_a_group_and_replicas_agree_all_together(level: i
         ("gradients", "reduce_scatter"): "shard",
         ("gradients", "all_reduce"): "copies",
         ("parameters", "all_gather"): "shard",
-        ("agreement", "all_reduce"): "data",
+        ("agreement", "all_reduce"): "shard" if level == 3 else "data",  # on what was gathered; on the units
         ("used parameters", "all_reduce"): "data",
         ("order", "broadcast"): "data",
     }

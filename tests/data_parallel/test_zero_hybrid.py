@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import echelon
 from echelon.launching import Ranks
 from echelon.verify import assert_equal
 from tests.cases import adamw
-from tests.contract_models import CASES, token_loss, tokens
+from tests.contract_models import CASES, class_loss, token_loss, tokens, vectors
 from tests.data_parallel.test_zero_training import STATE, deep, model_state, weights_around_a_failure
 from tests.sets import padded_bytes
 from tests.tensor_parallel.models import language_case
@@ -83,6 +85,42 @@ def test_replicas_of_a_stage_are_divided_into_groups(sizes: str) -> None:
 def test_after_a_step_that_failed_in_both_sums_the_next_is_right(warm_ranks: Warm, level: int) -> None:
     plan = f"data=4 zero={level} shard=2"
     assert warm_ranks(4).run(weights_around_a_failure, plan, "backward") == [True] * 4
+
+
+class Chooses(nn.Module):
+    """Runs one of two layers of the same size."""
+
+    def __init__(self, chosen: int) -> None:
+        super().__init__()
+        self.both, self.chosen = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)]), chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both[self.chosen](x)  # type: ignore[no-any-return]
+
+
+def step_of_choices(plan: str, chosen: list[int]) -> dict[str, Tensor] | str:
+    """The weights after a step in which each rank runs the layer that it chose; or why it was refused."""
+    torch.manual_seed(0)
+    model = Chooses(chosen[dist.get_rank()])
+    options = {"optimizer": adamw, "loss": class_loss, "smallest_unit": 0, "prefetch": 0}
+    with echelon.parallelize(model, plan, **options) as engine:  # type: ignore[arg-type]
+        try:
+            engine.step(engine.local(vectors(0)))
+        except echelon.UserError as error:
+            return str(error)
+        return engine.full_state_dict()
+
+
+def test_groups_may_run_different_modules_at_level_3(warm_ranks: Warm) -> None:
+    """They gather by themselves: it was refused without a need."""
+    plans = "data=4 zero=2", "data=4 zero=3 shard=2"
+    expected, weights = (warm_ranks(4).run(step_of_choices, plan, [0, 0, 1, 1]) for plan in plans)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_if_one_group_ran_different_modules_all_ranks_refuse_the_step(warm_ranks: Warm) -> None:
+    answers = warm_ranks(4).run(step_of_choices, "data=4 zero=3 shard=2", [0, 1, 1, 1])
+    assert ["ranks ran different modules" in answer for answer in answers] == [True] * 4
 
 
 # Messages.

@@ -52,7 +52,7 @@ class Sharing(ABC):
 
     @abstractmethod
     def start_backward(self, *, last: bool) -> None:
-        """A microbatch's backward pass begins; it is the `last` of the step."""
+        """A microbatch's backward pass begins. `last`: no other follows in this step."""
 
     @abstractmethod
     def finish_backward(self) -> None:
@@ -69,7 +69,7 @@ class Sharing(ABC):
         """Return when `.grad` of each local parameter is the sum over ranks, or None if no rank used it."""
 
     def problems(self) -> dict[Problem, Tensor]:
-        """Why this step must be refused: a flag on the device each, the same on all ranks of the set."""
+        """Why this step must be refused: a flag on the device each. If one rank has it, all ranks refuse."""
         return {}
 
     @abstractmethod

@@ -11,7 +11,8 @@ unit's gradient as soon as the backward pass has completed it, so that only a fe
 
 Hybrid sharding (FSDP's HYBRID_SHARD, MiCS): the ranks of the set are divided into groups, each of which has
 all parts among its ranks. Gathers and reduce-scatters stay inside a group, and the ranks with the same part
-of different groups sum it (gradient_sums.py). What is about replicas is still asked of the whole set.
+of different groups sum it (gradient_sums.py). What is about replicas is still asked of the whole set; which
+units were gathered, of a group.
 
 Ranks must issue their messages in the same order. Units are therefore reduced in one agreed order: first the
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
@@ -101,7 +102,7 @@ class Zero(Sharing):
     def reduce(self) -> None:
         self.start_reductions()
         self._sums.complete()
-        self._problems = self.residency.compare(self._group)
+        self._problems = self.residency.compare(self._shard_group)
         used = self.reducer.used_anywhere(self._group)
         self.reducer.finish_step()
         for flat, local in self._local:

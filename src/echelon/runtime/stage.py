@@ -44,7 +44,8 @@ class Stage:
             sharing.finish_backward()
 
     def make_up_round(self, *, last: bool) -> None:
-        """Take part in a backward pass of other replicas, their `last` one, where they talk in every one."""
+        """Take part in a backward pass of other replicas, where they talk in every one. `last`: no other of
+        theirs follows in this step."""
         for sharing in self.sharings:
             if sharing.lockstep:
                 sharing.start_backward(last=last)
