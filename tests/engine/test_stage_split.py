@@ -238,6 +238,11 @@ def with_shared_buffers() -> nn.Module:
             "zero=1 pipeline=2-1 with 0.linear.weight.*; untie .* zero=0",
         ),
         (
+            "pipeline=4-2 zero=1 shard=2",
+            tied,
+            "pipeline=4-2 with 0.linear.weight.* one rank of each stage, .*; untie .* zero=0 without shard",
+        ),
+        (
             "pipeline=2 schedule=interleaved chunks=2 microbatches=2",
             tied,
             "0.linear.weight is in the stages 0, 2, two of them on one rank; use other chunks",

@@ -1,9 +1,12 @@
 """Every rule refuses what it should, names a fix that works, and is missed when it is gone."""
 
+import re
+
 import pytest
 from hypothesis import given
 
 from echelon.plan import Plan, rules
+from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
 from echelon.plan.rules import AUTO_RULES, RULES, Rule
 from tests.plan.examples import errors_of, plan_values
@@ -21,6 +24,7 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
     "server_has_no_shards": [
         ("data=2 sync=async zero=1", "use zero=0", "data=2 sync=async"),
         ("data=2 sync=parameter-server zero=2", "or sync=all-reduce", "data=2 zero=2"),
+        ("data=4 sync=async zero=1 shard=2", "use zero=0 without shard", "data=4 sync=async"),
     ],
     "shard_needs_zero": [
         ("data=4 shard=2", "set zero=1 or more", "data=4 shard=2 zero=1"),
@@ -150,9 +154,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "pipeline=auto data=3 zero=1 shard=2",
-            "or give the stages, like pipeline=2",
+            "or give the stages, like pipeline=2-2",
             "pipeline=2-2 data=3 zero=1 shard=2",
         ),
+        ("pipeline=auto data=3 zero=3 shard=2", "or drop shard", "pipeline=auto data=3 zero=3"),
     ],
     "auto_needs_synchronous_training": [
         ("pipeline=auto sync=async", "use pipeline=1", "pipeline=1 sync=async"),
@@ -178,6 +183,19 @@ def test_a_rule_refuses_its_examples_and_they_pass_without_it(
     monkeypatch.setattr(rules, "AUTO_RULES", tuple(other for other in AUTO_RULES if other != rule))
     for refused, _, _ in EXAMPLES[rule.name]:
         assert isinstance(Plan.parse(refused), Plan), "no other rule refuses it"
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "interleaved"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_stages_that_the_rule_for_measured_ones_names_are_accepted(zero: int, schedule: str) -> None:
+    """It named pipeline=2, whose stages have as few ranks."""
+    rest = f"data=3 zero={zero} shard=2 microbatches=2 schedule={schedule}"
+    (error,) = errors_of(f"pipeline=auto {rest}")
+    advised = re.search(r"pipeline=\d\S*", error)
+    takes_turns = schedule not in ASYNCHRONOUS_SCHEDULES and (zero, schedule) != (2, "naive")
+    assert (advised is not None) == takes_turns
+    if advised is not None:
+        assert Plan.parse(f"{advised.group()} {rest}").stages == 2
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,8 @@ def check_optimizer(
         errors.append(
             f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
             "right only for optimizers that treat every element alike; use one of torch's that do, like "
-            "AdamW or SGD, set `elementwise = True` on yours if it is one, or tensor=1 zero=0"
+            "AdamW or SGD, set `elementwise = True` on yours if it is one, or use tensor=1 with zero=0 and "
+            "without shard"
         )
     raise_errors(f"the optimizer {type(optimizer).__name__}", errors)
 

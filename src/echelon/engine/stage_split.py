@@ -79,7 +79,7 @@ def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
 def _shared_gradients(
     ties: list[Tie], local: list[int], program: Program, mesh: Mesh
 ) -> dict[int, list[SharedGradient]]:
-    """The ties of each local stage. Every rank makes every group, in the same order."""
+    """The ties of each local stage. Every rank asks for the group of every tie, in the same order."""
     rank = mesh.group("pipeline").rank
     shared: dict[int, list[SharedGradient]] = {stage: [] for stage in local}
     for number, (tie, group) in enumerate(_groups(ties, program, mesh)):
@@ -116,8 +116,8 @@ def _check_ties(ties: list[Tie], program: Program, mesh: Mesh) -> None:
     if trained and plan.zero and not mesh.layout.even:
         raise UserError(
             f"zero={plan.zero} pipeline={'-'.join(map(str, plan.replicas))} with {names} in several stages: "
-            "stages of different replicas shard a weight differently, so their shards cannot be summed; "
-            "untie the weights, or use zero=0"
+            "a part of a weight is summed over one rank of each stage, and stages of different replicas have "
+            "no such groups of ranks; untie the weights, or use zero=0 without shard"
         )
     for tie in ties:
         holders = [program.placement[stage][0] for stage in tie.stages]

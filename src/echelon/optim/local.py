@@ -64,5 +64,6 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise UserError(
             f"optimizer {name} with zero=1 or more: each rank updates flat parts of parameters, which is "
             "right only for optimizers that treat every element alike; use one of torch's "
-            f"{', '.join(_ELEMENTWISE)}, set `elementwise = True` on yours if it is one, or zero=0"
+            f"{', '.join(_ELEMENTWISE)}, set `elementwise = True` on yours if it is one, or use "
+            "zero=0 without shard"
         )

@@ -36,7 +36,7 @@ def _server_has_no_shards(plan: "Plan") -> str | None:
         return None
     return (
         f"zero={plan.zero} sync={plan.sync}: the server holds the whole optimizer, so there is nothing to "
-        "shard over data; use zero=0, or sync=all-reduce"
+        "shard over data; use zero=0 without shard, or sync=all-reduce"
     )
 
 
@@ -241,12 +241,19 @@ def _auto_needs_shards_within_data(plan: "Plan") -> str | None:
     ranks = plan.data * plan.context
     if plan.shard == 0 or ranks % plan.shard == 0:
         return None
+    stages = f"give the stages, like pipeline={plan.shard}-{plan.shard}"
     return (
         f"pipeline=auto shard={plan.shard} data={plan.data} context={plan.context}: measuring may find any "
         f"number of replicas of a stage, and groups of {plan.shard} must fit each; data × context = {ranks} "
-        f"is not divisible by {plan.shard}; set data to a multiple of {plan.shard}, or give the stages, like "
-        "pipeline=2"
+        f"is not divisible by {plan.shard}; set data to a multiple of {plan.shard}, or "
+        f"{stages if _may_replicate_stages(plan) else 'drop shard'}"
     )
+
+
+def _may_replicate_stages(plan: "Plan") -> bool:
+    """Whether the rules above leave replicas of single stages to a plan that is not yet divided into any."""
+    in_turn = plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    return in_turn and plan.zero < (2 if plan.schedule == "naive" else 3)
 
 
 def _auto_needs_synchronous_training(plan: "Plan") -> str | None:
@@ -299,7 +306,7 @@ RULES: tuple[Rule, ...] = (
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
-    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context")),
+    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule")),
     Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 
