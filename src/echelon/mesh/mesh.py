@@ -123,11 +123,11 @@ class Mesh:
         """
         column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
-            process_group = new_process_group(_at(column, pair), partial(self._edge_ranks, pairs))
+            process_group = new_process_group(_ranks_of_pair(column, pair), partial(self._edge_ranks, pairs))
         return None if process_group is None else self._keep_open(process_group)
 
     def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
-        return [_at(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
+        return [_ranks_of_pair(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
 
     def _keep_open(self, process_group: dist.ProcessGroup) -> Group:
         group = TorchGroup("pipeline", process_group, self.ledger)
@@ -189,7 +189,8 @@ def _group_over(axis: str, process_group: dist.ProcessGroup, ledger: Ledger) -> 
         raise
 
 
-def _at(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
+def _ranks_of_pair(column: Sequence[int], pair: tuple[int, int]) -> list[int]:
+    """The ranks that a pipeline, `column`, gives the numbers of `pair`."""
     return [column[number] for number in pair]
 
 
