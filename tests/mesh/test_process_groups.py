@@ -139,6 +139,28 @@ def test_every_rank_takes_part_in_a_split() -> None:
     assert splits([(0, 2), (3, 1)], 5) == [[(0, 2), (1, 3), (0, 2), (1, 3), NO_COLOUR]]
 
 
+def test_a_rank_that_is_alone_makes_no_group_and_takes_part_in_the_split_of_others() -> None:
+    """It had a communicator of its own, with memory on the device."""
+    groups = [(0, 1), (2,), (3,)]
+    for bound in (False, True):
+        made = []
+        for rank in range(4):
+            own = next(group for group in groups if rank in group)
+            with pretended_world(rank, 4, bound=bound) as creations:
+                assert (new_process_group(own, lambda: groups) is None) == (len(own) == 1)
+                made.append((creations.groups, c10d._world.group_count))
+        alone = [NO_COLOUR] if bound else []
+        counts = {count for _, count in made}
+        assert [ranks for ranks, _ in made] == [[(0, 1)], [(0, 1)], alone, alone]
+        assert len(counts) == 1, "a later group has the same name on every rank"
+
+
+def test_ranks_that_are_all_alone_split_nothing() -> None:
+    with pretended_world(1, 2, bound=True) as made:
+        assert new_process_group([1], lambda: [[0], [1]]) is None
+    assert made.groups == []
+
+
 def test_groups_with_the_same_colour_are_split_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c10d, "_process_group_color", lambda ranks: 5 if ranks[0] == 0 else 8)
     assert splits([(0, 1), (2, 3), (4, 5)], 7) == [

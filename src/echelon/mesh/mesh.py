@@ -173,10 +173,11 @@ def _real_groups(layout: Layout, rank: int, device: torch.device) -> dict[str, G
 
 
 def _real_group(axis: str, layout: Layout, rank: int, ledger: Ledger) -> Group:
-    if layout.largest_group(axis) == 1:
+    if layout.largest_group(axis) == 1:  # no rank makes a group
         return RecordingGroup(axis, ledger=ledger)
     process_group = new_process_group(layout.group(axis, rank), partial(layout.groups, axis))
-    assert process_group is not None
+    if process_group is None:  # along this axis the rank is alone, and others are not: pipeline=3-1
+        return RecordingGroup(axis, ledger=ledger)
     return _group_over(axis, process_group, ledger)
 
 

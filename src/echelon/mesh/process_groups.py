@@ -6,9 +6,9 @@ without the others: torch's number of the creation, which rises on every rank, a
 
 [Note: splits] If the world is bound to a device, NCCL splits a new communicator from that of the world. A
 split is an operation of all ranks: each one names a colour, and those with the same one get a communicator
-together. A rank in no group takes part without a colour. torch takes the colour from a hash of the group's
-ranks, which can be the same for two groups. These two are made in splits of their own. `data=3 tensor=2`
-where the second group and the third have the same colour:
+together. A rank in no group, or alone in its own, takes part without a colour. torch takes the colour from a
+hash of the group's ranks, which can be the same for two groups. These two are made in splits of their own.
+`data=3 tensor=2` where the second group and the third have the same colour:
 
     rank             0  1  2  3  4  5
     first split      5  5  8  8  -  -
@@ -29,19 +29,21 @@ Groups = Iterable[Sequence[int]]
 
 
 def new_process_group(ranks: Sequence[int], all_groups: Callable[[], Groups]) -> dist.ProcessGroup | None:
-    """The process group of `ranks` over the world's backend; None if this rank is not one of them.
+    """The process group of `ranks` over the world's backend; None if this rank is not one of them, or the
+    only one: it has nobody to talk to.
 
     Every rank must call this, each with its own `ranks`; the groups have no rank in common. `all_groups`
     returns all of them, in the same order on every rank. Only a split asks for them.
     """
     name = _new_name(ranks)
     source = _split_source()
+    is_member = len(ranks) > 1 and dist.get_rank() in ranks
     if source is None:
-        return _create(ranks, name) if dist.get_rank() in ranks else None
+        return _create(ranks, name) if is_member else None
     own_split, num_splits = _find_split(ranks, all_groups())
     process_group = None
     for number in range(num_splits):
-        if number == own_split and dist.get_rank() in ranks:
+        if number == own_split and is_member:
             process_group = _create(ranks, name)
         else:
             source.perform_nocolor_split(_world().bound_device_id)
@@ -94,14 +96,15 @@ def _split_source() -> Any | None:
 
 
 def _find_split(ranks: Sequence[int], all_groups: Groups) -> tuple[int, int]:
-    """The number of the split that makes the group of `ranks`, and how many splits there are."""
+    """The number of the split that makes the group of `ranks`, and how many splits there are. No split makes
+    a group of one rank."""
     own_group, own_split, colours = sorted(ranks), 0, Counter[int]()
-    for members in map(sorted, all_groups):
+    for members in (sorted(group) for group in all_groups if len(group) > 1):
         colour = c10d._process_group_color(members)
         if members == own_group:
             own_split = colours[colour]
         colours[colour] += 1
-    return own_split, max(colours.values())
+    return own_split, max(colours.values(), default=0)
 
 
 def _world() -> dist.ProcessGroup:
