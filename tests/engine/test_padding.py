@@ -1,7 +1,7 @@
 """Sequences whose length ranks cannot share evenly: padded, and the padding reaches no loss."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from echelon.launching import Ranks
 from echelon.models import cross_entropy
 from echelon.plan import Plan
 from echelon.sequence import WHOLE
+from echelon.targets import IGNORED_TARGET
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 from tests.contract_models import token_loss
@@ -56,11 +57,8 @@ def test_a_batch_is_padded_to_the_next_length_that_ranks_share(plan: str, length
     assert targets["labels"].shape == (2,)
 
 
-def test_sequence_alone_pads_hidden_states_and_not_the_batch() -> None:
-    batch = (torch.zeros(2, 7), torch.zeros(2, 7))
-    assert padding("tensor=2 sequence=true").true_length(batch) == 7
-    assert padding("tensor=2 sequence=true").pad(batch, 7) is batch
-    assert padding("tensor=2").true_length(batch) is None
+def test_without_context_no_batch_is_padded() -> None:
+    assert padding("tensor=2 sequence=true").true_length((torch.zeros(2, 7), torch.zeros(2, 5))) is None
     assert pad_to(torch.tensor([[[1.0], [2.0]]]), 4).tolist() == [[[1.0], [2.0], [2.0], [2.0]]]
 
 
@@ -75,13 +73,43 @@ def test_true_positions_are_counted_once(plan: str, length: int) -> None:
 
 def test_targets_and_outputs_are_cut() -> None:
     targets = LocalTargets({"tokens": torch.arange(4)[None], "label": torch.ones(1)}, 0.5, 3, 4)
-    assert targets.true_values()["tokens"].tolist() == [[0, 1, 2]]
-    assert targets.true_values()["label"].shape == (1,)
-    assert targets.true_part({"logits": torch.zeros(1, 4, 5)})["logits"].shape == (1, 3, 5)
-    for output in (torch.zeros(1, 5), torch.zeros(1), (torch.zeros(1, 4), torch.zeros(()))):
-        with pytest.raises(UserError, match=r"for 4 positions, of which 1 are padding: only an output of \["):
-            targets.true_part(output)
-        assert LocalTargets(None, 0.5).true_part(output) is output
+    output, values = targets.without_padding({"logits": torch.zeros(1, 4, 5)}, ignores=False)
+    assert output["logits"].shape == (1, 3, 5)
+    assert values["tokens"].tolist() == [[0, 1, 2]]
+    assert values["label"].shape == (1,)
+
+
+def test_a_loss_that_ignores_targets_is_given_the_output_uncut() -> None:
+    """To cut logits is to copy them."""
+    targets, logits = LocalTargets(torch.arange(4)[None], 0.5, 3, 4), torch.zeros(1, 4, 5)
+    output, values = targets.without_padding(logits, ignores=True)
+    assert output is logits
+    assert values.tolist() == [[0, 1, 2, IGNORED_TARGET]]
+    assert targets.values.tolist() == [[0, 1, 2, 3]], "those of the batch stay as they are"
+
+
+@dataclass
+class Logits:
+    """Its tensor is not found: torch knows nothing of this class."""
+
+    values: Tensor
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (torch.zeros(1, 5), r"\[\[1, 5\]\]"),
+        (torch.zeros(1), r"\[\[1\]\]"),
+        ((torch.zeros(1, 4), torch.zeros(())), r"\[\[1, 4\], \[\]\]"),
+        (Logits(torch.zeros(1, 4, 5)), "a Logits without known tensors"),
+    ],
+)
+def test_an_output_that_cannot_be_cut_is_refused(output: Any, found: str, ignores: bool) -> None:
+    targets = LocalTargets(torch.zeros(1, 4), 0.5, 3, 4)
+    with pytest.raises(UserError, match=f"returned {found} for 4 positions, of which 1 are padding: only an"):
+        targets.without_padding(output, ignores=ignores)
+    assert LocalTargets(None, 0.5).without_padding(output, ignores=ignores) == (output, None)
 
 
 # --- what is refused ----------------------------------------------------------------------------------

@@ -56,15 +56,23 @@ def test_heads_are_checked_before_the_first_step() -> None:
 
 
 def test_masks_of_attentions_weights_would_differ_with_padding() -> None:
-    layers, dropout = layers_of(gpt(), "tensor=2 sequence=true"), nn.Dropout(0.1)
-    assert layers.sharded is not None
-    layers.sharded.by_heads.append(dropout)
-    even, odd = ((torch.zeros(2, length), torch.zeros(2, length)) for length in (8, 7))
-    with pytest.raises(UserError, match="a sequence of 7 positions would be padded, and dropout of"):
-        layers.take_part(odd)
-    layers.take_part(even)
-    dropout.eval()
-    layers.take_part(odd)
+    for plan in ("tensor=2 sequence=true", "tensor=2 context=2 sequence=true"):
+        layers, dropout = layers_of(gpt(), plan), nn.Dropout(0.1)
+        assert layers.sharded is not None
+        layers.sharded.by_heads.append(dropout)
+        pad_to_share(layers, 8)
+        with pytest.raises(UserError, match="a sequence of 7 positions would be padded, and dropout of"):
+            pad_to_share(layers, 7)
+        dropout.eval()
+        pad_to_share(layers, 7)
+
+
+def pad_to_share(layers: LayerSharding, length: int) -> None:
+    """A batch, or hidden states where these are padded."""
+    if layers._hidden_padding is None:
+        layers.take_part((torch.zeros(2, length), torch.zeros(2, length)))
+    else:
+        layers._hidden_padding.pad(torch.zeros(2, length, 16))
 
 
 class OwnDropout(nn.Dropout):

@@ -15,15 +15,18 @@ from echelon.context_parallel import AllToAllView, RingView, positions, take
 from echelon.data_parallel import SharedGradient
 from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss
+from echelon.engine.hidden_padding import HiddenPadding, SplitOutput
 from echelon.engine.loss_check import LossCheck
-from echelon.engine.padding import LocalTargets, Padding, has_positions, next_multiple, pad_to
+from echelon.engine.padding import LocalTargets, Padding, has_positions
 from echelon.engine.sequence_checks import (
     check_heads,
     check_masks,
     check_positions,
     check_split,
     check_weight_masks,
+    classes_not_causal,
 )
+from echelon.engine.step_program import step_program
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -56,15 +59,17 @@ class LayerSharding:
         check_heads(model, mesh.plan)
         check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
+        not_causal = classes_not_causal(model, layers[1:])
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         if mesh.plan.sequence:
             assert self.sharded is not None
             check_split(model, before, self.sharded, mesh.plan)
-        self.loss = self._loss(loss)
+        self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
         self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
+        self._hidden_padding = self._pad_hidden(not_causal)
 
     # Tensor.
 
@@ -142,11 +147,13 @@ class LayerSharding:
             return
         for stage in stages.values():
             assign(stage, self._view, wrapping)
+        if self._hidden_padding is not None:
+            num_stages = step_program(self._mesh.plan, ties=False).stages
+            self._hidden_padding.connect(stages, num_stages, wrapping)
         if self._mesh.plan.sequence and 0 in stages:
             assert self.sharded is not None
             first = listed_layers(stages[0])[0]
-            split = _SplitOutput(self.sharded.region.part, self._mesh.plan.tensor, self._view)
-            wrapping.after("sequence", first, split)
+            wrapping.after("sequence", first, SplitOutput(self.sharded.region.part, self._hidden_padding))
 
     def _make_view(self) -> View:
         plan = self._mesh.plan
@@ -154,6 +161,13 @@ class LayerSharding:
         view: View = shared(self._context) if plan.context > 1 else View()
         view.stretch = plan.tensor if plan.sequence else 1
         return view
+
+    def _pad_hidden(self, not_causal: Sequence[str]) -> HiddenPadding | None:
+        plan = self._mesh.plan
+        if not plan.sequence or plan.context > 1:
+            return None
+        assert self.sharded is not None
+        return HiddenPadding(plan, self._view, not_causal, self.sharded.by_heads)
 
     def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
         """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
@@ -167,6 +181,12 @@ class LayerSharding:
             take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
             inputs, targets = tree_map(lambda leaf: take_local(leaf) if has_positions(leaf) else leaf, batch)
         return LocalPart(inputs, self._padding.targets(targets, length), length)
+
+    def without_padding(self, output: Any, targets: LocalTargets) -> tuple[Any, Any]:
+        """What the model returned, and its targets, as the loss is to see them; inside of `around`."""
+        if self._hidden_padding is None:
+            return targets.without_padding(output, ignores=self._ignores)
+        return self._hidden_padding.without_padding(output, targets.values, ignores=self._ignores)
 
     @contextmanager
     def around(
@@ -203,23 +223,6 @@ class LayerSharding:
         """Of this rank's part along `context`, its part along `tensor`."""
         plan = self._mesh.plan
         return self._positions(length * plan.tensor).chunk(plan.tensor)[self._mesh.position.tensor]
-
-
-class _SplitOutput:
-    """A forward hook: the rest of the model has a part of what this layer returns, padded if need be."""
-
-    def __init__(self, part: Callable[[Tensor], Tensor], parts: int, view: View) -> None:
-        self._part, self._parts, self._view = part, parts, view
-
-    def __call__(self, module: nn.Module, _: Any, output: Any) -> Tensor:
-        if not isinstance(output, Tensor):
-            raise UserError(
-                f"sequence=true: the first layer, {type(module).__name__}, returns a "
-                f"{type(output).__name__}; it must return hidden states alone, [batch, sequence, width]"
-            )
-        if output.shape[1] == self._view.true_length:  # with `context`, batches are padded instead
-            output = pad_to(output, next_multiple(output.shape[1], self._parts))
-        return self._part(output)
 
 
 def _layers(model: nn.Module, mesh: Mesh) -> list[nn.Module]:

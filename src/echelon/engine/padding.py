@@ -1,25 +1,27 @@
-"""Sequences whose length is not divisible by the ranks that share them.
+"""Batches of sequences whose length is not divisible by the ranks that share them (`context`).
 
-With `context`, a batch is padded at its end before ranks take their parts. With `sequence` alone, hidden
-states are padded behind the first layer, where they are split. Padding repeats the last position, so that a
-model computes nothing there that it would not compute elsewhere.
+A batch is padded at its end before ranks take their parts. Padding repeats the last position, so that a model
+computes nothing there that it would not compute elsewhere.
 
     sequence of 6, context=2      rank 0   0 1 · ·        rank 1   2 3 4 5        · padding
 
 Attention is causal, so no true position sees the padding. The positions of a rank are in order, so its true
-ones come first. The loss is given these alone.
+ones come first. The loss is given these alone. Where only hidden states are split (`sequence`), see
+`hidden_padding`.
 """
 
 import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.context_parallel import count_before
 from echelon.errors import UserError
 from echelon.plan import Plan
+from echelon.targets import IGNORED_TARGET
 
 
 class LocalTargets(NamedTuple):
@@ -33,35 +35,53 @@ class LocalTargets(NamedTuple):
     num_true: int | None = None  # positions here that are no padding, the first ones; None: nothing is padded
     num_positions: int = 0  # here, with padding
 
-    def true_values(self) -> Any:
-        return self.values if self.num_true is None else _cut(self.values, self.num_true)
-
-    def true_part(self, output: Any) -> Any:
-        """What a model returned for the positions that are no padding."""
+    def without_padding(self, output: Any, *, ignores: bool) -> tuple[Any, Any]:
+        """What a model returned, and its targets, for the positions that are no padding; see `true_pair`."""
         if self.num_true is None:
-            return output
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if any(leaf.ndim < 2 or leaf.shape[1] != self.num_positions for leaf in leaves):
-            raise UserError(
-                f"the model returned {[list(leaf.shape) for leaf in leaves]} for {self.num_positions} "
-                f"positions, of which {self.num_positions - self.num_true} are padding: only an output of "
-                "[samples, positions, …] can be cut for the loss; use sequences of a length that ranks share "
-                "evenly"
-            )
-        return _cut(output, self.num_true)
+            return output, self.values
+        targets = _cut(self.values, self.num_true)
+        return true_pair(output, targets, self.num_true, self.num_positions, ignores=ignores)
+
+
+def true_pair(
+    output: Any, targets: Any, num_true: int, num_positions: int, *, ignores: bool
+) -> tuple[Any, Any]:
+    """An output of `num_positions` positions and targets of the true ones, as a loss takes them.
+
+    A loss that `ignores` targets is given all of the output, which is large, with targets to ignore; any
+    other loss an output that is cut.
+    """
+    _check_positions(output, num_true, num_positions)
+    if ignores and isinstance(targets, Tensor) and targets.shape[1:] == (num_true,):
+        return output, F.pad(targets, (0, num_positions - num_true), value=IGNORED_TARGET)
+    return _cut(output, num_true), targets
+
+
+def _check_positions(output: Any, num_true: int, num_positions: int) -> None:
+    """Refuse an output from which padding cannot be cut."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if leaves and all(leaf.ndim > 1 and leaf.shape[1] == num_positions for leaf in leaves):
+        return
+    found = [list(leaf.shape) for leaf in leaves] or f"a {type(output).__name__} without known tensors"
+    raise UserError(
+        f"the model returned {found} for {num_positions} positions, of which {num_positions - num_true} are "
+        "padding: only an output of [samples, positions, …] can be cut for the loss; use sequences of a "
+        "length that ranks share evenly"
+    )
 
 
 class Padding:
-    """How a plan pads sequences."""
+    """How a plan pads batches."""
 
     def __init__(self, plan: Plan, context_rank: int) -> None:
         self._plan, self._rank = plan, context_rank
-        chunks = 2 * plan.context if plan.context > 1 else 1
         parts = plan.context * plan.tensor if plan.sequence else 1
-        self._multiple = math.lcm(chunks, parts)
+        self._multiple = math.lcm(2 * plan.context, parts)
 
     def true_length(self, batch: Any) -> int | None:
         """The length of the sequences of a batch, if they are to be padded."""
+        if self._plan.context == 1:
+            return None
         lengths: set[int] = {leaf.shape[1] for leaf in tree_leaves(batch) if has_positions(leaf)}
         if not any(length % self._multiple for length in lengths):
             return None
@@ -76,9 +96,7 @@ class Padding:
         return length
 
     def pad(self, structure: Any, length: int) -> Any:
-        """All sequences, of `length`, padded; for `context`, which splits them at the start."""
-        if self._plan.context == 1:
-            return structure
+        """All sequences, of `length`, padded."""
         padded = self._padded(length)
         return tree_map(lambda leaf: pad_to(leaf, padded) if has_positions(leaf) else leaf, structure)
 

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.context_parallel import head_errors
 from echelon.dropout import is_keyed, unkeyed_dropout
 from echelon.errors import UserError, raise_errors
-from echelon.huggingface import draws_by_head
+from echelon.huggingface import draws_by_head, find_family
 from echelon.plan import Plan
 from echelon.sequence import View
 from echelon.tensor_parallel import Sharded
@@ -42,6 +42,8 @@ _BY_POSITION = (
     *(nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid),
     nn.PReLU,
 )
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 _FIX = (
     "let attention ask its view (self.view = echelon.sequence.WHOLE, then self.view.attend(query, key, "
@@ -161,9 +163,27 @@ def check_split(
 
 def _may_mix(module: nn.Module) -> bool:
     """Whether a module contains matrices, and a forward of its own that may do anything with them."""
-    if is_matrix(module) or _works_by_position(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if is_matrix(module) or _works_by_position(module) or isinstance(module, _CONTAINERS):
         return False
     return any(map(is_matrix, module.modules()))
+
+
+def classes_not_causal(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """The classes of modules that might attend to later positions, so that nothing may be padded at the end.
+
+    Causal are modules that ask a view, that work on each position separately, and those of our own models
+    and of known families of transformers.
+    """
+    known = ("echelon.", "transformers.") if find_family(model) is not None else ("echelon.",)
+
+    def is_causal(module: nn.Module) -> bool:
+        if isinstance(getattr(module, "view", None), View) or _works_by_position(module):
+            return True
+        is_known = type(module).__module__.startswith(known) or isinstance(module, _CONTAINERS)
+        return is_known and replaced_forward(module) is None
+
+    modules = (module for layer in layers for module in layer.modules())
+    return list(dict.fromkeys(type(module).__name__ for module in modules if not is_causal(module)))
 
 
 def check_weight_masks(by_heads: Collection[nn.Module], plan: Plan, length: int) -> None:

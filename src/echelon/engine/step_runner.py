@@ -190,7 +190,7 @@ class StepRunner(ABC):
 
     def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
         targets: LocalTargets = microbatch.targets
-        result = self._layers.loss(targets.true_part(output), targets.true_values())
+        result = self._layers.loss(*self._layers.without_padding(output, targets))
         check_loss(result)
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)
