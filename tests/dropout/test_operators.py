@@ -30,3 +30,11 @@ def test_they_are_what_torch_asks_of_operators() -> None:
     draw = KEY, torch.tensor(FIRST), 0, 0.3, INDICES, 0, 1
     torch.library.opcheck(operators.keyed_dropout, (x, *draw))
     torch.library.opcheck(operators.keep_mask, (*draw, x.shape, x.device))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 3, 1)])
+def test_masks_of_an_odd_number_of_elements_are_contiguous(shape: tuple[int, ...]) -> None:
+    """The second half of the last hash lay between samples: compiled code asserts strides, and failed."""
+    draw = KEY, torch.tensor(FIRST), 0, 0.3, None, 0, 1
+    torch.library.opcheck(operators.keep_mask, (*draw, shape, torch.device("cpu")))
+    assert operators.keep_mask(*draw, shape, torch.device("cpu")).is_contiguous()

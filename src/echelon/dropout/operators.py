@@ -44,8 +44,8 @@ def keep_mask(
     shape: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """True where an element is kept; see `keyed_dropout`."""
-    return mask_of(_draw(key, first_sample, use, p, indices, rank, ranks), shape, device)
+    """True where an element is kept; see `keyed_dropout`. Compiled code relies on contiguous memory."""
+    return mask_of(_draw(key, first_sample, use, p, indices, rank, ranks), shape, device).contiguous()
 
 
 # The functions of dropouts whose compiled layer is running, by number.
