@@ -11,7 +11,7 @@ from echelon.dropout.mask import Draw, hash_of, mask_of
 from tests.dropout.triton_stand_in import kernel_on_cpu
 
 KEY = hash_of(1, 2, 3, 0)
-SHAPES = [(3, 40), (5,), (3, 33), (2, 5, 6), (2, 5, 3), (3, 4, 3, 6), (3, 4, 3, 5), (2, 3, 1)]
+SHAPES = [(3, 40), (7, 50), (5,), (3, 33), (2, 5, 6), (2, 5, 3), (3, 4, 3, 6), (3, 4, 3, 5), (2, 3, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,33 @@ def test_what_is_not_a_number_stays_none(kernel: Any) -> None:
     assert torch.equal(output.isnan(), ~mask_of(Draw(KEY, 0, 0.5), x.shape, "cpu"))
 
 
+def test_one_sample_of_a_long_sequence_fits(kernel: Any) -> None:
+    """It has more tiles than CUDA starts in the second dim of a grid."""
+    draw = Draw(KEY, 0, 0.5)
+    assert kernel.fits((1, 32_768, 4_096), draw)
+    assert kernel.fits((8, 2**28), draw)
+    assert kernel.fits((1, 2**31 - 4096), draw)
+
+
 def test_more_programs_than_cuda_starts_do_not_fit(kernel: Any) -> None:
     draw = Draw(KEY, 0, 0.5)
-    most = 65_535 * 2 * 1024
-    assert kernel.fits((8, most), draw)
-    assert not kernel.fits((8, most + 1), draw)
+    assert not kernel.fits((1, 2**31), draw), "32 bits do not count the elements"
+    assert kernel.fits((2**31 - 1, 1), draw)
     assert not kernel.fits((2**31, 1), draw)
+    assert kernel.fits((2**11 - 1, 2**31 - 4096), draw)
+    assert not kernel.fits((2**12, 2**31 - 4096), draw)
     assert not kernel.fits((2**11, 2**20, 8), draw._replace(indices=torch.arange(2)))
+
+
+def test_programs_count_tiles_of_one_run_then_of_the_next(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three programs for each of two runs; the last tile of a run ends in the middle."""
+    monkeypatch.setattr(kernel, "_MOST_WORDS", 4)
+    grids: list[tuple[int, ...]] = []
+    launch = type(kernel._drop).__getitem__
+    monkeypatch.setattr(
+        type(kernel._drop), "__getitem__", lambda self, grid: grids.append(grid) or launch(self, grid)
+    )
+    assert_masked(kernel, torch.randn(2, 18), Draw(KEY, 4, 0.3))
+    assert grids == [(6,)]

@@ -49,7 +49,7 @@ class Jit:
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments)
 
-    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps in (1, 2, 4, 8)
             values = [_value(argument) for argument in arguments]

@@ -54,6 +54,14 @@ def test_the_kernel_keeps_what_the_mask_keeps_of_parts(
         assert_dropped(torch.randn(shape, device="cuda"), Draw(KEY, 4, 0.3, indices, part))
 
 
+def test_the_kernel_drops_one_sample_of_a_long_sequence() -> None:
+    from echelon.dropout import kernel
+
+    x, draw = torch.ones(1, 32_768, 4_097, device="cuda", dtype=torch.bfloat16), Draw(KEY, 4, 0.3)
+    assert kernel.fits(x.shape, draw)
+    assert torch.equal(drop(x, draw) != 0, mask_of(draw, x.shape, "cuda"))
+
+
 @pytest.mark.parametrize("p", [1e-12, 0.5, 1.0])
 def test_the_kernel_at_the_edges(p: float) -> None:
     assert_dropped(torch.randn(4, 10, device="cuda"), Draw(KEY, 0, p))

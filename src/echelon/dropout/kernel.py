@@ -7,6 +7,9 @@ of one run:
     words    ┊ 0 1 ┊ 2 3 ┊ 4 5 ┊ 6 7 ┊         two elements per hash; the first may belong to the run before
     programs └── tile 0 ─┘└─ tile 1 ─┘
 
+The grid has one dim, since CUDA allows few programs in a second one: all tiles of the first run, then of the
+next.
+
 Import this only where Triton is installed.
 """
 
@@ -23,7 +26,8 @@ from torch import Tensor
 from echelon.dropout.mask import ROUNDS, WEYL, Draw, signed, threshold
 
 _MOST_WORDS = 1024  # of a tile
-_MOST_TILES = 65_535  # of a run: a limit of CUDA for the second dim of a grid
+_MOST_PROGRAMS = 2**31 - 1  # a limit of CUDA for the first dim of a grid
+_MOST_ELEMENTS = 2**31 - 4 * _MOST_WORDS  # of a run: 32 bits count to the end of its last tile
 _WARPS = 4  # for a tile of `_MOST_WORDS`
 
 _WEYL = tl.constexpr(WEYL)
@@ -34,15 +38,25 @@ _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in ROUNDS[:2])
 def fits(shape: Sequence[int], draw: Draw) -> bool:
     """Whether CUDA starts so many programs, and 32 bits count the elements of a run."""
     runs = draw.runs(shape)
-    return runs.length <= _MOST_TILES * 2 * _MOST_WORDS and shape[0] * runs.num_runs < 2**31
+    _, num_tiles = _tiles(runs.length)
+    return runs.length <= _MOST_ELEMENTS and shape[0] * runs.num_runs * num_tiles <= _MOST_PROGRAMS
+
+
+def _tiles(length: int) -> tuple[int, int]:
+    """The words of a tile, and the tiles of a run of `length` elements.
+
+    A run that begins in the middle of a word has an odd length, and no more words for that.
+    """
+    num_words = triton.cdiv(length, 2)
+    words = min(_MOST_WORDS, triton.next_power_of_2(num_words))
+    return words, triton.cdiv(num_words, words)
 
 
 def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
     """output = x · mask / (1 - p), both contiguous; they may be the same tensor."""
     runs = draw.runs(x.shape)
-    num_words = triton.cdiv(runs.length, 2)
-    words = min(_MOST_WORDS, triton.next_power_of_2(num_words))
-    grid = (len(x) * runs.num_runs, triton.cdiv(num_words, words))
+    words, num_tiles = _tiles(runs.length)
+    grid = (len(x) * runs.num_runs * num_tiles,)
     first = draw.first_sample
     if isinstance(first, Tensor) and first.device != x.device:
         first = int(first)
@@ -56,6 +70,7 @@ def drop_into(output: Tensor, x: Tensor, draw: Draw) -> None:
             threshold(draw.p),
             _bits_of_double(draw.scale),
             *runs,
+            num_tiles,
             whole_words=runs.has_whole_words,
             is_double=x.dtype == torch.float64,
             first_on_device=isinstance(first, Tensor),
@@ -89,12 +104,14 @@ def _drop(  # type: ignore[no-untyped-def]
     inner,
     rank,
     ranks,
+    num_tiles,
     whole_words: tl.constexpr,
     is_double: tl.constexpr,
     first_on_device: tl.constexpr,
     words: tl.constexpr,
 ):
-    row, tile = tl.program_id(0), tl.program_id(1)
+    program = tl.program_id(0)
+    row, tile = program // num_tiles, program % num_tiles
     run, sample = row % num_runs, row // num_runs
     first = tl.load(first_sample) if first_on_device else first_sample
     sample_key = _mix(_unsigned(key) + (_unsigned(first) + _unsigned(sample)) * _WEYL)
