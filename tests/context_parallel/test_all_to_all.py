@@ -73,12 +73,17 @@ def test_the_ledger_has_the_bytes_of_the_formula(kv_heads: int, repeated: int) -
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ((6, 6, 4), "6 heads are not divisible by 4 ranks; use a context of which 6 is a multiple, or"),
+        ((6, 6, 4), "6 heads are not divisible by 4 ranks; use a context that divides 6, or attention=ring"),
         (
             (12, 12, 2, 4),
-            "context=2 tensor=4: 12 heads are not divisible by 8 ranks; use a context of which 3",
+            "context=2 tensor=4: 12 heads are not divisible by 8 ranks; use a context that divides 3,",
         ),
         ((12, 4, 6), "4 key/value heads over 6 ranks are neither the same number for each rank nor one for"),
+        (
+            (8, 2, 2, 4),
+            "tensor=4: 2 key/value heads are not divisible by tensor=4; use a tensor that divides 2",
+        ),
+        ((6, 2, 2, 4), "tensor=4: 6 heads are not divisible by tensor=4; use a tensor that divides 2"),
         ((24, 8, 3, 4), "use a context that divides 2 or is a multiple of it, or attention=ring"),
     ],
 )

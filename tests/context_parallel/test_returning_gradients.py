@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from echelon.collectives import RecordingGroup
 from echelon.context_parallel.returning_gradients import ReturningGradients
-from echelon.context_parallel.ring_exchange import rounds
+from echelon.context_parallel.ring_exchange import RIGHT, WAYS, reach, rounds
+from tests.context_parallel.peak_memory import PeakMemory
 from tests.nccl_like import NcclWorld
 
 
@@ -29,3 +31,14 @@ def test_the_owner_has_the_parts_of_all_ranks(ranks: int) -> None:
         expected = torch.zeros(ranks, ranks)
         expected[:, rank] = 1
         assert torch.equal(gradients, expected)
+
+
+def test_what_was_sent_is_freed() -> None:
+    """Beside a rank's own gradients there are two that it has computed, two that go and two that come."""
+    ranks, own = 9, torch.ones(1000)
+    returning = ReturningGradients(RecordingGroup("context", 0, ranks), own)
+    with PeakMemory() as peak:
+        for _ in range(reach(ranks, RIGHT)):
+            returning.add({way: torch.zeros(1000) for way in WAYS})
+        returning.finish()
+    assert peak.bytes == 6 * own.nbytes

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.context_parallel.ring_exchange import LEFT, RIGHT, Message, reach, rounds, start_exchange
+from tests.context_parallel.peak_memory import PeakMemory
 from tests.nccl_like import NcclWorld
 
 
@@ -71,3 +72,12 @@ def test_a_tensor_is_kept_until_it_is_sent() -> None:
     tensor = torch.zeros(2)
     exchange = start_exchange(RecordingGroup("context", 0, 2), [Message(tensor, 1, 1)])
     assert exchange.outgoing.data_ptr() == tensor.data_ptr()
+
+
+def test_what_was_sent_is_freed() -> None:
+    """Beside a rank's own tensor there are two that it uses, two that it sends and two that come."""
+    own = torch.ones(1000)
+    with PeakMemory() as peak:
+        for blocks in rounds(RecordingGroup("context", 0, 8), own):
+            del blocks
+    assert peak.bytes == 6 * own.nbytes

@@ -13,6 +13,7 @@ Where there are fewer key/value heads than ranks, each is sent to all ranks whos
 for each.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -56,19 +57,25 @@ def all_to_all_attention(
 
 def head_errors(heads: int, kv_heads: int, context: int, tensor: int = 1) -> list[str]:
     """Why `context` ranks cannot each take a part of the heads; `tensor` ranks have split them before."""
-    ranks = f"context={context}" + (f" tensor={tensor}" if tensor > 1 else "")
+    ranks = f"attention=all-to-all context={context}" + (f" tensor={tensor}" if tensor > 1 else "")
+    undivided = f"{heads} heads" if heads % tensor else f"{kv_heads} key/value heads"
+    if heads % tensor or kv_heads % tensor:
+        return [
+            f"{ranks}: {undivided} are not divisible by tensor={tensor}; use a tensor that divides "
+            f"{math.gcd(heads, kv_heads)}"
+        ]
     errors = []
     if heads % (context * tensor):
         errors.append(
-            f"attention=all-to-all {ranks}: {heads} heads are not divisible by {context * tensor} ranks; use "
-            f"a context of which {heads // tensor} is a multiple, or attention=ring"
+            f"{ranks}: {heads} heads are not divisible by {context * tensor} ranks; use a context that "
+            f"divides {heads // tensor}, or attention=ring"
         )
     local = kv_heads // tensor
-    if kv_heads != heads and (kv_heads % tensor or (local % context and context % local)):
+    if kv_heads != heads and local % context and context % local:
         errors.append(
-            f"attention=all-to-all {ranks}: {kv_heads} key/value heads over {context * tensor} ranks are "
-            f"neither the same number for each rank nor one for several ranks; use a context that divides "
-            f"{local} or is a multiple of it, or attention=ring"
+            f"{ranks}: {kv_heads} key/value heads over {context * tensor} ranks are neither the same number "
+            f"for each rank nor one for several ranks; use a context that divides {local} or is a multiple "
+            "of it, or attention=ring"
         )
     return errors
 

@@ -35,7 +35,7 @@ class ReturningGradients:
         self._step += 1
         for way, part in parts.items():
             if way in self._travelling:
-                part += self._travelling[way]
+                part += self._travelling.pop(way)
         self._ways = list(parts)
         self._exchange = start_exchange(self._group, [self._message(way, parts[way]) for way in parts])
 
@@ -52,7 +52,8 @@ class ReturningGradients:
     def _receive(self) -> None:
         if self._exchange is None:
             return
-        for way, gradients in zip(self._ways, self._exchange.wait(), strict=True):
+        received, self._exchange = self._exchange.wait(), None  # what was sent is no longer needed
+        for way, gradients in zip(self._ways, received, strict=True):
             if self._is_last(way):
                 self._own += gradients
             else:

@@ -83,6 +83,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, group: Group, scale: flo
                 out, sums = result[0].to(wide(query.dtype)), result[1]
             else:
                 merge(out[:, :, rows], sums[:, :, rows], *result)
+            del block, result
+        del blocks
     return out, sums
 
 
@@ -99,9 +101,11 @@ class _Backward:
         (own,) = next(all_rounds)
         returning = ReturningGradients(self._group, self._gradients_of(own))
         for blocks in all_rounds:
-            parts = {block.way: self._gradients_of(block) for block in blocks}
             if returns:
-                returning.add(parts)
+                returning.add({block.way: self._gradients_of(block) for block in blocks})
+            else:
+                for block in blocks:
+                    self._gradients_of(block)
         return Gradients(self._for_query, *returning.finish())
 
     def _gradients_of(self, block: RingBlock) -> Tensor:

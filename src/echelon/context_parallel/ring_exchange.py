@@ -80,7 +80,8 @@ def reach(ranks: int, way: int) -> int:
 def rounds(group: Group, tensor: Tensor) -> Iterator[list[RingBlock]]:
     """The blocks of each round: first this rank's own, then those of both neighbours, …
 
-    The next ones travel while some are used, so the caller must not change them.
+    The next ones travel while some are used, so the caller must not change them, and must let go of them
+    before it asks for the next: they take memory.
     """
     rank, size = group.rank, group.size
     blocks = [RingBlock(0, rank, tensor)]
@@ -92,4 +93,5 @@ def rounds(group: Group, tensor: Tensor) -> Iterator[list[RingBlock]]:
         yield blocks
         if exchange is not None:
             latest = dict(zip(ways, exchange.wait(), strict=True))
+            exchange = None  # frees what was sent before the next round takes memory
             blocks = [RingBlock(way, (rank - way * (step + 1)) % size, latest[way]) for way in ways]
