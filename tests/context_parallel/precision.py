@@ -1,5 +1,7 @@
 """How far attention is from float64, by torch and in a ring of ranks that are threads."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,11 +16,23 @@ from tests.nccl_like import NcclWorld
 MOST_ERROR = 1.5
 
 
-def inputs(heads: int, kv_heads: int, tokens: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+class Shape(NamedTuple):
+    """Of attention; `transposed`: in memory as models have it, [batch, tokens, heads, width]."""
+
+    heads: int
+    kv_heads: int
+    tokens: int
+    width: int = 64
+    transposed: bool = False
+
+
+def inputs(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Query, key, value and the gradient of the result."""
     torch.manual_seed(0)
-    shapes = [(2, each, tokens, 64) for each in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    tensors = [torch.randn(2, shape.tokens, each, shape.width, device=device).to(dtype) for each in heads]
+    by_head = [x.transpose(1, 2) for x in tensors]
+    return by_head if shape.transposed else [x.contiguous() for x in by_head]
 
 
 def by_torch(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -37,13 +51,22 @@ def in_ring(tensors: list[Tensor], ranks: int = 4) -> list[Tensor]:
     @torch.no_grad()
     def run(rank: int) -> list[Tensor]:
         group = world.group("context", range(ranks), rank)
-        query, key, value, gradient = (take(x, rank, ranks, dim=2) for x in tensors)
+        query, key, value, gradient = (_take_as_it_lies(x, rank, ranks) for x in tensors)
         out, sums = _forward(query, key, value, group, scale)
         state = QueryState(query, gradient, out.to(query.dtype), sums)
         gradients = _Backward(state, group, scale).run(torch.stack([key, value]), returns=True)
         return [state.out, *(x.to(query.dtype) for x in gradients)]
 
     return [put_together(parts, dim=2) for parts in zip(*world.run(run), strict=True)]
+
+
+def _take_as_it_lies(x: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's part, transposed in memory if the whole is."""
+    return (
+        take(x, rank, ranks, dim=2)
+        if x.is_contiguous()
+        else take(x.transpose(1, 2), rank, ranks).transpose(1, 2)
+    )
 
 
 def errors(results: list[Tensor], exact: list[Tensor]) -> list[float]:

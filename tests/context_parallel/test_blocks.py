@@ -9,7 +9,7 @@ from echelon.context_parallel import blocks
 from echelon.context_parallel.blocks import add_gradients, attend, merge
 from echelon.context_parallel.flash import CPU_FLASH, Kernel
 from echelon.context_parallel.tiles import Gradients, QueryState
-from tests.context_parallel.precision import MOST_ERROR, by_torch, errors, in_ring, inputs
+from tests.context_parallel.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 
 
 def drawn(*shape: int) -> Tensor:
@@ -52,10 +52,13 @@ def test_blocks_together_are_attention(tiled: str, kv_heads: int, monkeypatch: p
         torch.testing.assert_close(made, like.grad, rtol=0, atol=1e-13)
 
 
-def test_a_kernel_in_bfloat16_is_as_precise_in_a_ring_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [Shape(4, 2, 256), Shape(4, 2, 200, width=128, transposed=True)])
+def test_a_kernel_in_bfloat16_is_as_precise_in_a_ring_as_alone(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, by the kernel of the CPU."""
     monkeypatch.setattr(blocks, "find_kernel", lambda *_, **__: CPU_FLASH)
-    tensors = inputs(4, 2, 256, torch.bfloat16, "cpu")
+    tensors = inputs(shape, torch.bfloat16, "cpu")
     exact = by_torch(tensors, torch.float64)
     expected, found = errors(by_torch(tensors, torch.bfloat16), exact), errors(in_ring(tensors), exact)
     for in_blocks, alone in zip(found, expected, strict=True):

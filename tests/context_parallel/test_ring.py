@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger, RecordingGroup, TorchGroup
-from echelon.context_parallel import put_together, ring_attention, take
+from echelon.context_parallel import put_together, ring, ring_attention, take
+from echelon.context_parallel.blocks import add_gradients, attend
+from echelon.context_parallel.tiles import Gradients, QueryState
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
@@ -98,6 +101,29 @@ def test_one_rank_takes_a_sequence_of_any_length() -> None:
     wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     out = ring_attention(query, key, value, RecordingGroup("context"))
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
+
+
+def test_queries_are_copied_once_and_not_for_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other ranks of the ring hold later keys: they are attended to by the second half of the queries."""
+    seen: dict[str, list[Tensor]] = {"forward": [], "backward": []}
+
+    def attend_and_note(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        seen["forward"].append(query)
+        return attend(query, *others, **options)
+
+    def add_and_note(into: Gradients, queries: QueryState, *others: Tensor, **options: Any) -> None:
+        seen["backward"].append(queries.query)
+        add_gradients(into, queries, *others, **options)
+
+    monkeypatch.setattr(ring, "attend", attend_and_note)
+    monkeypatch.setattr(ring, "add_gradients", add_and_note)
+    shapes = [(2, 6, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    ring_attention(*inputs, RecordingGroup("context", 0, 5)).sum().backward()
+    for queries in seen.values():
+        assert len(queries) == 5
+        assert len({query.data_ptr() for query in queries}) == 2
+        assert all(query.is_contiguous() for query in queries)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

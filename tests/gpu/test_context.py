@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from echelon.context_parallel.flash import find_kernel
-from tests.context_parallel.precision import MOST_ERROR, by_torch, errors, in_ring, inputs
+from tests.context_parallel.precision import MOST_ERROR, Shape, by_torch, errors, in_ring, inputs
 from tests.gpu.context_speed import LEAST, measure
 
 pytestmark = [
@@ -17,8 +17,12 @@ pytestmark = [
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_kernels_are_as_precise_as_torch(backend: SDPBackend, dtype: torch.dtype, kv_heads: int) -> None:
-    tensors = inputs(8, kv_heads, 1024, dtype, "cuda")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("tokens", "transposed"), [(1024, False), (1000, False), (1000, True)])
+def test_kernels_are_as_precise_as_torch(
+    backend: SDPBackend, dtype: torch.dtype, kv_heads: int, width: int, tokens: int, transposed: bool
+) -> None:
+    tensors = inputs(Shape(8, kv_heads, tokens, width, transposed), dtype, "cuda")
     exact = by_torch(tensors, torch.float64)
     with sdpa_kernel(backend):
         assert find_kernel(tensors[0], tensors[1], tensors[2], causal=True) is not None

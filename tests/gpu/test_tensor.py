@@ -29,5 +29,14 @@ def test_split_layers_are_equal_to_one_device(model: str, plan: str) -> None:
     assert_equal(language_case(model), plan)
 
 
-def test_compiled_layers_are_equal_to_one_device() -> None:
-    assert_equal(language_case("llama", steps=4), "tensor=2 compile=true")
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("llama", "tensor=2"),
+        ("dropping", "tensor=2"),
+        ("dropping", "data=2"),
+        ("dropping", "tensor=2 sequence=true"),
+    ],
+)
+def test_compiled_layers_are_equal_to_one_device(model: str, plan: str) -> None:
+    assert_equal(language_case(model, steps=4), f"{plan} compile=true")

@@ -16,6 +16,7 @@ last bits from run to run.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,10 +76,11 @@ class _RingAttention(Function):
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, group: Group, scale: float) -> tuple[Tensor, Tensor]:
+    contiguous = cache(lambda begin: query[:, :, begin:].contiguous())  # copied once, not for every block
     for blocks in rounds(group, torch.stack([key, value])):
         for way, source, block in blocks:
             rows, columns, causal = block_of(group.rank, source, query.shape[2])
-            result = attend(query[:, :, rows], *block[:, :, :, columns], causal=causal, scale=scale)
+            result = attend(contiguous(rows.start), *block[:, :, :, columns], causal=causal, scale=scale)
             if way == 0:  # this rank's own keys: every query sees at least itself
                 out, sums = result[0].to(wide(query.dtype)), result[1]
             else:
@@ -92,7 +94,8 @@ class _Backward:
     """The backward pass of one rank: `for_query` sums the gradients of its queries, block by block."""
 
     def __init__(self, queries: QueryState, group: Group, scale: float) -> None:
-        self._queries, self._group, self._scale = queries, group, scale
+        self._group, self._scale, self._length = group, scale, queries.query.shape[2]
+        self._contiguous = cache(queries.from_position)  # copied once
         self._for_query = torch.zeros_like(queries.query, dtype=wide(queries.query.dtype))
 
     def run(self, keys_and_values: Tensor, *, returns: bool) -> Gradients:
@@ -110,10 +113,10 @@ class _Backward:
 
     def _gradients_of(self, block: RingBlock) -> Tensor:
         """What this rank's queries contribute to the gradients of these keys and values."""
-        length = self._queries.query.shape[2]
-        rows, columns, causal = block_of(self._group.rank, block.source, length)
+        rows, columns, causal = block_of(self._group.rank, block.source, self._length)
         gradients = torch.zeros_like(block.tensor, dtype=self._for_query.dtype)
         into = Gradients(self._for_query[:, :, rows], *gradients[:, :, :, columns])
         key, value = block.tensor[:, :, :, columns]
-        add_gradients(into, self._queries.at(rows), key, value, causal=causal, scale=self._scale)
+        queries = self._contiguous(rows.start)
+        add_gradients(into, queries, key, value, causal=causal, scale=self._scale)
         return gradients

@@ -35,8 +35,9 @@ class QueryState(NamedTuple):
     out: Tensor
     sums: Tensor
 
-    def at(self, positions: slice) -> "QueryState":
-        return QueryState(*(x[:, :, positions] for x in self))
+    def from_position(self, begin: int) -> "QueryState":
+        """The same from this position on, in contiguous memory."""
+        return QueryState(*(x[:, :, begin:].contiguous() for x in self))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
