@@ -11,6 +11,7 @@ from tests.gpu.context_speed import LEAST, measure
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # in the thread of the backward pass
 ]
 
 

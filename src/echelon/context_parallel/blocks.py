@@ -32,16 +32,32 @@ def merge(out: Tensor, sums: Tensor, other_out: Tensor, other_sums: Tensor) -> N
 
 
 def add_gradients(
-    into: Gradients, queries: QueryState, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    into: Gradients,
+    queries: QueryState,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    is_first: bool = False,
 ) -> None:
-    """Add to `into` the gradients that these keys and values contribute."""
+    """Fill in the gradients of these keys and values, and add what they contribute to that of the queries.
+
+    `is_first`: that of the queries holds nothing yet. A GPU writes memory once where it need not add.
+    """
     queries = QueryState(*(x.contiguous() for x in queries))
     key, value = key.contiguous(), value.contiguous()
     kernel = find_kernel(queries.query, key, value, causal=causal)
     if kernel is None:
+        for empty in into if is_first else into[1:]:
+            empty.zero_()
         tiles.add_gradients(into, queries, key, value, causal=causal, scale=scale)
         return
     query, gradient, out, sums = queries
-    parts = kernel.backward(gradient, query, key, value, out, sums, causal, scale)
-    for total, part in zip(into, parts, strict=True):
-        total += part
+    for_query, *others = kernel.backward(gradient, query, key, value, out, sums, causal, scale)
+    if is_first:
+        into.query.copy_(for_query)
+    else:
+        into.query.add_(for_query)
+    for empty, part in zip(into[1:], others, strict=True):
+        empty.copy_(part)

@@ -96,7 +96,7 @@ class _Backward:
     def __init__(self, queries: QueryState, group: Group, scale: float) -> None:
         self._group, self._scale, self._length = group, scale, queries.query.shape[2]
         self._contiguous = cache(queries.from_position)  # copied once
-        self._for_query = torch.zeros_like(queries.query, dtype=wide(queries.query.dtype))
+        self._for_query = torch.empty_like(queries.query, dtype=wide(queries.query.dtype))
 
     def run(self, keys_and_values: Tensor, *, returns: bool) -> Gradients:
         """`returns`: whether gradients of keys and values are needed, and so return to their owners."""
@@ -114,9 +114,10 @@ class _Backward:
     def _gradients_of(self, block: RingBlock) -> Tensor:
         """What this rank's queries contribute to the gradients of these keys and values."""
         rows, columns, causal = block_of(self._group.rank, block.source, self._length)
-        gradients = torch.zeros_like(block.tensor, dtype=self._for_query.dtype)
+        gradients = torch.empty_like(block.tensor, dtype=self._for_query.dtype)
+        gradients[:, :, :, columns.stop :].zero_()
         into = Gradients(self._for_query[:, :, rows], *gradients[:, :, :, columns])
         key, value = block.tensor[:, :, :, columns]
-        queries = self._contiguous(rows.start)
-        add_gradients(into, queries, key, value, causal=causal, scale=self._scale)
+        options = {"causal": causal, "is_first": block.way == 0}  # this rank's own block: all of its queries
+        add_gradients(into, self._contiguous(rows.start), key, value, scale=self._scale, **options)
         return gradients
