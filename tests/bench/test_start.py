@@ -10,17 +10,17 @@ from echelon.launching import Ranks
 def test_ranks_start_alike_from_initial_values_and_from_their_folder(
     tmp_path: Path, warm_ranks: Callable[[int], Ranks]
 ) -> None:
-    ranks = warm_ranks(4)
+    ranks, plans = warm_ranks(4), list(start.PLANS)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     rows, digests = [], set()
-    for plan, source, written in ((start.PLANS[0], None, first), (start.PLANS[2], first, second)):
+    for plan, source, written in ((plans[0], None, first), (plans[2], first, second)):
         measured = ranks.run(start.measure, start._SMALL, plan, source, written)
         digests.add(measured[0]["weights"])
         rows.append(start._row(plan, source, measured))
     assert len(digests) == 1
     assert [(row.case, row.contender) for row in rows] == [
-        (start.PLANS[0], "initial values"),
-        (start.PLANS[2], "Hugging Face folder"),
+        (plans[0], "initial values"),
+        (plans[2], "Hugging Face folder"),
     ]
     quarter = start._SMALL.num_parameters * 4 / 4
     for row in rows:

@@ -6,8 +6,8 @@ import torch
 from echelon.collectives import RecordingGroup
 from echelon.context_parallel.returning_gradients import ReturningGradients
 from echelon.context_parallel.ring_exchange import RIGHT, WAYS, reach, rounds
-from tests.context_parallel.peak_memory import PeakMemory
 from tests.nccl_like import NcclWorld
+from tests.peak_memory import PeakMemory
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7])
@@ -37,8 +37,8 @@ def test_what_was_sent_is_freed() -> None:
     """Beside a rank's own gradients there are two that it has computed, two that go and two that come."""
     ranks, own = 9, torch.ones(1000)
     returning = ReturningGradients(RecordingGroup("context", 0, ranks), own)
-    with PeakMemory() as peak:
+    with PeakMemory() as memory:
         for _ in range(reach(ranks, RIGHT)):
             returning.add({way: torch.zeros(1000) for way in WAYS})
         returning.finish()
-    assert peak.bytes == 6 * own.nbytes
+    assert memory.peak == 6 * own.nbytes

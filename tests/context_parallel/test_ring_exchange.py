@@ -6,8 +6,8 @@ from torch import Tensor
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.context_parallel.ring_exchange import LEFT, RIGHT, Message, reach, rounds, start_exchange
-from tests.context_parallel.peak_memory import PeakMemory
 from tests.nccl_like import NcclWorld
+from tests.peak_memory import PeakMemory
 
 
 def sources(ranks: int) -> list[list[list[int]]]:
@@ -77,7 +77,7 @@ def test_a_tensor_is_kept_until_it_is_sent() -> None:
 def test_what_was_sent_is_freed() -> None:
     """Beside a rank's own tensor there are two that it uses, two that it sends and two that come."""
     own = torch.ones(1000)
-    with PeakMemory() as peak:
+    with PeakMemory() as memory:
         for blocks in rounds(RecordingGroup("context", 0, 8), own):
             del blocks
-    assert peak.bytes == 6 * own.nbytes
+    assert memory.peak == 6 * own.nbytes

@@ -22,6 +22,7 @@ from echelon.targets import IGNORED_TARGET
 from echelon.verify import Case, assert_equal
 from echelon.wrapping import Wrapping
 from tests.cases import adamw
+from tests.huggingface.models import KINDS, make
 from tests.tensor_parallel.models import VOCAB, tokens
 
 Warm = Callable[[int], Ranks]
@@ -140,6 +141,15 @@ def test_which_modules_are_causal() -> None:
     replaced = listed_layers(build(config))
     replaced[1].forward = lambda x: x.flip(1)  # type: ignore[method-assign]
     assert classes(*replaced) == ["Block"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_families_of_transformers_are_causal(kind: str) -> None:
+    model = make(kind)
+    assert classes_not_causal(model, listed_layers(model)) == []
+    (attention, *_) = [each for each in model.modules() if type(each).__name__.endswith("Attention")]
+    attention.forward = lambda x, **_: (x.flip(1), None)  # type: ignore[method-assign]
+    assert classes_not_causal(model, listed_layers(model)) == [type(attention).__name__]
 
 
 # --- first layers that change the length --------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The bench `start`: the memory of ranks that start with a model that none of them could hold whole.
 
-A Llama of 0.7 billion parameters on four ranks, from its initial values and from a Hugging Face folder. The
-limits: of the weights that a rank owns a quarter more, and two units; in steps the same of weights, gradients
+A Llama of 0.7 billion parameters on four ranks, from its initial values and from a Hugging Face folder; where
+two ranks hold all of it, of 0.4 billion, so that a machine of 24 GB has the memory for all four. The limits: of the weights that a rank owns a quarter more, and two units; in steps the same of weights, gradients
 and AdamW's state, and the activations.
 """
 
@@ -24,7 +24,7 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.ownership import VALUE
 
-PLANS = ("data=4 zero=3", "data=4 zero=3 shard=2", "tensor=2 pipeline=2 microbatches=2")
+PLANS = {"data=4 zero=3": 20, "data=4 zero=3 shard=2": 10, "tensor=2 pipeline=2 microbatches=2": 20}  # layers
 _FULL = ModelConfig("llama", layers=20, width=1536, heads=12, vocab=32000, sequence=128)
 _SMALL = ModelConfig("llama", layers=4, width=64, heads=4, vocab=128, sequence=32)
 _STEPS, _SAMPLES = 2, 4
@@ -34,11 +34,11 @@ _STATE = 4  # weights, gradients, and the two moments of AdamW
 def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     """Peak memory of four ranks that start and train a Llama of 0.7 B parameters."""
     preload(*TRAINING_MODULES, __name__)
-    config = _SMALL if quick else _FULL
-    rows, digests = [], set()
+    rows, settings = [], {}
     with tempfile.TemporaryDirectory() as folder:
         written = str(Path(folder, "written"))
-        for plan in PLANS:
+        for plan, layers in PLANS.items():
+            config, digests = _SMALL if quick else dataclasses.replace(_FULL, layers=layers), set()
             for source in (None, str(Path(folder, "source"))):
                 with measuring_ranks(4) as ranks:
                     measured = ranks.run(measure, config, plan, source, written)
@@ -47,15 +47,12 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
                 rows.append(_row(plan, source, measured))
             for name in ("source", "again"):
                 shutil.rmtree(Path(folder, name))
-    settings = {
-        "model": dataclasses.asdict(config),
-        "parameters": config.num_parameters,
-        "precision": "fp32",
-        "optimizer": "AdamW",
-        "steps": _STEPS,
-        "same_initial_weights": len(digests) == 1,
-    }
-    return settings, rows
+            settings[plan] = {
+                "parameters": config.num_parameters,
+                "model": dataclasses.asdict(config),
+                "weights": sorted(digests),  # one: they are the same from both sources
+            }
+    return {"precision": "fp32", "optimizer": "AdamW", "steps": _STEPS, "plans": settings}, rows
 
 
 def _row(plan: str, source: str | None, measured: list[dict[str, Any]]) -> Row:
