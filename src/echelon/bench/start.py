@@ -1,8 +1,9 @@
 """The bench `start`: the memory of ranks that start with a model that none of them could hold whole.
 
 A Llama of 0.7 billion parameters on four ranks, from its initial values and from a Hugging Face folder; where
-two ranks hold all of it, of 0.4 billion, so that a machine of 24 GB has the memory for all four. The limits: of the weights that a rank owns a quarter more, and two units; in steps the same of weights, gradients
-and AdamW's state, and the activations.
+two ranks hold all of it, of 0.4 billion, so that a machine of 24 GB has the memory for all four. The limits:
+of the weights that a rank owns a quarter more, and two units; in steps the same of weights, gradients and
+AdamW's state, and the activations.
 """
 
 import dataclasses
