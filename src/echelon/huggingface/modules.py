@@ -18,8 +18,7 @@ def is_pretrained(model: nn.Module) -> bool:
 
 def initializer(module: nn.Module) -> Callable[[], object] | None:
     """What gives all of a model of transformers its initial values; None for any other module."""
-    is_model = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-    return getattr(module, "initialize_weights", None) if is_model else None
+    return getattr(module, "initialize_weights", None) if is_pretrained(module) else None
 
 
 def is_transposed(module: nn.Module) -> bool:
