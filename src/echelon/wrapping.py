@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 # Every entry, innermost first. Hooks lie outside of all that replaces the forward; they are called in the
 # order in which they were set.
-STACK = ("float64", "dropout", "tensor", "accumulate", "compile", "sequence", "gather")
+STACK = ("float64", "batch norm", "dropout", "tensor", "accumulate", "compile", "sequence", "gather")
 
 
 class Wrapper:

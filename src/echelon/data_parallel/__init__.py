@@ -1,6 +1,7 @@
 """Parameter sets, and the ways for the ranks of one to hold it and agree on its gradients."""
 
 from echelon.data_parallel.all_reduce import AllReduce
+from echelon.data_parallel.batch_norm import synchronize_batch_norm, talks_in_forward
 from echelon.data_parallel.buffers import Buffers
 from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
@@ -43,4 +44,6 @@ __all__ = [
     "squared_norm",
     "sum_tied",
     "sum_within_stage",
+    "synchronize_batch_norm",
+    "talks_in_forward",
 ]

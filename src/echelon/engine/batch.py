@@ -52,9 +52,9 @@ def microbatches(batch: Any, count: int, *, always: bool) -> list[tuple[Any, int
     if always and len(parts) < count:
         if samples == 0:
             raise UserError(
-                "a replica has no sample in this batch, and in a pipeline, with zero=2 or 3, and with a "
-                "schedule from a file every replica takes part in every microbatch; give each replica at "
-                "least one sample"
+                "a replica has no sample in this batch, and in a pipeline, with zero=2 or 3, with batch "
+                "norm, and with a schedule from a file every replica takes part in every microbatch; give "
+                "each replica at least one sample"
             )
         parts += [(take_part(batch, 0, samples), 0)] * (count - len(parts))
     return parts

@@ -18,6 +18,7 @@ from echelon.data_parallel import (
     accumulate_in_place,
     divide_units,
     named_subset,
+    synchronize_batch_norm,
 )
 from echelon.engine.deferred_start import take_memory
 from echelon.engine.layer_sharding import LayerSharding
@@ -40,6 +41,7 @@ def share_stages(
     take_memory(split.modules.values(), mesh)
     if mesh.plan.sync == "async":
         return _worker_stages(split, mesh)
+    synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
     stages = {}
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
@@ -47,6 +49,13 @@ def share_stages(
         sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
     return LocalStages(stages, split.program, split.boundaries)
+
+
+def _num_parts(mesh: Mesh) -> int:
+    """In how many parts the samples of a replica pass through a stage before an update."""
+    if mesh.plan.schedule in ("pipedream", "pipedream-vertical"):
+        return 1  # each microbatch has an update of its own
+    return max(mesh.plan.microbatches, mesh.group("data").size // mesh.plan.data)
 
 
 def _worker_stages(split: StageSplit, mesh: Mesh) -> LocalStages:

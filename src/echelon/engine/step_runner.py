@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
+from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
@@ -69,7 +70,8 @@ class StepRunner(ABC):
         plan = mesh.plan
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
-        self._fixed_count = self._pipelined or local.lockstep or plan.schedule_is_file
+        talks = local.lockstep or any(map(talks_in_forward, local.modules))
+        self._fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs

@@ -1,0 +1,139 @@
+"""Batch norm over the whole batch: replicas put their statistics together, so that no plan changes them.
+
+    forward     each replica's (number, mean, sum of squared deviations) of each channel, gathered by all
+    backward    each replica's (sum of dy, sum of dy · x̂), summed over all
+
+A replica's own statistics, which other libraries take, depend on how many replicas there are. What a rank has
+is one part of the batch; if it also cuts that into microbatches, no microbatch can know the statistics of
+the others, and training with batch statistics is refused.
+"""
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.collectives import Group
+from echelon.errors import UserError
+from echelon.tracing import untraced
+from echelon.wrapping import Wrapper, Wrapping, find_wrapper
+
+_SUBJECT = "batch norm"
+
+
+def synchronize_batch_norm(
+    modules: Iterable[nn.Module], group: Group, wrapping: Wrapping, *, parts: int = 1
+) -> None:
+    """Let every batch norm inside of `modules` take its statistics over the replicas of `group`.
+
+    `parts`: in how many each replica cuts its samples.
+    """
+    if group.size == 1 and parts == 1:
+        return
+    for norm in dict.fromkeys(inner for module in modules for inner in module.modules()):
+        if isinstance(norm, _BatchNorm):
+            wrapping.wrap(WholeBatchNorm(norm, group, parts))
+
+
+def talks_in_forward(module: nn.Module) -> bool:
+    """Whether replicas talk in the forward pass of `module`, so that each must run it."""
+    wrappers = (find_wrapper(inner, WholeBatchNorm) for inner in module.modules())
+    return any(wrapper is not None and wrapper.group.size > 1 for wrapper in wrappers)
+
+
+@final
+class WholeBatchNorm(Wrapper):
+    """Takes the place of a batch norm's forward while it uses the statistics of the batch."""
+
+    entry = "batch norm"
+
+    def __init__(self, module: _BatchNorm, group: Group, parts: int) -> None:
+        super().__init__(module)
+        self.group, self._parts = group, parts
+
+    def __call__(self, x: Tensor) -> Any:
+        if not self.module.training and self.module.running_mean is not None:
+            return self.inner(x)
+        if self._parts > 1:
+            raise UserError(
+                f"{type(self.module).__name__} takes its statistics over the whole batch, and the plan cuts "
+                "a replica's samples into microbatches, each only a part of it; use microbatches=1 "
+                "(and the same number of replicas for every stage), call eval() on these modules to keep "
+                "their statistics as they are, or use GroupNorm"
+            )
+        return self._normalise(x)
+
+    @untraced
+    def _normalise(self, x: Tensor) -> Tensor:
+        norm: Any = self.module
+        norm._check_input_dim(x)
+        mean, variance, number = _Statistics.apply(x, self.group)  # type: ignore[no-untyped-call]
+        if norm.training and norm.track_running_stats:
+            self._track(mean.detach(), variance.detach(), number)
+        return _scale(x, mean, variance, norm.eps, norm.weight, norm.bias)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
+        """As torch does: the running variance is that of a sample, divided by number − 1."""
+        norm: Any = self.module
+        norm.num_batches_tracked.add_(1)
+        rate = 1 / norm.num_batches_tracked.to(mean.dtype) if norm.momentum is None else norm.momentum
+        unbiased = variance * (number / (number - 1))
+        for running, new in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+            running.add_((new.to(running.dtype) - running) * rate)
+
+
+class _Statistics(torch.autograd.Function):
+    """(mean, variance, number) of each channel over the samples of all replicas.
+
+    Backward: every replica's output depends on these, so their gradients are summed over replicas.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+        whole = x.to(torch.promote_types(x.dtype, torch.float32))
+        dims = _all_but_channels(x)
+        variance, mean = torch.var_mean(whole, dims, correction=0)
+        number = torch.full((1,), float(x.numel() // x.shape[1]), dtype=whole.dtype, device=x.device)
+        local = torch.cat([mean, variance, number])
+        gathered = local.new_empty(group.size, len(local))
+        with group.ledger.about(_SUBJECT):
+            group.all_gather(gathered, local)
+        means, variances, numbers = gathered.split([len(mean), len(mean), 1], 1)
+        total = numbers.sum()
+        mean = (means * numbers).sum(0) / total
+        variance = ((variances + (means - mean).square()) * numbers).sum(0) / total
+        ctx.group = group
+        ctx.save_for_backward(x, mean, total)
+        ctx.mark_non_differentiable(total)
+        return mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, d_mean: Tensor, d_variance: Tensor, _: Any) -> tuple[Tensor, None]:
+        x, mean, total = ctx.saved_tensors
+        summed = torch.stack([d_mean, d_variance])
+        with ctx.group.ledger.about(_SUBJECT):
+            ctx.group.all_reduce(summed)
+        d_mean, d_variance = (_by_channel(each / total, x) for each in summed)
+        return (d_mean + 2 * d_variance * (x - _by_channel(mean, x))).to(x.dtype), None
+
+
+def _scale(
+    x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    factor = (variance + eps).rsqrt()
+    if weight is not None:
+        factor = factor * weight
+    normalised = (x - _by_channel(mean, x)) * _by_channel(factor, x)
+    return (normalised if bias is None else normalised + _by_channel(bias, x)).to(x.dtype)
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.ndim) if dim != 1]
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """[channels] as it is added to [samples, channels, …]."""
+    return values.view(-1, *[1] * (x.ndim - 2))
