@@ -1,20 +1,26 @@
 # Everything starts from plain python3: each target makes .venv when it is missing or out of date.
 PYTHON ?= python3
 BIN := .venv/bin
+# The versions of development. Without them pip takes the newest that pyproject.toml allows.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help install train test fuzz mutants lint bench clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing echelon into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@$(INSTALL) -e .
 	@touch $@
 
+# transformers imports torchvision wherever it is installed, and that of the package index needs a torch that was
+# built for CUDA: beside a torch for CPUs, no model of transformers could be imported. So both lie in a folder that
+# only tests/foreign looks into.
 .venv/.installed-dev: .venv/.installed
 	@echo "installing the tools for development into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(INSTALL) -e ".[dev,foreign]"
+	@$(INSTALL) --no-deps --upgrade --target .venv/foreign timm torchvision
 	@touch $@
 
 install: .venv/.installed   ## the library and the command into .venv
