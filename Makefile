@@ -4,6 +4,9 @@ BIN := .venv/bin
 # The versions of development. Without them pip takes the newest that pyproject.toml allows.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help install train test fuzz mutants lint bench clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -29,7 +32,7 @@ train: .venv/.installed     ## the main job: a small GPT on 2 ranks, about 2 min
 	@$(BIN)/echelon train
 
 test: .venv/.installed-dev  ## the suite without slow tests, about 9 minutes on 2 cores
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
 	@$(BIN)/python -m pytest -m slow -rA

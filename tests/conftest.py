@@ -7,7 +7,7 @@ wait for each other cost it four times its time.
 
 import gc
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _SLOW_CASES = frozenset((Path(__file__).parent / "slow_cases.txt").read_text(encoding="utf-8").splitlines())
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays to the end: garbage collection need not look at it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there before the first test stays to the end: garbage collection need not look at it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +73,7 @@ def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
 
     def ranks(count: int) -> Ranks:
         if count not in sets:
-            sets[count] = WarmRanks(count, deadline=60.0).__enter__()
+            sets[count] = WarmRanks(count, deadline=300.0).__enter__()
         return sets[count]
 
     yield ranks

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import echelon
 from echelon.launching import RankFailed
 from tests.async_training.training import engine_for
 from tests.cases import perceptron_case, vectors
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "ending.py"
 
@@ -36,19 +36,13 @@ def start(*args: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
     """The script as three processes that no one watches, as torchrun would start them."""
-    port = free_port()
+    port = str(free_port())
     ranks = [start(*args, MASTER_PORT=port, RANK=str(rank)) for rank in range(3)]
     try:
         return [
-            subprocess.CompletedProcess(rank.args, rank.wait(), *rank.communicate(timeout=60))
+            subprocess.CompletedProcess(rank.args, rank.wait(), *rank.communicate(timeout=300))
             for rank in ranks
         ]
     finally:
@@ -58,9 +52,9 @@ def run_plain_ranks(*args: str) -> list[subprocess.CompletedProcess[str]]:
 
 def run_forked_ranks(folder: Path, *args: str) -> list[subprocess.CompletedProcess[str]]:
     """The same, but for the start: three processes that were one while it imported torch."""
-    with start(*args, str(folder), MASTER_PORT=free_port()) as script:
+    with start(*args, str(folder), MASTER_PORT=str(free_port())) as script:
         try:
-            _, problems = script.communicate(timeout=60)
+            _, problems = script.communicate(timeout=300)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)

@@ -37,7 +37,7 @@ def training(out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "it never came"

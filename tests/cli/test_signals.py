@@ -60,7 +60,7 @@ def test_where_python_hears_no_signals_nothing_is_changed(
 def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> None:
     with training(tmp_path) as process:
         process.send_signal(2)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert b"interrupted" in err
     assert b"Traceback" not in err
@@ -74,7 +74,7 @@ def test_sigterm_marks_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path
         assert ranks
         process.terminate()
         process.terminate()  # as `timeout` does
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (143, b"")
     assert json.loads(out)["exit_code"] == 143
     assert "SIGTERM" in json.loads(out)["error"]

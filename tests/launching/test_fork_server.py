@@ -37,5 +37,5 @@ def test_a_server_without_a_parent_ends_while_it_imports(tmp_path: Path) -> None
 def import_and(folder: Path, action: str) -> tuple[int, str, str]:
     (folder / "slow_module.py").write_text(SLOW_MODULE)
     command = [sys.executable, SCRIPTS / "importing_server.py", folder, action]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stdout, done.stderr

@@ -46,7 +46,7 @@ def process(tmp_path: Path) -> Iterator[RankProcess]:
 
 def next_event(process: RankProcess) -> Event:
     while True:
-        assert wait(process.sources, timeout=60)
+        assert wait(process.sources, timeout=300)
         if (event := process.poll()) is not None:
             return event
 

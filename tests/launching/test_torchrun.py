@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from echelon.errors import UserError
 from echelon.launching import Ranks, RemoteResult, join, launch
 from echelon.launching import torchrun as torchrun_module
+from tests.ports import free_port
 
 from . import tasks
 
@@ -125,7 +125,7 @@ def run_agents(folder: Path, master: str, prefixes: Sequence[list[str]], interfa
         for node, prefix in enumerate(prefixes)
     ]
     try:
-        printed = [agent.communicate(timeout=60)[0] for agent in agents]
+        printed = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.terminate()  # an agent ends its ranks then
@@ -139,12 +139,6 @@ def torchrun(node: int, master: str, port: int) -> list[str]:
     options |= {"master-addr": master, "master-port": port}
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "torch.distributed.run", *flags]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -43,10 +43,10 @@ def test_every_preset_has_a_checked_size():
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama3-405b"])
 def test_the_largest_models_build_without_memory(name):
-    start = time.perf_counter()
+    start = time.process_time()
     with torch.device("meta"):
         model = build(name)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert all(p.is_meta for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) == preset(name).num_parameters
 

@@ -127,7 +127,7 @@ def numbers_after(flag: str, words: list[str]) -> list[float]:
 @pytest.mark.parametrize("row", expected_rows())
 def test_not_above_the_answer_of_pipedreams_optimizer(row: dict[str, str]) -> None:
     words = row["args"].split()
-    begin = time.perf_counter()
+    begin = time.process_time()
     split = partition(
         read_profile(PIPEDREAM / f"{row['model']}.graph.txt"),
         [int(count) for count in numbers_after("-n", words)],
@@ -136,7 +136,7 @@ def test_not_above_the_answer_of_pipedreams_optimizer(row: dict[str, str]) -> No
         memory=numbers_after("-s", words)[0] if "--use_memory_constraint" in words else None,
         straight="--straight_pipeline" in words,
     )
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert split.pipeline_seconds <= float(row["pipeline_time_s"]) * (1 + 1e-9)
     assert split.single_device_seconds == pytest.approx(float(row["single_machine_time_s"]), rel=1e-9)
     data_parallel = float(row["speedup_vs_data_parallel"]) * float(row["pipeline_time_s"])

@@ -7,7 +7,7 @@ import sys
 def test_it_imports_neither_torch_nor_what_only_commands_need() -> None:
     code = "import sys, echelon.program, echelon.program.picture; print(*sorted(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     modules = set(done.stdout.split())
     assert "echelon.program" in modules
