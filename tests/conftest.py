@@ -8,6 +8,7 @@ wait for each other cost it four times its time.
 import gc
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ from tests.warm_ranks import WarmRanks
 
 preload(*TRAINING_MODULES, "echelon.verify", "hypothesis", "pytest", "tests.contract_models")
 preload("tests.pipeline_parallel.models", "tests.tensor_parallel.models", "tests.fuzz.case")
+
+with suppress(ImportError):  # tests/gpu can do without it
+    from hypothesis import HealthCheck, settings
+
+    # That a machine is busy is no reason to fail.
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that started this in the background has it ignored, by all processes of tests too.
