@@ -243,7 +243,7 @@ LAYERS = (
         (),
         "how modules are called; small tools",
     ),
-    Layer(("errors", "quantities", "targets"), (), "errors; bytes as text; the ignored target"),
+    Layer(("errors", "quantities", "hardware", "targets"), (), "errors; bytes as text; the machine; targets"),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

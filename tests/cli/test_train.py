@@ -55,6 +55,46 @@ def test_a_refused_job_shows_nothing_but_its_errors(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--plan", "tensor=3"], "config.heads=4 is not divisible by 3 ranks"),
+        (["--plan", "pipeline=7 microbatches=7"], "cannot make 7 stages"),
+        (["--plan", "pipeline=2 schedule=nowhere.txt"], "schedule 'nowhere.txt' cannot be read"),
+        (["--set", "model.preset=llama3-405b"], "405,853,388,800 parameters take at least 5.9 TiB"),
+        (["--plan", ""], "plan='': must not be empty"),
+        (["--plan", "data=２"], "data=２: numbers must be written with the digits 0 to 9"),
+    ],
+)
+def test_an_impossible_job_starts_nothing_and_makes_no_folder(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    says: str,
+) -> None:
+    # Ranks started, refused the plan, and left a run folder.
+    def start(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("echelon.train.trainer.Ranks", start)
+    out = tmp_path / "runs"
+    code, shown, err = output(capsys, "train", *options, "--set", f"out={out}")
+    assert (code, shown) == (2, "")
+    assert says in err
+    assert not out.exists()
+
+
+def test_a_place_that_cannot_be_written_is_listed_with_the_other_errors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    code, _, err = output(capsys, "train", "--set", "steps=0", "--set", f"out={tmp_path / 'file' / 'runs'}")
+    assert code == 2
+    assert "2 errors in the job" in err
+    assert "file is a file, not a folder; choose another folder with --set out=FOLDER" in err
+
+
 @pytest.mark.slow
 def test_any_stream_and_any_folder_name_will_do(tmp_path: Path) -> None:
     # An ASCII stream ended in UnicodeEncodeError, an ASCII locale at sample.txt, "[/x]" in MarkupError.

@@ -26,7 +26,19 @@ def logged(folder: Path, *evaluations: Evaluated) -> tuple[RunFolder, dict[str, 
     for evaluation in evaluations:
         logbook.take(evaluation)
     logbook.take(Sampled("def f"))
-    return run, logbook.close()
+    logbook.close()
+    return run, logbook.summary()
+
+
+def test_a_run_without_a_step_has_no_picture(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a", {})
+    logbook = Logbook(run)
+    logbook.take(Starting("runs/a"))
+    assert (logbook.has_started, logbook.last_step) == (False, 0)
+    logbook.take(Started(42, 9000, "stdlib", "cpu"))
+    logbook.close()
+    assert (logbook.has_started, logbook.last_step) == (True, 0)
+    assert not (run.path / "loss.svg").exists()
 
 
 def test_the_summary_of_a_run(tmp_path: Path) -> None:

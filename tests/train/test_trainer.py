@@ -154,15 +154,27 @@ def test_a_validation_loss_of_nan_ends_the_run_and_is_reported(tmp_path: Path) -
     assert json.loads(lines[-1]) == {"kind": "evaluation", "step": 2, "loss": None}
 
 
-def test_a_logbook_that_cannot_start_marks_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_never_began_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A folder with run.json was left behind by every plan that the ranks refused.
     def refuse(folder: object) -> None:
         raise UserError("no room for a logbook")
 
     monkeypatch.setattr(trainer, "Logbook", refuse)
     with pytest.raises(UserError, match="no room"):
-        train(small_job(tmp_path), lambda _: None)
-    (folder,) = tmp_path.iterdir()
-    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["state"] == "failed"
+        train(small_job(tmp_path / "new" / "runs"), lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_to_start(event: Event) -> None:
+    if isinstance(event, Starting):
+        raise UserError("this plan cannot run")
+
+
+def test_an_error_before_the_first_step_removes_the_folder_but_no_other_run(tmp_path: Path) -> None:
+    (tmp_path / "earlier").mkdir()
+    with pytest.raises(UserError, match="cannot run"):
+        train(small_job(tmp_path), refuse_to_start)
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
 def stop_at_the_second_step(event: Event) -> None:
@@ -177,6 +189,7 @@ def test_a_run_that_breaks_is_marked_as_failed(tmp_path: Path) -> None:
     kept = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert kept["state"] == "failed"
     assert "seen enough" in kept["reason"]
+    assert "<svg" in (folder / "loss.svg").read_text(encoding="utf-8"), "of the steps that there were"
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import echelon
+from echelon import hardware
 from echelon.bench.compare import Row
-from echelon.doctor import hardware
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,17 @@ def run(arguments: list[str]) -> int:
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
     except signals.Terminated as error:
-        return _fail(arguments, signals.EXIT_CODE, str(error))
-    if code == 130:  # how typer reports Ctrl-C
+        return _fail(arguments, signals.EXIT_CODE, _with_notes(error))
+    except signals.Interrupted as error:
+        return _fail(arguments, signals.INTERRUPTED, _with_notes(error))
+    if code == signals.INTERRUPTED:  # how typer reports Ctrl-C
         return _fail(arguments, code, "interrupted")
     return code
+
+
+def _with_notes(error: BaseException) -> str:
+    """'terminated (SIGTERM): step 12 was the last; …'"""
+    return ": ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _fail(arguments: list[str], code: int, message: str, errors: Sequence[str] = ()) -> int:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from echelon.cli.schedule_view import ScheduleRequest, display_spans, headline, summary
-from echelon.doctor.hardware import usable_cores
+from echelon.hardware import usable_cores
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
 from echelon.program import Op, Span

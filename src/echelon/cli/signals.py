@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a command ends its ranks and marks its run before it exits."""
+"""SIGTERM and Ctrl-C as exceptions, so that a command ends its ranks and marks its run before it exits."""
 
 import signal
 import threading
@@ -8,10 +8,27 @@ from contextlib import contextmanager
 from echelon.cli.options import is_first_rank
 
 EXIT_CODE = 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class Terminated(BaseException):
     """This process was asked to end. Not an Exception, so that no handler takes it for a failure."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C. Unlike KeyboardInterrupt, typer lets it through, with the notes on what was under way."""
+
+
+@contextmanager
+def ctrl_c_keeps_notes() -> Iterator[None]:
+    """Turn a KeyboardInterrupt into Interrupted, which says the same and keeps its notes."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        interrupted = Interrupted("interrupted")
+        for note in getattr(error, "__notes__", ()):
+            interrupted.add_note(note)
+        raise interrupted from None
 
 
 @contextmanager

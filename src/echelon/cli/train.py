@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
+from echelon.cli.signals import ctrl_c_keeps_notes
 from echelon.launching import start_fork_server
 from echelon.launching.torchrun import is_under_torchrun
 
@@ -19,7 +20,7 @@ def train(
 
     job_to_run = read_job(job, settings or (), plan)
     screen = console(as_json)
-    with Display(job_to_run, screen) as display:
+    with ctrl_c_keeps_notes(), Display(job_to_run, screen) as display:
         summary = run(job_to_run, display.show)
     if not summary:  # under torchrun, only rank 0 prints
         return

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from echelon.doctor import hardware
+from echelon import hardware
 from echelon.doctor.report import Finding, Section, section
 from echelon.quantities import GIB, show_bytes
 

@@ -5,19 +5,23 @@ reported as too long. For this, the invalid keys are kept beside the errors.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from echelon.data import Corpus, corpus_errors, open_corpus
+from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError, did_you_mean
-from echelon.launching.torchrun import is_under_torchrun
 from echelon.models import ModelConfig
 from echelon.optim.schedules import schedule_errors
-from echelon.plan import AUTO, Plan
+from echelon.plan import Plan
 from echelon.train.batches import make_batches
+from echelon.train.memory_fit import host_memory_errors
+from echelon.train.plan_fit import division_errors
+from echelon.train.rank_fit import rank_error, ranks_on_this_host
+from echelon.train.run_folder import place_error
 
 if TYPE_CHECKING:
     from echelon.train.job import Job, OptimizerJob
@@ -25,9 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPTIMIZERS = ("adamw", "sgd")
-
-# More processes than this per core only fill the machine.
-RANKS_PER_CORE = 64
 
 _LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
 _TOO_MANY = 2**63  # more than torch and numpy can count
@@ -43,10 +44,12 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_counts(job, findings)
     _check_names(job, findings)
     _check_optimizer(job.optimizer, findings)
-    _check_plan(job, findings)
+    plan = _check_plan(job, findings)
     config = _check_model(job, findings)
     _check_schedule(job, findings)
     _check_data(job, config, findings)
+    if plan is not None and config is not None and findings.all_valid("plan"):
+        _check_machine(job, config, plan, findings)
     return findings.errors
 
 
@@ -93,6 +96,8 @@ def _check_names(job: "Job", findings: _Findings) -> None:
         findings.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
     if not job.name:
         findings.add("name='': must not be empty", "name")
+    if not job.out:
+        findings.add("out='': must not be empty; use out=. for this folder", "out")
     for key, text in (("name", job.name), ("out", job.out)):
         # Python represents a byte that the locale cannot decode as a lone surrogate.
         if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
@@ -101,6 +106,10 @@ def _check_names(job: "Job", findings: _Findings) -> None:
                 "in this locale; remove them, or set LC_ALL=C.UTF-8",
                 key,
             )
+    if findings.all_valid("out"):
+        error = place_error(Path(job.out))
+        if error is not None:
+            findings.add(f"out={job.out}: {error}", "out")
 
 
 def _check_optimizer(optimizer: "OptimizerJob", findings: _Findings) -> None:
@@ -117,21 +126,37 @@ def _check_optimizer(optimizer: "OptimizerJob", findings: _Findings) -> None:
         findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
 
 
-def _check_plan(job: "Job", findings: _Findings) -> None:
+def _check_plan(job: "Job", findings: _Findings) -> Plan | None:
+    """The plan, if it is one."""
+    if not job.plan.strip():
+        findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
+    for word in job.plan.split():
+        if any(character.isdecimal() and not character.isascii() for character in word):
+            findings.add(f"plan: {word}: numbers must be written with the digits 0 to 9", "plan")
+    if not findings.all_valid("plan"):
+        return None
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
     if plan is None:
-        return
-    findings.attempt(lambda: refuse_unsupported(plan), "plan")
-    cores = os.cpu_count() or 1
-    if plan.pipeline != AUTO and plan.ranks > RANKS_PER_CORE * cores and not is_under_torchrun():
-        findings.add(
-            f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({cores} cores) starts at most "
-            f"{RANKS_PER_CORE * cores}; use fewer ranks, or start them on several machines with torchrun"
-        )
+        return None
+    findings.attempt(lambda: refuse_unsupported(plan), "plan", "plan")
+    error = rank_error(plan)
+    if error is not None:
+        findings.add(error, "plan")
     if findings.all_valid("plan", "batch") and job.batch < plan.data:
         findings.add(
             f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"
         )
+    return plan
+
+
+def _check_machine(job: "Job", config: ModelConfig, plan: Plan, findings: _Findings) -> None:
+    """Whether this machine can hold the model, and the plan can divide it."""
+    ranks = ranks_on_this_host(ranks_here(plan))
+    for error in host_memory_errors(job, config, plan, ranks):
+        findings.add(error, "plan", "model")
+    if findings.all_valid("plan"):
+        for error in division_errors(config, plan):
+            findings.add(f"plan '{plan}': {error}", "plan")
 
 
 def _check_model(job: "Job", findings: _Findings) -> ModelConfig | None:

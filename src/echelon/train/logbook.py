@@ -10,7 +10,7 @@ from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:
-    """Takes every event, in order; `close` draws the loss and returns the summary."""
+    """Takes every event, in order; `close` draws the loss, `summary` has the results."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -34,12 +34,25 @@ class Logbook:
             case Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
 
-    def close(self) -> dict[str, Any]:
-        """Draw the loss; returns the summary of the run, as plain values."""
-        self._folder.write("loss.svg", self._picture())
+    @property
+    def has_started(self) -> bool:
+        """Whether ranks began to train: before that there is nothing to keep."""
+        return self._started is not None
+
+    @property
+    def last_step(self) -> int:
+        return self._steps[-1].step if self._steps else 0
+
+    def close(self) -> None:
+        """Draw the loss of the steps that there are."""
+        if self._steps:
+            self._folder.write("loss.svg", self._picture())
         if self._board is not None:
             with explain_os_errors(self._folder.path):
                 self._board.close()
+
+    def summary(self) -> dict[str, Any]:
+        """The results of a finished run, as plain values."""
         steps = self._steps
         usual = statistics.median(step.seconds for step in steps)
         return {

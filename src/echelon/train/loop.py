@@ -13,6 +13,7 @@ from echelon.collectives import StepMoves
 from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.initialization import deferred
+from echelon.mesh import this_device
 from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
@@ -20,6 +21,7 @@ from echelon.train.batches import make_batches
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.job import Job
+from echelon.train.memory_fit import refuse_small_device
 
 SAMPLE_TOKENS = 300
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
@@ -29,6 +31,7 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
     torch.manual_seed(job.seed)
     config, measures = job.model.config(), Plan.parse(job.plan).pipeline == AUTO
+    refuse_small_device(job, config, this_device())
     model = _whole(job, config) if measures else deferred(lambda: build(config))
     corpus = open_corpus(job.data.source, vocab=model.config.vocab, dtype=job.data.dtype)
     batches, validation = make_batches(job, corpus)

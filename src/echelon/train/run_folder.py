@@ -13,7 +13,8 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from echelon.errors import UserError
 from echelon.train import strict_json
 
 MAX_RUNS_PER_SECOND = 999
+
+_ELSEWHERE = "choose another folder with --set out=FOLDER"
 
 # By the reason of the machine: how to fix it. {elsewhere} works for every reason.
 _FIXES = {
@@ -40,17 +43,19 @@ _FIXES = {
 class RunFolder:
     """The folder of one run. A write that fails becomes a UserError that names the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, made: Sequence[Path] = ()) -> None:
         self.path = path
+        self._made = made  # the folders above it that are new, innermost first
 
     @classmethod
     def create(cls, out: Path, name: str, about: dict[str, Any]) -> "RunFolder":
         """A new folder under `out`, named by the time, marked as running."""
         moment = datetime.now(UTC)
         stem = f"{name}-{moment:%Y%m%d-%H%M%S}"
+        made = [path for path in (out, *out.parents) if not path.exists()]
         with explain_os_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-        folder = cls(_make_new(out, stem))
+        folder = cls(_make_new(out, stem), made)
         folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
         return folder
 
@@ -80,6 +85,13 @@ class RunFolder:
         with suppress(UserError):
             self.mark("failed", {"reason": reason})
 
+    def discard(self) -> None:
+        """Remove the folder of a run that never began, and the empty folders that were made for it."""
+        with suppress(OSError):
+            shutil.rmtree(self.path)
+            for path in self._made:
+                path.rmdir()
+
     @property
     def state(self) -> str:
         return str(self._read()["state"])
@@ -106,12 +118,25 @@ def _make_new(out: Path, stem: str) -> Path:
     )
 
 
+def place_error(out: Path) -> str | None:
+    """Why no folder can be made under `out`, as far as this shows without making one."""
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        return f"{nearest} is a file, not a folder; {_ELSEWHERE}"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"cannot write {nearest}: {_fix(errno.EACCES)}"
+    return None
+
+
 @contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
     """Turn an OSError while writing `path` into a UserError that says how to fix it."""
     try:
         yield
     except OSError as error:
-        elsewhere = "choose another folder with --set out=FOLDER"
-        fix = _FIXES.get(error.errno or 0, elsewhere).format(elsewhere=elsewhere)
+        fix = _fix(error.errno or 0)
         raise UserError(f"cannot write {path}: {error.strerror or error}; {fix}") from error
+
+
+def _fix(number: int) -> str:
+    return _FIXES.get(number, _ELSEWHERE).format(elsewhere=_ELSEWHERE)

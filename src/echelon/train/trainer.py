@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon import __version__
 from echelon.engine.auto import ranks_here
+from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, send_message
 from echelon.launching.torchrun import is_under_torchrun
 from echelon.plan import Plan
@@ -71,21 +72,36 @@ class _Run:
         self.show(event)
 
     def finish(self) -> dict[str, Any]:
-        summary = {"run": str(self.folder.path), **self.logbook.close()}
+        self.logbook.close()
+        summary = {"run": str(self.folder.path), **self.logbook.summary()}
         self.folder.mark("finished", {"summary": summary})
         return summary
+
+    def break_off(self, error: BaseException) -> None:
+        """Keep what there is of a run that `error` ends; nothing, if the user's mistake let none begin."""
+        if isinstance(error, UserError) and not self.logbook.has_started:
+            self.folder.discard()
+            return
+        with suppress(UserError):  # a full disk must not hide the error
+            self.logbook.close()
+        self.folder.fail(f"{type(error).__name__}: {error}")
+        error.add_note(f"step {self.logbook.last_step} was the last; the run is in {self.folder.path}")
 
 
 @contextmanager
 def _run(job: Job, show: Show) -> Iterator[_Run]:
-    """A new run, marked as failed if anything is raised inside."""
+    """A new run. If anything is raised inside, it is marked as failed, or removed if it never began."""
     folder = RunFolder.create(Path(job.out), job.name, _about(job))
     try:
         run = _Run(folder, Logbook(folder), show)
+    except BaseException:
+        folder.discard()
+        raise
+    try:
         run.take(Starting(str(folder.path)))
         yield run
     except BaseException as error:
-        folder.fail(f"{type(error).__name__}: {error}")
+        run.break_off(error)
         raise
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.doctor import hardware
+from echelon import hardware
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Whether a job's weights, gradients and optimizer fit into memory: arithmetic, before anything is allocated.
+
+The numbers are what a rank cannot do without. Activations, buffers and the process itself come on top, so a
+job that passes may still be too large, but one that is refused cannot run.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from echelon.errors import UserError
+from echelon.hardware import available_memory
+from echelon.models import ModelConfig, preset, presets
+from echelon.plan import AUTO, Plan
+from echelon.precision import DTYPES
+from echelon.quantities import show_bytes
+
+if TYPE_CHECKING:
+    from echelon.train.job import Job, OptimizerJob
+
+_STATES = {"adamw": 2, "sgd": 1}  # tensors of optimizer state per weight
+
+
+class RankBytes(NamedTuple):
+    """What one rank holds between steps, on average over the stages."""
+
+    weights: float
+    gradients: float
+    optimizer: float  # with float32 masters, below float32
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self._asdict().items() if size)
+        return f"{show_bytes(self.total)} ({parts})"
+
+
+def num_states(optimizer: "OptimizerJob") -> int:
+    """How many tensors of state the optimizer keeps for each weight."""
+    return 0 if optimizer.name == "sgd" and not optimizer.momentum else _STATES.get(optimizer.name, 0)
+
+
+def rank_bytes(parameters: int, plan: Plan, states: int) -> RankBytes:
+    """The bytes of a rank, for a model of so many parameters and an optimizer of so many states."""
+    size = DTYPES[plan.precision].itemsize
+    if plan.pipeline == AUTO:  # every rank measures the whole model first
+        return RankBytes(parameters * size, 0, 0)
+    held = parameters / (plan.stages * plan.tensor)
+    holders = plan.shard or max(plan.replicas) * plan.data * plan.context
+    parts = [holders if plan.zero >= level else 1 for level in (3, 2, 1)]
+    if plan.sync != "all-reduce":  # the server has the only optimizer
+        parts[2] = holders
+    state = states * max(4, size) + (4 if size < 4 else 0)
+    return RankBytes(held * size / parts[0], held * size / parts[1], held * state / parts[2])
+
+
+def host_memory_errors(job: "Job", config: ModelConfig, plan: Plan, ranks: int) -> list[str]:
+    """An error if the ranks of this machine need more memory together than it has. GPUs have their own."""
+    free = available_memory()
+    if free is None or torch.cuda.device_count() >= ranks:
+        return []
+    needed = rank_bytes(config.num_parameters, plan, num_states(job.optimizer))
+    if needed.total * ranks <= free:
+        return []
+    each = f"{needed} on each of {ranks} ranks here" if ranks > 1 else str(needed)
+    return [
+        f"plan '{plan}': {config.num_parameters:,} parameters take at least {each}, and this machine has "
+        f"{show_bytes(free)} of memory free; {_fix(job, plan, free / ranks)}"
+    ]
+
+
+def refuse_small_device(job: "Job", config: ModelConfig, device: torch.device) -> None:
+    """Raise if this rank's part does not fit into its GPU; called in the rank, which has the device."""
+    if device.type != "cuda":
+        return
+    free, plan = torch.cuda.mem_get_info(device)[0], Plan.parse(job.plan)
+    needed = rank_bytes(config.num_parameters, plan, num_states(job.optimizer))
+    if needed.total > free:
+        raise UserError(
+            f"plan '{plan}': {config.num_parameters:,} parameters take at least {needed} on each rank, and "
+            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; {_fix(job, plan, free)}"
+        )
+
+
+def _fix(job: "Job", plan: Plan, free: float) -> str:
+    """What fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
+    states = num_states(job.optimizer)
+    parameters = job.model.config().num_parameters
+    for zero in range(plan.zero + 1, 4):
+        sharded = _with_zero(plan, zero)
+        if sharded is not None and rank_bytes(parameters, sharded, states).total <= free:
+            return f"add zero={zero} to the plan, which shards them"
+    sizes = {name: preset(name).num_parameters for name in presets()}
+    fitting = {name: size for name, size in sizes.items() if rank_bytes(size, plan, states).total <= free}
+    smaller = max(fitting, key=lambda name: fitting[name], default=None)
+    model = "a smaller model" if smaller is None else f"a smaller model (the preset {smaller} fits)"
+    return f"use {model}, or more ranks on other machines with torchrun (tensor, pipeline, zero=3)"
+
+
+def _with_zero(plan: Plan, zero: int) -> Plan | None:
+    try:
+        sharded = dataclasses.replace(plan, zero=zero)
+    except UserError:
+        return None
+    return sharded if plan.pipeline != AUTO else None
