@@ -11,6 +11,7 @@ from echelon.errors import UserError
 from echelon.models import build, save_hf
 from echelon.plan import Plan
 from echelon.train.job import DataJob, Job, ModelJob
+from echelon.verify import job_case
 from echelon.verify.job_case import case_of
 
 
@@ -51,3 +52,17 @@ def test_a_corpus_too_short_to_verify_is_refused_before_ranks_start(tmp_path: Pa
     job = Job(batch=2, data=DataJob(source=str(tmp_path / "text.txt")))
     with pytest.raises(UserError, match=r"text\.txt"):
         case_of(job, Plan(data=2), 1)
+
+
+def test_a_model_whose_proof_does_not_fit_is_refused_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The training fits, but the proof holds whole models in float64: its ranks, and a device of its own.
+    parameters = Job().model.config().num_parameters
+    monkeypatch.setattr(job_case, "available_memory", lambda: 8 * 7 * parameters - 1)
+    with pytest.raises(UserError, match=r"in float64 take at least 45\.0 MiB on 2 ranks and one device, and"):
+        case_of(Job(), Plan(data=2, zero=3), steps=1)
+    monkeypatch.setattr(job_case, "available_memory", lambda: 8 * 7 * parameters)
+    assert case_of(Job(), Plan(data=2, zero=3), steps=1).steps == 1
+    with pytest.raises(UserError, match="on 8 ranks"):
+        case_of(Job(), Plan(data=8, zero=3), steps=1)

@@ -14,6 +14,7 @@ from echelon.verify.verdict import (
     LOG,
     ONE_DEVICE,
     Verdict,
+    kind_scales,
     number_gaps,
     rank_gaps,
     summarize,
@@ -170,12 +171,45 @@ def test_the_worst_is_that_of_everything_that_was_compared() -> None:
     verdict = verdict_of({"a": 1e-12, "a exp_avg": 3.7e-9}, {"loss": 1e-12, "grad_norm": 0.67})
     assert verdict.worst == ("grad_norm", 0.67)
     assert verdict.worst_tensor == ("a exp_avg", 3.7e-9)
-    assert verdict.to_dict()["worst"] == {"name": "grad_norm", "error": 0.67}
-    assert verdict.to_dict()["worst_tensor"] == {"name": "a exp_avg", "error": 3.7e-9}
+    assert verdict.to_dict()["worst"] == {"name": "grad_norm", "error": 0.67, "relative": None}
+    assert verdict.to_dict()["worst_tensor"] == {"name": "a exp_avg", "error": 3.7e-9, "relative": None}
     assert (
         "worst is grad_norm, by 6.7e-01, allowed 1e-09; worst tensor is a exp_avg, by 3.7e-09; 2 of 4"
         in str(verdict)
     )
+
+
+def test_the_worst_of_each_kind_and_how_large_it_is_among_its_kind() -> None:
+    tensors = {"a": 1e-12, "b": 3e-12, "a exp_avg": 2e-9, "a exp_avg on rank 1": math.inf}
+    numbers = {"loss": 0.5, "grad_norm": math.nan, "loss or grad_norm on rank 1": math.inf}
+    scales = kind_scales(result(), ONE_DEVICE)
+    assert scales == {
+        "weights": 5.0,
+        "step": 3.0,
+        "exp_avg": 1.0,
+        "loss": 3.0,
+        "grad_norm": 1.0,
+        "evaluation": 1.5,
+    }
+    verdict = Verdict(Plan(data=2), 20, tensors, numbers, scales=scales)
+    assert verdict.to_dict()["worst_by_kind"] == {
+        "weights": {"name": "b", "error": 3e-12, "relative": 3e-12 / 5},
+        "exp_avg": {"name": "a exp_avg on rank 1", "error": "inf", "relative": "inf"},
+        "loss": {"name": "loss", "error": 0.5, "relative": 0.5 / 3},
+        "grad_norm": {"name": "grad_norm", "error": "nan", "relative": "nan"},
+        "loss or grad_norm": {"name": "loss or grad_norm on rank 1", "error": "inf", "relative": None},
+    }
+    lone = Verdict(Plan(data=2), 20, {"a": 0.0}, {"grad_norm": 0.25}, scales=scales)
+    assert "worst is grad_norm, by 2.5e-01 (2.5e-01 of the largest grad_norm), allowed 1e-09" in str(lone)
+
+
+def test_the_scale_of_values_that_are_no_real_numbers() -> None:
+    odd = changed(set_weight("b", torch.tensor([3 + 4j])))
+    assert kind_scales(odd, ONE_DEVICE)["weights"] == 5.0
+    infinite = changed(set_weight("b", torch.tensor([math.inf])))
+    assert kind_scales(infinite, ONE_DEVICE)["weights"] == 5.0
+    flags = changed(lambda trained: trained.weights.update(a=torch.tensor([True]), count=torch.empty(0)))
+    assert kind_scales(flags, ONE_DEVICE)["weights"] == 1.0
 
 
 def test_a_wrong_loss_alone_is_named() -> None:
@@ -198,5 +232,5 @@ def test_a_verdict_of_no_tensors_is_refused() -> None:
 
 
 def test_json_has_no_numbers_that_json_lacks() -> None:
-    assert verdict_of({"a": math.inf}).to_dict()["worst"] == {"name": "a", "error": "inf"}
-    assert verdict_of({"a": math.nan}).to_dict()["worst"] == {"name": "a", "error": "nan"}
+    assert verdict_of({"a": math.inf}).to_dict()["worst"] == {"name": "a", "error": "inf", "relative": None}
+    assert verdict_of({"a": math.nan}).to_dict()["worst"] == {"name": "a", "error": "nan", "relative": None}

@@ -37,6 +37,7 @@ from echelon.verify.verdict import (
     ONE_DEVICE,
     TOLERANCE,
     Verdict,
+    kind_scales,
     number_gaps,
     rank_gaps,
     summarize,
@@ -129,7 +130,8 @@ def judge(case: Case, results: Sequence[TrainingResult], *, tolerance: float = T
     _refuse_standstill(case, reference, torch.float64)
     tensors = tensor_gaps(results[0], reference) | rank_gaps(results, against)
     numbers = number_gaps(results[0], reference, against)
-    return Verdict(plan, case.steps, tensors, numbers, tolerance, against)
+    scales = kind_scales(reference, against)
+    return Verdict(plan, case.steps, tensors, numbers, tolerance, against, scales)
 
 
 def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPrecisionVerdict:

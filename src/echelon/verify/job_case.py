@@ -5,17 +5,22 @@ A shorter sequence and a smaller batch than the job trains with run the same cod
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from torch import nn
 
 from echelon.data import Batches, open_corpus
+from echelon.engine.auto import ranks_here
+from echelon.errors import UserError
+from echelon.hardware import available_memory
 from echelon.models import build, cross_entropy, load_hf
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import Plan
+from echelon.quantities import show_bytes
 from echelon.train.job import Job
+from echelon.train.memory_fit import num_states, rank_bytes
 from echelon.verify.case import Case
 
 SEQUENCE = 32
@@ -47,7 +52,9 @@ def _open(batches: JobBatches) -> Batches:
 
 
 def case_of(job: Job, plan: Plan, steps: int) -> Case:
-    """The case of `job` under `plan`; refused here, not in a rank, where the corpus is too short for it."""
+    """The case of `job` under `plan`; refused here, not in a rank, where the corpus or the memory is too
+    small for it."""
+    _refuse_small_memory(job, plan)
     sequence = min(job.sequence_length, SEQUENCE)
     batches = JobBatches(job, _num_samples(plan, drops=job.model.config().dropout > 0), sequence)
     _open(batches)
@@ -60,6 +67,20 @@ def case_of(job: Job, plan: Plan, steps: int) -> Case:
         clip=job.optimizer.clip,
         seed=job.seed,
     )
+
+
+def _refuse_small_memory(job: Job, plan: Plan) -> None:
+    """Ranks start from whole models in float64. Then one process holds their result, and trains too."""
+    parameters, states, ranks = job.model.config().num_parameters, num_states(job.optimizer), ranks_here(plan)
+    copies = max(ranks, 3 + 2 * states)
+    trained = rank_bytes(parameters, replace(plan, precision="fp64", gradients="fp32"), states).total * ranks
+    needed, free = max(8 * parameters * copies, trained), available_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"verify '{plan}': {parameters:,} parameters in float64 take at least {show_bytes(needed)} on "
+            f"{ranks} ranks and one device, and this machine has {show_bytes(free)} of memory free; verify a "
+            "smaller model of the same kind, like --set model.layers=2: the plan runs the same code"
+        )
 
 
 def _model_maker(job: Job) -> Callable[[], nn.Module]:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ ONE_DEVICE = "one device"
 LOG = "the replay of its own log"
 FORMULA = "its formula, replayed on one process"
 
+_NUMBERS = ("loss", "grad_norm", "evaluation", "loss or grad_norm")
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -31,6 +34,7 @@ class Verdict:
     numbers: dict[str, float]  # "loss", "grad_norm" over all steps, "evaluation" after them
     tolerance: float = TOLERANCE
     against: str = ONE_DEVICE
+    scales: dict[str, float] = field(default_factory=dict)  # by kind, the largest value of the reference
 
     def __post_init__(self) -> None:
         assert self.tensors, "no tensor was compared"
@@ -45,6 +49,19 @@ class Verdict:
     def worst_tensor(self) -> tuple[str, float]:
         """The weight or optimizer state that differs the most, and by how much."""
         return max(self.tensors.items(), key=_severity)
+
+    @property
+    def worst_by_kind(self) -> dict[str, tuple[str, float]]:
+        """Of weights, each kind of optimizer state, loss, norm and evaluation: what differs the most."""
+        worst: dict[str, tuple[str, float]] = {}
+        for item in sorted([*self.tensors.items(), *self.numbers.items()], key=_severity):
+            worst[kind_of(item[0])] = item
+        return worst
+
+    def relative(self, name: str, gap: float) -> float | None:
+        """A difference as a part of the largest value of its kind, so that kinds can be compared."""
+        scale = self.scales.get(kind_of(name), 0.0)
+        return gap / scale if scale else None
 
     @property
     def equal(self) -> bool:
@@ -69,13 +86,18 @@ class Verdict:
             "against": self.against,
             "equal": self.equal,
             "holds": self.holds,
-            "worst": _named(self.worst),
-            "worst_tensor": _named(self.worst_tensor),
+            "worst": self._named(self.worst),
+            "worst_tensor": self._named(self.worst_tensor),
+            "worst_by_kind": {kind: self._named(item) for kind, item in self.worst_by_kind.items()},
             "tolerance": self.tolerance,
             "steps": self.steps,
             "num_compared": self.num_compared,
             "num_wrong": self.num_wrong,
         }
+
+    def _named(self, item: tuple[str, float]) -> dict[str, str | float | None]:
+        relative = self.relative(*item)
+        return {"name": item[0], "error": _plain(item[1]), "relative": _plain(relative)}
 
     def __str__(self) -> str:
         name, gap = self.worst
@@ -87,8 +109,10 @@ class Verdict:
             )
         tensor, tensor_gap = self.worst_tensor
         worst_tensor = "" if tensor == name else f"worst tensor is {tensor}, by {tensor_gap:.1e}; "
+        relative = self.relative(name, gap)
+        part = "" if relative is None else f" ({relative:.1e} of the largest {kind_of(name)})"
         return (
-            f"'{self.plan}' DIFFERS from {self.against} {after}: worst is {name}, by {gap:.1e}, "
+            f"'{self.plan}' DIFFERS from {self.against} {after}: worst is {name}, by {gap:.1e}{part}, "
             f"allowed {self.tolerance:.0e}; {worst_tensor}{self.num_wrong} of {self.num_compared} values "
             "are out of bounds"
         )
@@ -98,9 +122,31 @@ def _severity(item: tuple[str, float]) -> float:
     return math.inf if math.isnan(item[1]) else item[1]
 
 
-def _named(item: tuple[str, float]) -> dict[str, str | float]:
-    name, gap = item
-    return {"name": name, "error": gap if math.isfinite(gap) else str(gap)}
+def _plain(value: float | None) -> str | float | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def kind_of(name: str) -> str:
+    """kind_of("a") == "weights", kind_of("a exp_avg on rank 1") == "exp_avg", kind_of("loss") == "loss"."""
+    name = re.sub(r" on rank \d+$", "", name)
+    if name in _NUMBERS:
+        return name
+    return name.rpartition(" ")[2] if " " in name else "weights"
+
+
+def kind_scales(reference: TrainingResult, against: str) -> dict[str, float]:
+    """By kind, the largest absolute value of the reference that is finite."""
+    values = named_tensors(reference) | {
+        name: torch.tensor(numbers, dtype=torch.float64)
+        for name, numbers in number_lists(reference, against).items()
+    }
+    scales: dict[str, float] = {}
+    for name, value in values.items():
+        magnitude = value.abs() if value.is_complex() else value.double().abs()
+        largest = float(magnitude.max()) if value.numel() else 0.0
+        if math.isfinite(largest):
+            scales[kind_of(name)] = max(largest, scales.get(kind_of(name), 0.0))
+    return scales
 
 
 def tensor_gaps(result: TrainingResult, reference: TrainingResult) -> dict[str, float]:
