@@ -7,6 +7,7 @@ import pytest
 
 from echelon import bench
 from echelon.bench import Result, Row, Spread
+from echelon.cli.bench import NAMES
 from tests.cli.commands import output
 
 RAN: list[tuple[str, bool]] = []
@@ -38,6 +39,46 @@ def test_all_benches_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert [name for name, _ in RAN] == bench.runnable(quick=False)
     assert [result["name"] for result in json.loads(out)["results"]] == bench.runnable(quick=False)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "step.json", "new.json"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    # The measuring was done, and then lost.
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    (tmp_path / "step.json").mkdir()
+    out = tmp_path if place == "step.json" else tmp_path / place
+    code, _, err = output(capsys, "bench", "step", "--out", str(out))
+    assert (code, RAN) == (2, [])
+    assert f"--out {out}: " in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step.json"]
+
+
+def test_a_disk_that_fails_afterwards_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    code, out, err = output(capsys, "bench", "step", "--out", str(tmp_path))
+    assert code == 2
+    assert "echelon bench step" in out, "the figures are shown all the same"
+    assert "step.json cannot be written: No space left on device" in err
+
+
+def test_the_help_lists_all_benches(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output(capsys, "bench", "--help")
+    assert all(name in out for name in bench.benches())
+    assert all(name in NAMES for name in bench.benches())
+
+
+def test_a_bench_without_its_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = output(capsys, "bench", "one-gpu")
+    assert (code, RAN) == (2, [])
+    assert "measures a GPU, and torch sees none here" in err
 
 
 def test_a_bench_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

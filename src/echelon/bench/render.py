@@ -47,8 +47,9 @@ def _show_ratio(ratio: Spread) -> str:
 def _origin(result: Result) -> str:
     machine = f"{result.hardware['cores']} cores of {result.hardware['cpu']}"
     gpus = "".join(f", {name}" for name in result.hardware["gpus"])
-    missing = "".join(f"\n{name} is not installed" for name in result.settings.get("not_installed", ()))
+    missing = [f"{name} is not installed" for name in result.settings.get("not_installed", ())]
+    lines = "".join(f"\n{line}" for line in [*missing, *result.settings.get("remarks", ())])
     return (
         f"medians; ratios paired by round, with quartiles · {machine}{gpus} · "
-        f"torch {result.versions['torch']} · {result.date} · commit {result.commit or 'unknown'}{missing}"
+        f"torch {result.versions['torch']} · {result.date} · commit {result.commit or 'unknown'}{lines}"
     )

@@ -5,6 +5,7 @@ It can be published: it has no host names, user names or paths.
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ import torch
 import echelon
 from echelon import hardware
 from echelon.bench.compare import Row
+from echelon.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,29 @@ def make_result(name: str, command: str, settings: dict[str, Any], rows: Iterabl
 
 def save(result: Result, folder: Path) -> Path:
     """Write `folder`/NAME.json, replacing an older one; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.name}.json"
-    path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {folder}: {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def place_errors(folder: Path, names: Iterable[str]) -> list[str]:
+    """Why results of these names could not be saved in `folder`: to know before the measuring, not after."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir() or (folder.suffix == ".json" and nearest != folder.absolute()):
+        nearest = nearest if nearest.is_file() else folder
+        return [f"--out {folder}: {nearest} is a file; give a folder, in which NAME.json is written"]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [f"--out {folder}: {nearest} cannot be written; choose another folder"]
+    files = [folder / f"{name}.json" for name in names]
+    return [
+        f"--out {folder}: {path} is there and cannot be replaced; remove it, or choose another folder"
+        for path in files
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK))
+    ]
 
 
 def commit(file: Path) -> str | None:

@@ -6,20 +6,31 @@ from typing import Annotated
 import typer
 
 from echelon.cli.options import Json, console, print_json
-from echelon.errors import UserError, did_you_mean
+from echelon.errors import did_you_mean, raise_errors
+from echelon.launching.torchrun import is_under_torchrun
 
-Name = Annotated[str | None, typer.Argument(help="Which bench; without a name, all of them.")]
+NAMES = (
+    "launch, collectives, step, data-parallel, pipeline, tensor, start, one-gpu, kernels; "
+    "the last two need a GPU"
+)
+Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[Path | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it runs, not to measure.")]
 
 
 def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Json = False) -> None:
     """Measure, side by side with the peers that are installed."""
-    from echelon.bench import benches, render, run, runnable, save
+    from echelon.bench import benches, place_errors, render, run, runnable, save
 
     names = runnable(quick) if name is None else [name]
-    if not set(names) <= set(benches()):
-        raise UserError(f"there is no bench '{name}'{did_you_mean(str(name), benches())}")
+    errors = [] if out is None else place_errors(out, names)
+    if name is not None and name not in benches():
+        errors.append(f"there is no bench '{name}'{did_you_mean(name, benches())}")
+    elif name is not None and name not in runnable(quick):
+        errors.append(f"bench {name} measures a GPU, and torch sees none here; --quick shows that it runs")
+    if is_under_torchrun():
+        errors.append("bench starts its own ranks: run it without torchrun")
+    raise_errors("echelon bench", errors)
     screen = console(as_json)
     results = []
     for bench_name in names:

@@ -65,7 +65,7 @@ def judge_disk(free: int) -> Finding:
     value = f"{show_bytes(free)} free"
     if free >= GIB:
         return Finding("disk of this folder", value, number=free)
-    remark = "checkpoints may not fit; make room, or run in a folder on another disk"
+    remark = "a trained model may not fit; make room, or run in a folder on another disk"
     return Finding("disk of this folder", value, "warn", remark, free)
 
 

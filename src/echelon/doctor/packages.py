@@ -9,8 +9,11 @@ from typing import NamedTuple
 import echelon
 from echelon.doctor.report import Finding, Section, section
 
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13, 0)
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)  # that echelon is tested with
 _OLDEST_PYTHON = (3, 11)
+
+# What echelon depends on, in the order of pyproject.toml, without torch, whose version is judged too.
+REQUIRED = ("numpy", "safetensors", "typer", "rich", "pydantic", "pillow")
 
 
 class Extra(NamedTuple):
@@ -22,13 +25,9 @@ class Extra(NamedTuple):
 
 
 EXTRAS = (
-    Extra("pydantic", "job files (JOB.toml) and --set cannot be read", "pydantic"),
-    Extra("typer", "the command line does not start; the library works", "typer"),
-    Extra("rich", "no tables and no live progress in the terminal", "rich"),
     Extra("transformers", "models of transformers cannot be trained as they are", '"echelon[hf]"'),
-    Extra("tokenizers", "text is read as bytes, not with a model's tokenizer", '"echelon[hf]"'),
     Extra("tensorboard", "no logs for TensorBoard", '"echelon[tensorboard]"'),
-    Extra("wandb", "no logs to Weights & Biases", "wandb"),
+    Extra("deepspeed", "echelon bench data-parallel compares with torch alone", "deepspeed"),
 )
 
 
@@ -39,8 +38,7 @@ def examine_versions() -> Section:
             "echelon": lambda: [Finding("echelon", echelon.__version__)],
             "python": lambda: [judge_python(platform.python_version())],
             "torch": lambda: [judge_torch(installed("torch"))],
-            "numpy": lambda: [judge_needed("numpy", installed("numpy"))],
-            "safetensors": lambda: [judge_needed("safetensors", installed("safetensors"))],
+            "packages": lambda: [judge_needed(name, installed(name)) for name in REQUIRED],
         },
     )
 
@@ -71,10 +69,11 @@ def judge_python(installed_version: str) -> Finding:
 
 
 def judge_torch(installed_version: str | None) -> Finding:
-    if installed_version is None or _OLDEST_TORCH <= _numbers(installed_version) <= _NEWEST_TORCH:
+    if installed_version is None or _OLDEST_TORCH <= _numbers(installed_version)[:2] <= _NEWEST_TORCH:
         return judge_needed("torch", installed_version)
-    remark = 'echelon is tested with torch 2.11 to 2.13.0: pip install "torch>=2.11,<=2.13.0"'
-    return Finding("torch", installed_version, "warn", remark)
+    if _numbers(installed_version) < _OLDEST_TORCH:
+        return Finding("torch", installed_version, "warn", 'required: pip install "torch>=2.11"')
+    return Finding("torch", installed_version, "note", "newer than what echelon is tested with, 2.11 to 2.13")
 
 
 def judge_needed(name: str, installed_version: str | None) -> Finding:
