@@ -9,6 +9,7 @@ import pytest
 from echelon.errors import UserError
 from echelon.train.job import Job
 from echelon.train.job_file import read_job
+from echelon.train.job_rules import job_errors
 
 
 def error_of(path: Path | None, *settings: str) -> UserError:
@@ -123,6 +124,62 @@ def test_a_wrong_type_is_answered_with_the_rule_and_not_with_pydantics_words(
     setting: str, error: str
 ) -> None:
     assert error_of(None, setting).errors == (error,)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("steps=true", "steps=true: must be an integer"),
+        ("optimizer.clip=false", "optimizer.clip=false: must be a number"),
+        ("model.layers=true", "model.layers=true: must be an integer"),
+        ("optimizer.betas=[true, 0.9]", "optimizer.betas=[True, 0.9]: must be two numbers"),
+        ("steps=１２", "steps='１２': must be an integer, written with the digits 0 to 9"),
+        ("batch=٣٢", "batch='٣٢': must be an integer, written with the digits 0 to 9"),
+        (
+            "optimizer.learning_rate=１e-3",
+            "optimizer.learning_rate='１e-3': must be a number, written with the digits 0 to 9",
+        ),
+        ("model.tied=1", "model.tied=1: must be true or false"),
+        ("model.tied=yes", "model.tied='yes': must be true or false"),
+        ("steps=inf", "steps=inf: must be an integer"),
+        ("steps=nan", "steps=nan: must be an integer"),
+        ("steps={a = 1}", "steps={'a': 1}: must be an integer"),
+        ("optimizer.betas={}", "optimizer.betas={}: must be two numbers"),
+        ("optimizer.betas=2026-01-01", "optimizer.betas=datetime.date(2026, 1, 1): must be two numbers"),
+        ("name=[1]", "name=[1]: must be text"),
+    ],
+)
+def test_what_only_looks_like_a_value_is_refused(setting: str, error: str) -> None:
+    # --set steps=true trained one step, and digits of other scripts were read by Python's int().
+    assert error_of(None, setting).errors == (error,)
+
+
+def test_true_and_false_as_python_writes_them() -> None:
+    assert read_job(None, ["model.tied=False"]).model.tied is False
+    assert read_job(None, ["model.tied=true"]).model.tied is True
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
+    settings = ["learning_rate=nan", "clip=inf", "weight_decay=nan", "floor=nan", "betas=[nan, 0.9]"]
+    job = read_job(None, [f"optimizer.{setting}" for setting in settings])
+    errors = job_errors(job)
+    assert [error.split("=")[0] for error in errors] == [
+        "optimizer.learning_rate",
+        "optimizer.weight_decay",
+        "optimizer.clip",
+        "optimizer.betas",
+        "optimizer.schedule: floor",
+    ]
+
+
+def test_a_plan_given_twice() -> None:
+    with pytest.raises(UserError, match="--plan 'data=1' and --set plan=data=4: the plan is given twice"):
+        read_job(None, ["plan=data=4"], "data=1")
+
+
+@pytest.mark.parametrize("setting", ["=5", "model.=2", ".layers=2", "model..layers=2", ""])
+def test_a_setting_without_a_key(setting: str) -> None:
+    assert "must be written key=value" in error_of(None, setting).errors[0]
 
 
 def test_a_table_is_no_value() -> None:

@@ -3,7 +3,6 @@
 pydantic does the reading. Only this module imports it, so that the embedded default runs without it.
 """
 
-import dataclasses
 import tomllib
 from collections.abc import Iterable
 from functools import reduce
@@ -13,6 +12,7 @@ from typing import Any
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
 from echelon.train.job import Job
+from echelon.train.job_keys import keys_at, remove_lookalikes, rule_of
 from echelon.train.job_rules import job_errors
 
 
@@ -23,8 +23,14 @@ def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str |
     may still be invalid; `check` raises that.
     """
     values = {} if path is None else _load(path)
+    settings = list(settings)
     errors = _apply(values, settings)
     if plan is not None:
+        errors += [
+            f"--plan '{plan}' and --set {setting}: the plan is given twice; leave one of them out"
+            for setting in settings
+            if setting.startswith("plan=")
+        ]
         values["plan"] = plan
     job, unread = _validate(values) if values or errors else (Job(), {})
     if errors or unread:
@@ -53,7 +59,7 @@ def _apply(values: dict[str, Any], settings: Iterable[str]) -> list[str]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         *tables, last = key.split(".")
-        if not equals or not last:
+        if not equals or not all((*tables, last)):
             errors.append(f"--set {setting}: must be written key=value, like model.layers=12")
             continue
         table = values
@@ -84,11 +90,12 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
             "reading a job file or --set needs pydantic, which is not installed: pip install pydantic"
         ) from None
     reader = TypeAdapter(Job)
+    unread = remove_lookalikes(values)
     try:
-        return reader.validate_python(values), {}
+        return reader.validate_python(values), unread
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
-    unread = {_key(error): _explain(error, values) for error in errors}
+    unread |= {_key(error): _explain(error, values) for error in errors}
     for error in errors:
         _remove(values, error["loc"])
     return reader.validate_python(values), unread
@@ -105,21 +112,6 @@ def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
     table.pop(place[-1], None)
 
 
-# By pydantic's type of error: what the value must be. Its own sentences speak of parsers and tuples.
-_RULES = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
-    "int_type": "an integer",
-    "string_type": "text",
-    "tuple_type": "two numbers",
-}
-
-
 def _path(error: Any) -> list[str]:
     """The keys that lead to a wrong value. An error of one item of a list is an error of the list."""
     return [part for part in error["loc"] if isinstance(part, str)]
@@ -134,28 +126,22 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
     if error["type"] == "dataclass_type":
         return f"{key}={value}: {_table_fix(key)}{_plan_fix(key, value)}"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        fix = _plan_fix(key, value) or did_you_mean(path[-1], _keys_at(path[:-1]))
+        fix = _plan_fix(key, value) or did_you_mean(path[-1], keys_at(path[:-1]))
         return f"{key}: there is no such key{fix}"
     if len(path) < len(error["loc"]):
         value = reduce(lambda table, name: table[name], path, values)
         return f"{key}={value!r}: must be two numbers"
     if error["type"] == "too_long":
         return f"{key}={value!r}: must be two numbers, got {len(value)}"
-    return f"{key}={value!r}: must be {_RULES.get(error['type'], error['msg'])}"
+    if error["type"] == "int_parsing_size":
+        return f"{key}={value!r}: must be an integer of fewer digits"
+    return f"{key}={value!r}: must be {rule_of(path)}"
 
 
 def _table_fix(key: str) -> str:
-    return f"{key} is a table, like {key}.{_keys_at([key])[0]}=…"
+    return f"{key} is a table, like {key}.{keys_at([key])[0]}=…"
 
 
 def _plan_fix(key: str, value: Any) -> str:
     """A hint if `key` is a field of plans: it was perhaps meant for the plan."""
     return f"; did you mean --plan {key}={value}?" if key in FIELDS else ""
-
-
-def _keys_at(path: list[str]) -> list[str]:
-    """The keys that a job knows under `path`."""
-    kind: Any = Job()
-    for name in path:
-        kind = getattr(kind, name)
-    return [entry.name for entry in dataclasses.fields(kind)]

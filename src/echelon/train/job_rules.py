@@ -120,8 +120,8 @@ def _check_optimizer(optimizer: "OptimizerJob", findings: _Findings) -> None:
     for name in ("weight_decay", "momentum"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             findings.add(f"optimizer.{name}={getattr(optimizer, name)}: must be a number, at least 0")
-    if optimizer.clip is not None and not optimizer.clip > 0:
-        findings.add(f"optimizer.clip={optimizer.clip}: must be above 0, or left out")
+    if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
+        findings.add(f"optimizer.clip={optimizer.clip}: must be a number above 0, or left out")
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         findings.add(f"optimizer.betas={list(optimizer.betas)}: each must be at least 0 and below 1")
 

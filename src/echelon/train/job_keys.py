@@ -1,0 +1,82 @@
+"""The keys of a job file, what kind of value each takes, and values that only look like one.
+
+pydantic reads `true` as 1, "yes" as true and full-width digits as numbers. A user who writes them has made a
+mistake, or will not know what was read.
+"""
+
+import dataclasses
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from echelon.train.job import Job
+
+_RULES: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    tuple: "two numbers",
+}
+
+
+def keys_at(path: list[str]) -> list[str]:
+    """The keys that a job knows under `path`."""
+    kind: Any = Job()
+    for name in path:
+        kind = getattr(kind, name)
+    return [entry.name for entry in dataclasses.fields(kind)]
+
+
+def rule_of(path: list[str]) -> str:
+    """What the value at `path` must be: rule_of(["model", "layers"]) == "an integer"."""
+    return _RULES.get(_kind(path), "a table")
+
+
+def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
+    """Remove values that pydantic would read as another kind; returns by key the error of each."""
+    errors: dict[str, str] = {}
+    for path, table in [([], values), *(([name], values[name]) for name in _tables(values))]:
+        for name in [name for name in keys_at(path) if name in table]:
+            place = [*path, name]
+            error = _error(_kind(place), table[name])
+            if error is not None:
+                key = ".".join(place)
+                errors[key] = f"{key}={_show(table.pop(name))}: must be {error}"
+    return errors
+
+
+def _tables(values: dict[str, Any]) -> list[str]:
+    """The tables that a job knows, of those that are there."""
+    known = (name for name in keys_at([]) if _kind([name]) is None)
+    return [name for name in known if isinstance(values.get(name), dict)]
+
+
+def _kind(path: list[str]) -> Any:
+    """bool, int, float, str or tuple; None for a table, or where there is no such key."""
+    kind: Any = Job
+    for name in path:
+        fields = {entry.name: entry.type for entry in dataclasses.fields(kind)}
+        kind = fields.get(name)
+        if isinstance(kind, UnionType):  # int | None
+            kind = next(each for each in get_args(kind) if each is not type(None))
+        if not dataclasses.is_dataclass(kind):
+            return get_origin(kind) or kind
+    return None
+
+
+def _error(kind: Any, value: Any) -> str | None:
+    """What `value` must be, if it only looks like a `kind`."""
+    if kind is bool and not isinstance(value, bool):
+        return None if str(value).lower() in ("true", "false") else _RULES[bool]
+    if kind not in (int, float, tuple):
+        return None
+    items = value if kind is tuple and isinstance(value, list) else [value]
+    if any(isinstance(item, bool) for item in items):
+        return _RULES[kind]
+    if any(isinstance(item, str) and not item.isascii() for item in items):
+        return f"{_RULES[kind]}, written with the digits 0 to 9"
+    return None
+
+
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
