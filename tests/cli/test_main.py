@@ -2,11 +2,16 @@
 
 import json
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from echelon import __version__
+from echelon.models import presets
 from tests.cli.commands import SMALL, output
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +82,14 @@ def test_an_unknown_bug_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None
     code, _, err = output(capsys, "verify", "--inject-bug", "divide-twise")
     assert code == 2
     assert "did you mean 'divide-twice'?" in err
+
+
+def test_the_wheel_says_where_the_project_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Homepage"].startswith("https://")
+
+
+def test_the_help_of_train_lists_presets_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output(capsys, "train", "--help")
+    text = " ".join(out.replace("│", " ").split())
+    assert all(name in text for name in (*presets(), "adamw", "cosine", "microbatches", "pipeline"))

@@ -5,7 +5,10 @@ import math
 
 import pytest
 
-from echelon.cli.options import console, is_first_rank, print_json
+from echelon.cli.options import NAMES, console, is_first_rank, print_json, read_count
+from echelon.models import presets
+from echelon.optim.schedules import NAMES as SCHEDULES
+from echelon.train.job_rules import OPTIMIZERS
 
 
 @pytest.fixture
@@ -31,3 +34,24 @@ def test_under_torchrun_rank_0_alone_speaks(
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
     assert is_first_rank()
+
+
+def test_numbers_of_options() -> None:
+    errors: list[str] = []
+    assert [read_count("--steps", text, errors) for text in (None, "7", " 12 ", "999999")] == [
+        None,
+        7,
+        12,
+        999999,
+    ]
+    assert errors == []
+    wrong = ["0", "-1", "", "x", "1.5", "1e3", "１２", "²", "1000000", "9" * 5000]
+    assert [read_count("--steps", text, errors) for text in wrong] == [None] * len(wrong)
+    assert errors[0] == "--steps 0: must be an integer from 1 to 999999"
+    assert len(errors) == len(wrong)
+
+
+def test_the_help_names_what_may_be_named() -> None:
+    assert all(
+        f" {name}," in f"{NAMES}," or f" {name};" in NAMES for name in (*presets(), *OPTIMIZERS, *SCHEDULES)
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from echelon.plan import SCHEDULES
 from echelon.program import build, load_schedule, show
 from tests.cli.schedule_output import output
 
@@ -96,7 +97,7 @@ def test_text_is_the_program_and_can_be_loaded(capsys: pytest.CaptureFixture[str
             ["--replicas 3-1 --stages 3"],
         ),
         (["1f1b", "--replicas", "3-x", "--microbatches", "4"], ["pipeline=3-x"]),
-        (["1f1b", "--stages", "0", "--microbatches", "0"], ["2 errors", "pipeline=0", "microbatches=0"]),
+        (["1f1b", "--stages", "0", "--microbatches", "0"], ["2 errors", "--stages 0", "--microbatches 0"]),
         (["1f1b", "--stages", "9999", "--microbatches", "9999"], ["too many to show"]),
         (
             [
@@ -112,12 +113,12 @@ def test_text_is_the_program_and_can_be_loaded(capsys: pytest.CaptureFixture[str
                 "--out",
                 "a.gif",
             ],
-            ["4 errors", "--forward x", "--update -1", "--out a.gif", "pipeline=0"],
+            ["4 errors", "--forward x", "--update -1", "--out a.gif", "--stages 0"],
         ),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--backward", "1,2,3"], ["3 numbers for 2 stages"]),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--transfer", "1,2"], ["must be one number"]),
         (["1f1b", "--stages", "2", "--microbatches", "2", "--forward", "1e999999999"], ["must be seconds"]),
-        (["1f1b", "--stages", "2", "--microbatches", "2", "--out", "/nowhere/a.svg"], ["cannot be written"]),
+        (["1f1b", "--stages", "2", "--microbatches", "2", "--out", "/nowhere/a.svg"], ["no folder /nowhere"]),
         (["nowhere/a.txt"], ["cannot be read"]),
         (["nowhere/a.txt", "--forward", "x"], ["--forward x"]),
     ],
@@ -169,3 +170,30 @@ def test_options_that_differ_from_the_file(capsys: pytest.CaptureFixture[str], t
     assert code == 2
     assert "--stages 2: the file says 1" in err
     assert "--microbatches 3: the file says 1" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "１", "--microbatches", "4"], "--stages １: must be an integer from 1 to 999999"),
+        (["--stages", "2", "--microbatches", "1e3"], "--microbatches 1e3: must be an integer"),
+        (["--stages", "9" * 20, "--microbatches", "4"], "must be an integer from 1 to 999999"),
+        (["--stages", "2", "--microbatches", "4", "--forward", "１"], "--forward １: must be seconds"),
+        (["--replicas", "３-1", "--microbatches", "4"], "pipeline=３-1: numbers must be written with the"),
+        (["--replicas", "9999999-1", "--microbatches", "4"], "must be below 1,000,000"),
+        (["--stages", "2", "--microbatches", "4", "--measure", "--out", "no/x.svg"], "there is no folder no"),
+    ],
+)
+def test_what_only_looks_like_a_number_or_a_place(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    # typer answered with pydantic's sentences, and --measure ran before --out was looked at.
+    code, out, err = output(capsys, "1f1b", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Input should be" not in err
+
+
+def test_the_help_lists_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output(capsys, "--help")
+    assert all(name in " ".join(out.split()) for name in SCHEDULES)

@@ -37,3 +37,22 @@ def test_another_precision_is_bad_input(capsys: pytest.CaptureFixture[str]) -> N
     code, _, err = output(capsys, "--precision", "fp16")
     assert code == 2
     assert "--precision fp16: must be fp64 or bf16" in err
+
+
+def test_all_errors_of_options_and_job_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    # The first was reported alone, and numbers in pydantic's words.
+    options = ["--steps", "１２", "--precision", "fp32", "--inject-bug", "x", "--set", "steps=true"]
+    code, out, err = output(capsys, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: 4 errors in echelon verify:")
+    starts = ("--steps １２: must be an integer", "--precision fp32", "--inject-bug x", "steps=true")
+    assert all(start in err for start in starts)
+
+
+def test_a_bug_that_a_plan_cannot_have_starts_no_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.verify.contract._train", lambda *_: pytest.fail("ranks were started"))
+    code, _, err = output(capsys, "--inject-bug=skip-bucket", "--plan", "data=2 sync=parameter-server")
+    assert code == 2
+    assert "--inject-bug needs sync=all-reduce" in err

@@ -27,7 +27,7 @@ def test_no_rate(text: str) -> None:
         read_bandwidths(text)
 
 
-@pytest.mark.parametrize("text", ["", "0", "4x", "-4", "4.0", "four"])
+@pytest.mark.parametrize("text", ["", "0", "4x", "-4", "4.0", "four", "２", "1000000", "9" * 5000])
 def test_no_workers(text: str) -> None:
     with pytest.raises(ValueError, match="integers"):
         read_workers(text)

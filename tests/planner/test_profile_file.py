@@ -1,6 +1,7 @@
 """Profiles as files: what is written is read again; every error of a file at once."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,40 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nosuch"):
         with pytest.raises(UserError, match="cannot be read"):
             read_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": ' * 5000, "is not JSON"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON"),
+    ],
+)
+def test_odd_json_is_no_traceback(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        read_profile(path)
+
+
+def test_files_that_cannot_be_read_say_so_in_words(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="binary is not UTF-8 text"):
+        read_profile(tmp_path / "binary")
+    with pytest.raises(UserError, match=r"cannot be read: Is a directory$"):
+        read_profile(tmp_path)
+
+
+def test_nan_is_named_as_nan() -> None:
+    node = {"name": "a", "forward_seconds": math.nan, "backward_seconds": math.inf}
+    value = {
+        "format": "echelon-profile",
+        "version": 1,
+        "nodes": [node | {"output_bytes": 1, "parameter_bytes": 1}],
+    }
+    with pytest.raises(UserError) as caught:
+        profile_of(value)
+    assert caught.value.errors[:2] == (
+        "layer a: forward_seconds=nan must be a finite number, at least 0",
+        "layer a: backward_seconds=inf must be a finite number, at least 0",
+    )

@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -68,12 +70,19 @@ def save(result: Result, folder: Path) -> Path:
 
 def place_errors(folder: Path, names: Iterable[str]) -> list[str]:
     """Why results of these names could not be saved in `folder`: to know before the measuring, not after."""
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    if not nearest.is_dir() or (folder.suffix == ".json" and nearest != folder.absolute()):
-        nearest = nearest if nearest.is_file() else folder
-        return [f"--out {folder}: {nearest} is a file; give a folder, in which NAME.json is written"]
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return [f"--out {folder}: {nearest} cannot be written; choose another folder"]
+    if folder.is_file() or (folder.suffix == ".json" and not folder.exists()):
+        return [f"--out {folder}: must be a folder, in which NAME.json is written"]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return [f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"]
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
     files = [folder / f"{name}.json" for name in names]
     return [
         f"--out {folder}: {path} is there and cannot be replaced; remove it, or choose another folder"

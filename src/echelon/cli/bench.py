@@ -14,7 +14,7 @@ NAMES = (
     "the last two need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
-Out = Annotated[Path | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
+Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it runs, not to measure.")]
 
 
@@ -23,7 +23,9 @@ def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Jso
     from echelon.bench import benches, place_errors, render, run, runnable, save
 
     names = runnable(quick) if name is None else [name]
-    errors = [] if out is None else place_errors(out, names)
+    errors = [] if out is None else place_errors(Path(out), names)
+    if out == "":
+        errors = ["--out '': must be a folder; use . for this one"]
     if name is not None and name not in benches():
         errors.append(f"there is no bench '{name}'{did_you_mean(name, benches())}")
     elif name is not None and name not in runnable(quick):
@@ -38,7 +40,7 @@ def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Jso
             result = run(bench_name, quick=quick)
         screen.print(render(result))
         if out is not None:
-            save(result, out)
+            save(result, Path(out))
         results.append(result.to_dict())
     if as_json:
         print_json({"results": results})

@@ -8,18 +8,38 @@ import typer
 from rich.console import Console
 
 from echelon.launching.torchrun import is_under_torchrun
+from echelon.plan.fields import FIELDS
 from echelon.train import strict_json
 
 JobFile = Annotated[
     Path | None, typer.Argument(metavar="[JOB.toml]", help="A job file; without one, the embedded default.")
 ]
 PlanText = Annotated[
-    str | None, typer.Option("--plan", help="The plan, like 'data=2', instead of the job's.")
+    str | None,
+    typer.Option("--plan", help=f"The plan, like 'data=2 zero=1', of the fields {', '.join(FIELDS)}."),
 ]
+NAMES = (  # importing the models would take a second of torch
+    "model.preset: gpt-tiny, llama-tiny, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-1.3b, gpt-2.7b, "
+    "gpt-6.7b, gpt-13b, gpt-175b, llama2-7b, llama2-13b, llama2-70b, llama3-1b, llama3-8b, llama3-70b, "
+    "llama3-405b; optimizer.name: adamw, sgd; optimizer.schedule: constant, cosine, wsd"
+)
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Change one value of the job, like model.layers=12.")
+    list[str] | None,
+    typer.Option("--set", help=f"Change one value of the job, like model.layers=12; repeatable. {NAMES}."),
 ]
+MOST_DIGITS = 6  # of a number of steps, stages or microbatches: beyond, it was a slip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def read_count(option: str, text: str | None, errors: list[str]) -> int | None:
+    """The number that an option gives; None if it is left out, or wrong: then its error is added."""
+    if text is None:
+        return None
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS and int(digits) >= 1):
+        errors.append(f"{option} {text}: must be an integer from 1 to {'9' * MOST_DIGITS}")
+        return None
+    return int(digits)
 
 
 def is_first_rank() -> bool:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from echelon.cli.options import Json, console, print_json
+from echelon.cli.options import Json, console, print_json, read_count
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.quantities import read_bytes, show_bytes, show_seconds
 
@@ -34,9 +34,11 @@ Model = Annotated[str, typer.Option("--cost-model", help="echelon, or pipedream:
 Straight = Annotated[bool, typer.Option("--straight", help="One worker per stage, no replicas.")]
 Free = Annotated[bool, typer.Option("--free-activations", help="Transfers of activations take no time.")]
 Microbatches = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--microbatches", help="How many share an update (echelon's model; default: one per worker)."
+        "--microbatches",
+        metavar="INTEGER",
+        help="How many share an update (echelon's model; default: one per worker).",
     ),
 ]
 
@@ -62,7 +64,8 @@ def partition(
     counts = _read("--workers", read_workers, workers, errors)
     rates = _read("--bandwidth", read_bandwidths, bandwidth, errors)
     size = None if memory is None else _read("--memory", read_bytes, memory, errors)
-    model = _model(cost_model, free_activations, microbatches, errors)
+    number = read_count("--microbatches", microbatches, errors)
+    model = _model(cost_model, free_activations, number, errors)
     layers = _read("", read_profile, profile, errors)
     if counts is not None and rates is not None:
         errors += argument_errors(counts, rates, model, size)
@@ -79,6 +82,8 @@ def partition(
 
 def _read(option: str, reader: Callable[[Any], T], text: Any, errors: list[str]) -> T | None:
     try:
+        if isinstance(text, str) and not text.isascii():
+            raise ValueError(f"'{text}' must be written with the digits 0 to 9, and plain letters")
         return reader(text)
     except UserError as refusal:  # a profile lists all of its errors
         errors += [f"{text}: {error}" for error in refusal.errors] or [refusal.title]
@@ -92,9 +97,7 @@ def _model(name: str, free: bool, microbatches: int | None, errors: list[str]) -
 
     if name not in MODELS:
         errors.append(f"--cost-model '{name}' is not known{did_you_mean(name, MODELS)}")
-    if microbatches is not None and microbatches < 1:
-        errors.append(f"--microbatches {microbatches} must be an integer, at least 1")
-    elif microbatches is not None and name == PipeDream.name:
+    if microbatches is not None and name == PipeDream.name:
         errors.append(
             "--microbatches: pipedream's model updates after each one; drop it, or use echelon's model"
         )

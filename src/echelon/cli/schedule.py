@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echelon.cli.options import Json, console, print_json
+from echelon.cli.options import Json, console, print_json, read_count
+from echelon.cli.schedule_out import out_errors
 from echelon.errors import UserError, did_you_mean, raise_errors
+from echelon.plan import SCHEDULES
 
 if TYPE_CHECKING:
     from echelon.cli.schedule_view import ScheduleRequest
@@ -19,14 +21,25 @@ if TYPE_CHECKING:
 
 _BATCHES = 3  # of a pipeline that never drains: enough to show all weight versions
 _MOST_WORK = 1_000_000
-_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?")
+_SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?", re.ASCII)
 _DEFAULTS = {"forward": "1", "backward": "1", "transfer": "0", "reduce": "0", "update": "0"}
 _COST = "Seconds, or one for each stage: 1,2,1."
 
-Name = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a file that holds one.")]
-Stages = Annotated[int | None, typer.Option("--stages", help="How many stages the pipeline has.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", help="How many microbatches a step has.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", help="Stages per rank, of the interleaved schedule.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE", help=f"A schedule: {', '.join(SCHEDULES)}; or a file (.txt) that holds one."
+    ),
+]
+Stages = Annotated[
+    str | None, typer.Option("--stages", metavar="INTEGER", help="How many stages the pipeline has.")
+]
+Microbatches = Annotated[
+    str | None, typer.Option("--microbatches", metavar="INTEGER", help="How many microbatches a step has.")
+]
+Chunks = Annotated[
+    str | None, typer.Option("--chunks", metavar="INTEGER", help="Stages per rank, if interleaved.")
+]
 Replicas = Annotated[str | None, typer.Option("--replicas", help="Replicas of each stage, like 3-1.")]
 Forward = Annotated[str, typer.Option("--forward", help=f"A forward. {_COST}")]
 Backward = Annotated[str, typer.Option("--backward", help=f"A whole backward. {_COST}")]
@@ -82,19 +95,35 @@ def schedule(
         "update": update,
     }
     costs, errors = _read_costs({key: text for key, text in texts.items() if text is not None})
-    if out is not None and out.suffix not in (".svg", ".png", ".txt"):
-        errors.append(f"--out {out}: must end in .svg or .png for a picture, or .txt for the program")
+    errors += [] if out is None else out_errors(out)
     if measure:
         errors += _unused_with_measure(texts, as_text)
+    texts_of_counts = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    num_stages, num_microbatches, num_chunks = _read_counts(name, texts_of_counts, errors)
     make = _from_file if _is_file(name) else _from_name
     with _no_garbage_collection():
-        request = make(name, stages, microbatches, chunks, replicas, errors)
+        request = make(name, num_stages, num_microbatches, num_chunks, replicas, errors)
         raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
         check(request.program)
     if measure:
         _measured(request, out, as_json)
     else:
         _planned(request, Costs(**costs), out, as_text, as_json)
+
+
+def _read_counts(name: str, texts: dict[str, str | None], errors: list[str]) -> list[int | None]:
+    """The numbers of these options. If one is wrong, no schedule can be made, and all errors are raised."""
+    wrong: list[str] = []
+    counts = [read_count(_option(option), text, wrong) for option, text in texts.items()]
+    if wrong:
+        raise_errors(f"schedule '{name}'", [*errors, *_name_errors(name), *wrong])
+    return counts
+
+
+def _name_errors(name: str) -> list[str]:
+    if name in SCHEDULES or _is_file(name):
+        return []
+    return [f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt"]
 
 
 @contextmanager
@@ -155,8 +184,6 @@ def _unused_with_measure(texts: dict[str, str | None], as_text: bool) -> list[st
 
 
 def _is_file(name: str) -> bool:
-    from echelon.plan import SCHEDULES
-
     return name not in SCHEDULES and ("/" in name or name.endswith(".txt") or Path(name).is_file())
 
 
@@ -201,17 +228,19 @@ def _from_name(
 ) -> "ScheduleRequest":
     """The program of a schedule that a plan can name, by the rules of plans. `errors`: see `_from_file`."""
     from echelon.cli.schedule_view import ScheduleRequest
-    from echelon.plan import ASYNCHRONOUS_SCHEDULES, SCHEDULES, Plan
+    from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
     from echelon.program import add_transfers, asynchronous, build
+    from echelon.train.plan_text import text_errors
 
-    if name not in SCHEDULES:
-        errors.append(f"there is no schedule '{name}'{did_you_mean(name, SCHEDULES)}; a file ends in .txt")
+    errors += _name_errors(name)
     if stages is None and replicas is None:
         errors.append("--stages is missing: how many stages the pipeline has")
     if microbatches is None:
         errors.append("--microbatches is missing: how many microbatches a step has")
     if stages is not None and replicas is not None and len(replicas.split("-")) != stages:
         errors.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
+    if wrong := text_errors(f"pipeline={replicas}"):
+        raise_errors(f"schedule '{name}'", [*errors, *wrong])
     # If --microbatches is missing, as many as stages break no further rule.
     number = stages if microbatches is None else microbatches
     fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}

@@ -1,28 +1,34 @@
 """echelon verify"""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.markup import escape
 
-from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
-from echelon.errors import UserError, did_you_mean
+from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json, read_count
+from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 if TYPE_CHECKING:
+    from echelon.train.job import Job
     from echelon.verify import Precision
 
 Steps = Annotated[
-    int | None,
-    typer.Option("--steps", min=1, help="Optimizer steps before comparing; 20, or 5 in bf16."),
+    str | None,
+    typer.Option("--steps", metavar="INTEGER", help="Optimizer steps before comparing; 20, or 5 in bf16."),
 ]
 PrecisionName = Annotated[
     str,
-    typer.Option("--precision", help="fp64: equal to one device. bf16: as close to it as rounding allows."),
+    typer.Option(
+        "--precision", help="fp64: equal to one device; or bf16: as close to it as rounding allows."
+    ),
 ]
 InjectedBug = Annotated[
     str | None,
-    typer.Option("--inject-bug", help="Break the parallel training in a known way: verify must find it."),
+    typer.Option(
+        "--inject-bug", help="Break the training, which verify must find: divide-twice or skip-bucket."
+    ),
 ]
 
 
@@ -37,21 +43,20 @@ def verify(
 ) -> int:
     """Prove in float64 that a plan trains to the same weights as one device (exit 1 if it does not)."""
     from echelon.plan import Plan
-    from echelon.train.job import check
-    from echelon.train.job_file import read_job
     from echelon.verify import verify as run
     from echelon.verify.job_case import case_of
 
-    _check_options(precision, inject_bug)
-    steps = steps or (20 if precision == "fp64" else 5)
-    parsed_job = read_job(job, settings or (), plan)
-    check(parsed_job)
+    if is_under_torchrun():
+        raise UserError("verify starts its own ranks: run it without torchrun")
+    errors: list[str] = []
+    count = read_count("--steps", steps, errors) or (20 if precision == "fp64" else 5)
+    parsed_job = _read(job, settings, plan, [*errors, *_option_errors(precision, inject_bug)])
     parsed_plan = Plan.parse(parsed_job.plan)
     screen = console(as_json)
-    activity = f"training with '{escape(str(parsed_plan))}' and on one device, {steps} steps in {precision} …"
+    activity = f"training with '{escape(str(parsed_plan))}' and on one device, {count} steps in {precision} …"
     with screen.status(activity):
         verdict = run(
-            case_of(parsed_job, parsed_plan, steps),
+            case_of(parsed_job, parsed_plan, count),
             parsed_plan,
             precision=cast("Precision", precision),
             inject_bug=inject_bug,
@@ -63,13 +68,29 @@ def verify(
     return 0 if verdict.holds else 1
 
 
-def _check_options(precision: str, inject_bug: str | None) -> None:
+def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors: list[str]) -> "Job":
+    """The job, checked. Its errors are listed together with those of the options."""
+    from echelon.train.job import check
+    from echelon.train.job_file import read_job
+
+    try:
+        parsed = read_job(job, settings or (), plan)
+        check(parsed)
+    except UserError as refusal:
+        if not errors:
+            raise
+        errors += refusal.errors or [refusal.title]
+    raise_errors("echelon verify", errors)
+    return parsed
+
+
+def _option_errors(precision: str, inject_bug: str | None) -> list[str]:
     from echelon.verify import PRECISIONS
     from echelon.verify.inject_bug import BUGS
 
-    if is_under_torchrun():
-        raise UserError("verify starts its own ranks: run it without torchrun")
+    errors = []
     if precision not in PRECISIONS:
-        raise UserError(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
+        errors.append(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
     if inject_bug is not None and inject_bug not in BUGS:
-        raise UserError(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")
+        errors.append(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")
+    return errors

@@ -32,8 +32,8 @@ def make_levels(workers: tuple[int, ...], bandwidths: tuple[float, ...]) -> tupl
 def read_workers(text: str) -> tuple[int, ...]:
     """One number per level: read_workers('4x2') == (4, 2). Other text is a ValueError."""
     parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ValueError(f"'{text}' must be integers, at least 1, innermost first, like 8 or 4x2")
+    if not all(part.isascii() and part.isdecimal() and len(part) <= 6 and int(part) >= 1 for part in parts):
+        raise ValueError(f"'{text}' must be integers from 1 to 999999, innermost first, like 8 or 4x2")
     return tuple(map(int, parts))
 
 

@@ -9,6 +9,7 @@ without givers and `__getitem__` nodes without takers are not layers and are lef
 what a layer stashes: it is taken to be its output.
 """
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -64,19 +65,23 @@ def _node(line: str) -> Node:
     amounts = dict(part.partition("=")[::2] for part in rest.split(", "))
     if set(amounts) != set(_KEYS):
         raise ValueError(f"{name} has {', '.join(amounts)}; it must have {', '.join(_KEYS)}")
-    forward, backward, output, parameters = (_sum(key, amounts[key]) for key in _KEYS)
+    wrong = [f"{key}={amounts[key]}" for key in _KEYS if not 0 <= _sum(amounts[key]) < math.inf]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} must be numbers, at least 0, or several like [1; 2]")
+    forward, backward, output, parameters = (_sum(amounts[key]) for key in _KEYS)
     return Node(name, forward / 1e3, backward / 1e3, output, parameters, stash_bytes=output, about=about)
 
 
-def _sum(key: str, text: str) -> float:
-    """'[1.5; 2]' → 3.5"""
+def _sum(text: str) -> float:
+    """'[1.5; 2]' → 3.5; NaN for what is no number."""
     try:
-        total = sum(float(part) for part in text.removeprefix("[").removesuffix("]").split(";"))
+        return sum(map(_number, text.removeprefix("[").removesuffix("]").split(";")))
     except ValueError:
-        total = -1.0
-    if not 0 <= total < float("inf"):
-        raise ValueError(f"{key}={text} must be a number, at least 0, or several like [1; 2]") from None
-    return total
+        return math.nan
+
+
+def _number(text: str) -> float:
+    return float(text) if text.isascii() else math.nan
 
 
 def _without_ends(nodes: list[Node], edges: list[tuple[str, str]], subject: str) -> Profile:

@@ -9,6 +9,7 @@ Without "edges" the nodes are a chain; without "stash_bytes" a layer stashes its
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,15 +28,18 @@ def read_profile(path: str | Path) -> Profile:
     """The profile in a file. JSON begins with a brace; everything else is read as PipeDream's graph.txt."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"profile {path} cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"profile {path} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"profile {path} cannot be read: {error.strerror or error}") from None
     subject = f"profile {path}"
     if not text.lstrip().startswith("{"):
         return parse_graph_text(text, subject)
     try:
-        return profile_of(json.loads(text), subject)
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # too many digits or braces
         raise UserError(f"{subject} is not JSON: {error}") from None
+    return profile_of(value, subject)
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -111,6 +115,6 @@ def _node(index: int, value: Any, errors: list[str]) -> Node:
 
 def _amount(index: int, key: str, value: Any, errors: list[str]) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if abs(value) < 1e300 else float("inf")
+        return float(value) if math.isnan(value) or abs(value) < 1e300 else float("inf")
     errors.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
     return 0.0

@@ -20,6 +20,7 @@ from echelon.plan import Plan
 from echelon.train.batches import make_batches
 from echelon.train.memory_fit import host_memory_errors
 from echelon.train.plan_fit import division_errors
+from echelon.train.plan_text import text_errors, work_error
 from echelon.train.rank_fit import rank_error, ranks_on_this_host
 from echelon.train.run_folder import place_error
 
@@ -130,18 +131,17 @@ def _check_plan(job: "Job", findings: _Findings) -> Plan | None:
     """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
-    for word in job.plan.split():
-        if any(character.isdecimal() and not character.isascii() for character in word):
-            findings.add(f"plan: {word}: numbers must be written with the digits 0 to 9", "plan")
+    for error in text_errors(job.plan):
+        findings.add(f"plan: {error}", "plan")
     if not findings.all_valid("plan"):
         return None
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")
     if plan is None:
         return None
     findings.attempt(lambda: refuse_unsupported(plan), "plan", "plan")
-    error = rank_error(plan)
-    if error is not None:
-        findings.add(error, "plan")
+    for unfit in (rank_error(plan), work_error(plan)):
+        if unfit is not None:
+            findings.add(unfit, "plan")
     if findings.all_valid("plan", "batch") and job.batch < plan.data:
         findings.add(
             f"batch={job.batch} plan={plan}: every replica needs a sample; set batch={plan.data}", "batch"

@@ -236,6 +236,8 @@ def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
         raise UserError(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
     if bug is not None and plan.data == 1:
         raise UserError(f"--inject-bug {bug} with '{plan}': the bug is between replicas; set data=2 or more")
+    if isinstance(bug, str) and plan.sync != "all-reduce":
+        raise UserError(f"--inject-bug needs sync=all-reduce, but the plan is '{plan}'; change sync")
 
 
 def _reference(
