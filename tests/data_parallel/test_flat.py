@@ -128,7 +128,8 @@ def test_free_gives_the_memory_back_and_leaves_not_a_number() -> None:
     assert not unit.is_gathered
     ((_, parameter),) = unit.parameters
     assert parameter.shape == (4,)
-    assert all(math.isnan(value) for value in parameter.tolist())
+    with torch._C.DisableTorchFunctionSubclass():  # as torch's own code, which asks nobody
+        assert all(math.isnan(value) for value in parameter.tolist())
     assert unit.shard.tolist() == [0.0, 1.0]
 
 
@@ -136,7 +137,8 @@ def test_integers_that_are_freed_are_zero() -> None:
     codes = nn.Parameter(torch.arange(1, 5), requires_grad=False)
     unit = FlatUnit("unit", [("codes", codes)], RecordingGroup("data", 0, 2), resident=False)
     unit.free()
-    assert codes.tolist() == [0, 0, 0, 0]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert codes.tolist() == [0, 0, 0, 0]
 
 
 def test_resident_weights_are_never_freed() -> None:

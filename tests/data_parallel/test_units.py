@@ -85,6 +85,61 @@ def test_a_tied_weight_belongs_to_the_first_unit_and_others_need_that() -> None:
     ]
 
 
+class Small(nn.Module):
+    """A trunk, of which the model uses the norm and the first weight itself, and lists a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.wide, self.trunk.norm = nn.Linear(8, 8), nn.LayerNorm(2)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.trunk.wide.weight
+        self.norm, self.other = self.trunk.norm, nn.Linear(2, 2)
+        self.listed = nn.ParameterList([self.trunk.wide.bias])
+
+
+def test_what_is_used_outside_of_its_unit_needs_that_unit() -> None:
+    """Small modules once were left to the model, which gathers only its own."""
+    assert described(Small(), smallest=300) == [
+        ("trunk", ["trunk.wide.weight", "trunk.wide.bias", "trunk.norm.weight", "trunk.norm.bias"], [0]),
+        ("head", [], [0]),
+        ("trunk.norm", [], [0]),
+        ("", ["other.weight", "other.bias"], [0, 3]),
+    ]
+
+
+class Block(nn.Module):
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+class Encoder(nn.Module):
+    """As BERT is: a trunk with a list of blocks in it, one of which has experts, and stages with blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.embeddings, self.trunk.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(2))
+        self.trunk.encoder = nn.Module()
+        self.trunk.encoder.layer = nn.ModuleList([Block(), Block(Block(), Block())])
+        self.stages = nn.ModuleList([nn.Module()])
+        self.stages[0].blocks = nn.Sequential(Block(), Block())
+
+
+def test_a_trunk_is_divided_at_its_blocks_and_these_stay_whole() -> None:
+    """A model as large as BERT once was two units, one of them nearly all of it."""
+    assert [(name, len(parameters)) for name, parameters, _ in described(Encoder(), smallest=16)] == [
+        ("trunk.embeddings", 2),
+        ("trunk.encoder.layer.0", 4),
+        ("trunk.encoder.layer.1", 12),
+        ("stages.0.blocks.0", 4),
+        ("stages.0.blocks.1", 4),
+        ("", 1),
+    ]
+
+
 def test_needs_are_places_among_the_units_that_are_left() -> None:
     """A unit that owns and needs nothing is left out, and the numbers behind it move up."""
     model = nn.Sequential(nn.Tanh(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))

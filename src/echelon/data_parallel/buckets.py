@@ -30,7 +30,7 @@ class Bucket:
 
     def _cut(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         return {
-            parameter: self.buffer[begin:end].view_as(parameter)
+            parameter: self.buffer[begin:end].view(parameter.shape)
             for parameter, (begin, end) in zip(parameters, self._layout.places, strict=True)
         }
 

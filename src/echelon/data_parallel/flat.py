@@ -8,14 +8,16 @@ Parameters and parts begin at multiples of 256 bytes, in both buffers. Padding f
 parts. It is zeros and never part of a parameter, so no norm and no state ever sees it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket
+from echelon.data_parallel.freed import FreedParameter, register_owner
 from echelon.data_parallel.grad_dtype import gradient_dtype
+from echelon.errors import UserError
 from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out, round_up
 
@@ -40,6 +42,13 @@ class FlatUnit:
         self.flat = torch.zeros(self._layout.size, dtype=first.dtype, device=first.device)
         self._weights: list[Tensor] = []  # each parameter's place in the buffer
         self._move_in()
+        self._versions = self._current_versions()
+        self.on_read: Callable[[FlatUnit], None] | None = None  # may gather them, where all ranks do
+        if not resident:
+            for name, parameter in parameters:
+                register_owner(parameter, name, self._read)
+        # What has no elements can be read at any time.
+        self._kinds = [(parameter, type(parameter)) for _, parameter in parameters if parameter.numel()]
         self.shard = self._local_part(self.flat) if resident else self._local_part(self.flat).clone()
         self.is_gathered = True
         self._gathering: Handle | None = None
@@ -68,8 +77,6 @@ class FlatUnit:
         """Begin to make the weights whole, unless they are or are on the way."""
         if not self.is_gathered:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-            for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
-                parameter.data = view
             self.is_gathered = True
             self.all_gather()
 
@@ -82,17 +89,66 @@ class FlatUnit:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            if not self.resident:
+                self._show_weights()
 
     def free(self) -> None:
         """Give the memory of the whole weights back; the shard stays."""
         if not self.resident and self.is_gathered:
             self.synchronize()
-            # Whoever reads a weight that is not there finds not-a-number, not somebody else's memory.
-            nothing = self.flat.new_full((), float("nan") if self.flat.is_floating_point() else 0)
-            for _, parameter in self.parameters:
-                parameter.data = nothing.expand(parameter.shape)
+            self._hide_weights()
             self.flat.untyped_storage().resize_(0)
             self.is_gathered = False
+
+    def _show_weights(self) -> None:
+        """The weights are there: parameters are views of them."""
+        for parameter, kind in self._kinds:
+            parameter.__class__ = kind
+        for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
+            parameter.data = view
+        self._set_versions(self._versions)
+
+    def _hide_weights(self) -> None:
+        """Whoever reads a weight asks `on_read`. What autograd reads by itself is of another version than it
+        has saved, and torch raises; where it does not look, it finds not-a-number."""
+        self._check_unchanged()
+        nothing = self.flat.new_full((), float("nan") if self.flat.is_floating_point() else 0)
+        for _, parameter in self.parameters:
+            parameter.data = nothing.expand(parameter.shape)
+        self._set_versions([version + 1 for version in self._versions])
+        for parameter, _ in self._kinds:
+            parameter.__class__ = FreedParameter
+
+    def _read(self, name: str) -> None:
+        """Somebody reads a weight that is freed, or on its way."""
+        if self.on_read is not None:
+            self.on_read(self)
+        self.synchronize()
+        if not self.is_gathered:
+            raise UserError(
+                f"{name} has no values on this rank: with zero=3 each rank holds a part of it, and it is "
+                "whole only during a step; engine.full_state_dict() returns all weights whole, and "
+                "engine.close() puts the model together"
+            )
+
+    def _check_unchanged(self) -> None:
+        """A write to whole weights would be lost when they are freed."""
+        current = self._current_versions()
+        if current != self._versions:
+            pairs = zip(self.parameters, current, self._versions, strict=True)
+            names = ", ".join(name for (name, _), now, before in pairs if now != before)
+            self._versions = current
+            raise UserError(
+                f"{names}: changed in place during a forward or backward pass, and with zero=3 the change is "
+                "lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
+            )
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for _, parameter in self.parameters]
+
+    def _set_versions(self, versions: list[int]) -> None:
+        parameters = tuple(parameter for _, parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(parameters, tuple(versions))
 
     def reallocate(self) -> None:
         """Move to new memory; whoever has a view of the old keeps that."""
@@ -134,8 +190,9 @@ class FlatUnit:
 
     def drop_gradient(self) -> None:
         self._gradient = None
-        for _, parameter in self.parameters:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be asked
+            for _, parameter in self.parameters:
+                parameter.grad = None
 
     def _bucket(self) -> Bucket:
         if self._gradient is None:

@@ -31,6 +31,7 @@ class Residency:
         self._root = root
         self._gathered = 0  # a number made from all that was gathered in this step, in order
         self._users = [0] * len(units)
+        self._held: set[int] = set()  # units that are read outside of their modules: until the step is over
         self._sequence = list(range(len(units)))
         self._trace: list[int] = []
 
@@ -45,6 +46,7 @@ class Residency:
             self._sequence = list(dict.fromkeys(self._trace))
             self._trace = []
         self._users = [0] * len(self._units)
+        self._held.clear()
         self._gathered = 0
         for index in range(len(self._units)):
             self._free(index)
@@ -59,8 +61,27 @@ class Residency:
         for following in self._following(index, backward):
             self._gather(following)
         for need in self._needs[index]:
-            for flat in self._units[need]:
-                flat.synchronize()
+            self._synchronize(need)
+
+    def hold(self, index: int) -> None:
+        """Return when unit `index` is gathered; nobody says when it is no longer needed, so it stays."""
+        if index not in self._held:
+            self._held.add(index)
+            self._users[index] += 1
+        self._gather(index)
+        self._synchronize(index)
+
+    def release(self) -> None:
+        """Nothing that was held is needed any more: no backward pass follows."""
+        for index in self._held:
+            self._users[index] -= 1
+        self._held.clear()
+        self.free_unused()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a module runs."""
+        return any(users > (index in self._held) for index, users in enumerate(self._users))
 
     def ahead(self, *, backward: bool) -> None:
         """Begin to gather what a pass enters first."""
@@ -108,6 +129,10 @@ class Residency:
                 if not flat.is_gathered:
                     self._gathered = (self._gathered * 1_000_003 + index + 1) % 2**61
                 flat.gather()
+
+    def _synchronize(self, index: int) -> None:
+        for flat in self._units[index]:
+            flat.synchronize()
 
     def _free(self, index: int) -> None:
         for flat in self._units[index]:

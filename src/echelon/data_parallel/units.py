@@ -1,8 +1,9 @@
 """How the parameters of a model are divided into units: what is gathered, reduced and freed together.
 
 A model's own layers are its units. A model that lists none is divided by size: its children, children of
-lists, and children of what is too large. What is too small to be worth a message of its own, and parameters
-that belong to no such child, stay with the model itself: the root unit, which surrounds the others.
+lists, and children of what is too large or holds a list of blocks. What is too small to be worth a message
+of its own, and parameters that belong to no such child, stay with the model itself: the root unit, which
+surrounds the others.
 
 A tied parameter belongs to the first unit that has it, and every module that uses it needs that unit.
 """
@@ -19,6 +20,9 @@ LARGEST = 512 * 2**20
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
+# These are never called: whoever has them reads them.
+_PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+
 # These use their children's weights without calling the children.
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -33,8 +37,8 @@ def divide_units(
 
     `only`: divide these parameters, and leave the others to other sets.
     """
-    modules = listed_layers(model) or _by_size(model, smallest, largest)
-    modules = [*dict.fromkeys(modules), model]
+    modules = list(dict.fromkeys(listed_layers(model) or _by_size(model, smallest, largest)))
+    modules += [*_tied_outside(model, modules), model]
     names = {module: name for name, module in model.named_modules()}
     name_of = {p: name for name, p in model.named_parameters() if only is None or p in only}
     owner: dict[nn.Parameter, int] = {}
@@ -43,22 +47,68 @@ def divide_units(
         parameters = [p for p in module.parameters() if p in name_of]
         own = [(name_of[p], p) for p in parameters if p not in owner]
         owner |= dict.fromkeys((p for _, p in own), index)
-        # The root needs only its own parameters: the units inside it look after themselves.
-        needs = sorted({owner[p] for p in parameters}) if module is not model else [index] if own else []
-        units.append(Unit(names[module], module, own, needs))
+        # The root needs what it reads itself: the units inside it look after themselves.
+        read = _outside_parameters(model, modules[:-1]) if module is model else parameters
+        units.append(Unit(names[module], module, own, sorted({owner[p] for p in read if p in owner})))
     return _without_empty(units)
 
 
-def _by_size(module: nn.Module, smallest: int, largest: int) -> list[nn.Module]:
+def _by_size(
+    module: nn.Module, smallest: int, largest: int, divided: tuple[type, ...] = (nn.ModuleList, nn.Sequential)
+) -> list[nn.Module]:
+    """`divided`: the kinds of lists at whose blocks a child is divided."""
     modules: list[nn.Module] = []
     for child in module.children():
-        size = sum(p.numel() * p.element_size() for p in child.parameters())
+        size = _num_bytes(child)
         divisible = any(True for _ in child.children()) and not isinstance(child, _OPAQUE)
-        if isinstance(child, _LISTS) or (size > largest and divisible):
-            modules += _by_size(child, smallest, largest)
-        elif size >= smallest and not isinstance(child, nn.ParameterList | nn.ParameterDict):
-            modules.append(child)  # lists of parameters are never called: whoever has them reads them
+        if isinstance(child, _LISTS):
+            # Which members of a list inside of a block run may depend on data (experts), and then they must
+            # be whole together; all of a Sequential runs.
+            modules += _by_size(child, smallest, largest, divided=(nn.Sequential,))
+        elif divisible and (size > largest or _holds_blocks(child, smallest, divided)):
+            modules += _by_size(child, smallest, largest, divided)
+        elif size >= smallest and not isinstance(child, _PARAMETER_LISTS):
+            modules.append(child)
     return modules
+
+
+def _holds_blocks(module: nn.Module, smallest: int, kinds: tuple[type, ...]) -> bool:
+    """Whether there is a list inside of modules that are worth a message each, and are no single matrices."""
+    for inside in module.modules():
+        members = inside.children() if isinstance(inside, kinds) else ()
+        blocks = [m for m in members if any(True for _ in m.children()) and _num_bytes(m) >= smallest]
+        if len(blocks) > 1:
+            return True
+    return False
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _tied_outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The modules outside of all units that have a parameter of one: a head below the smallest size that is
+    tied to an embedding, or a small module that is used inside and outside of a unit."""
+    owned = {p for unit in units for p in unit.parameters()}
+    callable_modules = (m for m in _outside(model, units) if not isinstance(m, _PARAMETER_LISTS))
+    return [
+        m for m in callable_modules if m is not model and not owned.isdisjoint(m.parameters(recurse=False))
+    ]
+
+
+def _outside_parameters(model: nn.Module, units: list[nn.Module]) -> list[nn.Parameter]:
+    """What is read while no unit runs."""
+    return [p for module in _outside(model, units) for p in module.parameters(recurse=False)]
+
+
+def _outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The modules that can be reached from the model without going through a unit, itself included."""
+    reached, waiting, inside = {model: None}, [model], set(units)
+    while waiting:
+        children = [c for c in waiting.pop().children() if c not in inside and c not in reached]
+        reached |= dict.fromkeys(children)
+        waiting += children
+    return list(reached)
 
 
 def _without_empty(units: list[Unit]) -> list[Unit]:

@@ -70,7 +70,11 @@ class Zero(Sharing):
         self._is_last_backward = False
         self._uses: list[Use] = []
         self._problems: dict[Problem, Tensor] = {}
+        self._in_pass = False
         if level == 3:
+            self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
+            for flat in self._unit_of:
+                flat.on_read = self._read
             modules = [unit.module for unit in units]
             self._hooks = UseHooks(modules, wrapping, self._enter, self._leave, self._returned)
 
@@ -82,6 +86,7 @@ class Zero(Sharing):
     def start_step(self) -> None:
         self._sums.drop()  # what a step that failed half-way has left
         self._end_uses()
+        self._in_pass = False
         self.reducer.start_step()
         self.residency.reset()
         for flat in self._reduced:
@@ -159,10 +164,15 @@ class Zero(Sharing):
 
     def gather(self, *, backward: bool) -> None:
         if self._level == 3:
+            self._in_pass = True
             self.residency.ahead(backward=backward)
 
     def free(self) -> None:
-        self.residency.free_unused()
+        self._in_pass = False
+        if torch.is_grad_enabled():
+            self.residency.free_unused()
+        else:
+            self.residency.release()
 
     def reallocate(self) -> None:
         assert self._level < 3, "weights that come and go have no memory of their own"
@@ -173,6 +183,9 @@ class Zero(Sharing):
         self.reducer.close()
         for check in self._checks:
             check.remove()
+        for unit in self._flats:
+            for flat in unit:
+                flat.on_read = None
         super().close()
 
     # Gradients, in one agreed order.
@@ -224,15 +237,17 @@ class Zero(Sharing):
             for _, parameter in self.parameter_set.trained
         ]
 
+    def _read(self, flat: FlatUnit) -> None:
+        """A weight is read outside of the module that owns it; during a step all ranks read it alike."""
+        if self._in_pass or self.residency.in_use:
+            self.residency.hold(self._unit_of[flat])
+
     def _returned(self, use: Use, tensor: Tensor) -> None:
-        """A module has returned `tensor`: not a weight, which is gone when the module is left."""
+        """A module has returned `tensor`: if it is a weight, or a view of one, the weight is still needed."""
         storage = tensor.untyped_storage()._cdata
-        needed = (flat for need in self._needs[use.unit] for flat in self._flats[need])
-        if any(flat.flat.untyped_storage()._cdata == storage for flat in needed):
-            raise UserError(
-                "a module returns one of its own weights, or a view of one, and with zero=3 weights are "
-                "freed when their module is left; return a clone, or use zero=2"
-            )
+        for need in self._needs[use.unit]:
+            if any(flat.flat.untyped_storage()._cdata == storage for flat in self._flats[need]):
+                self.residency.hold(need)
 
     def _end_uses(self) -> None:
         for use in self._uses:

@@ -215,7 +215,7 @@ class Engine:
         whole = {name: tensor for (name, _), tensor in self._assembled(_is_value, to_first=to is not None)}
         if to is not None and self.mesh.rank != 0:
             return {}
-        local = self.module.state_dict()
+        local = self.module.state_dict(keep_vars=True)
         # Extra state, which nobody owns, is as it is here.
         return {
             name: whole[first] if first in whole else copy.deepcopy(local[name])

@@ -37,7 +37,7 @@ def export(
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:
     """The state dict with tensors of the meta device; of tied tensors one. What is no tensor stays."""
     whole: dict[str, Tensor] = {name: assembly.like((name, part)) for name, part in assembly}
-    local = model.state_dict()
+    local = model.state_dict(keep_vars=True)
     return {
         name: whole[first] if first in whole else local[name]
         for name, first in names.state.items()

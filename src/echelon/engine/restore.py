@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from echelon.data_parallel.freed import mark_whole
 from echelon.errors import UserError
 from echelon.ownership import StateNames
 from echelon.plan import Plan
@@ -100,5 +101,6 @@ def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], names: Stat
 def _parameter(current: nn.Parameter | None, tensor: Tensor, is_trained: bool) -> nn.Parameter:
     if current is None or current.shape != tensor.shape:
         return nn.Parameter(tensor, requires_grad=is_trained)
+    mark_whole(current)
     current.data = tensor
     return current
