@@ -56,6 +56,16 @@ def test_weights_come_back_to_their_places() -> None:
     assert [name for name, _ in model.named_parameters()] == ["frozen", "first.weight", "kept.weight"]
 
 
+def test_recurrent_layers_use_the_weights_that_came_back() -> None:
+    """They keep a list of their weights: on ranks that had dropped them, those of before the training."""
+    model = nn.Sequential(nn.LSTM(2, 2))
+    names, whole = StateNames.of(model), {n: v.clone() + 1 for n, v in model.state_dict().items()}
+    mark_split(model, Plan(tensor=2), {})
+    model[0]._parameters |= dict.fromkeys(model[0]._parameters)
+    restore_weights(model, whole, names)
+    assert all(kept is now for kept, now in zip(model[0]._flat_weights, model.parameters(), strict=True))
+
+
 def test_a_model_in_parts_is_refused_until_it_is_whole_again() -> None:
     model = Model()
     names, whole = StateNames.of(model), model.state_dict()

@@ -39,6 +39,7 @@ class WorkerGradients(LocalSum):
         return []
 
     def start_step(self) -> None:
+        super().start_step()
         self._used.clear()
         for bucket in self.buckets:
             bucket.open()

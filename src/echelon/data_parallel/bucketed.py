@@ -43,6 +43,7 @@ class Bucketed(Sharing):
         """Return when all sums that were begun are done."""
 
     def start_step(self) -> None:
+        super().start_step()
         self._complete()  # what a step that failed half-way has left
         self.reducer.start_step()
         for bucket in self._buckets:

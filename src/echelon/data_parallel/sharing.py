@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from echelon.data_parallel.claims import Claim
 from echelon.data_parallel.grad_accumulation import Accumulation
 from echelon.data_parallel.grad_dtype import restore_gradient_dtype, set_gradient_dtype
 from echelon.data_parallel.parameter_set import ParameterSet
@@ -39,6 +40,7 @@ class Sharing(ABC):
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
+        self._claim = Claim(parameter_set.parameters)
         for _, parameter in parameter_set.trained:
             set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)
 
@@ -49,6 +51,7 @@ class Sharing(ABC):
     @abstractmethod
     def start_step(self) -> None:
         """Forget old gradients. Also clears what a failed step left behind."""
+        self._claim.check()
 
     @abstractmethod
     def start_backward(self, *, last: bool) -> None:
@@ -112,8 +115,10 @@ class Sharing(ABC):
     def close(self) -> None:
         """Take away all hooks, and let go of gradients and their memory."""
         for _, parameter in self.parameter_set.trained:
-            parameter.grad = None
-            restore_gradient_dtype(parameter)
+            if self._claim.holds(parameter):  # and no later engine
+                parameter.grad = None
+                restore_gradient_dtype(parameter)
+        self._claim.release()
 
 
 class LocalSum(Sharing):
@@ -142,6 +147,7 @@ class SingleReplica(LocalSum):
         return self._local
 
     def start_step(self) -> None:
+        super().start_step()
         for local in self._local:
             local.parameter.grad = None
 

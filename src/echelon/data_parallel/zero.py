@@ -70,6 +70,7 @@ class Zero(Sharing):
         self._is_last_backward = False
         self._uses: list[Use] = []
         self._problems: dict[Problem, Tensor] = {}
+        self._in_flats = {p for unit in self._flats for flat in unit for _, p in flat.parameters}
         self._in_pass = False
         if level == 3:
             self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
@@ -84,6 +85,7 @@ class Zero(Sharing):
         return [local for _, local in self._local]
 
     def start_step(self) -> None:
+        super().start_step()
         self._sums.drop()  # what a step that failed half-way has left
         self._end_uses()
         self._in_pass = False
@@ -146,8 +148,8 @@ class Zero(Sharing):
         for unit in self._flats:
             for local in (local for flat in unit for local in flat.local_parameters()):
                 owned += own_run(local.tensor, self.slices(local))
-        for name, parameter in self.parameter_set.parameters.items():  # what is in no flat memory
-            if parameter.numel() == 0 or (self._level < 3 and not parameter.requires_grad):
+        for name, parameter in self.parameter_set.parameters.items():
+            if parameter.numel() == 0 or parameter not in self._in_flats:
                 owned.append(OwnedSlice(whole_slice(name, parameter), parameter))
         return owned
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from echelon.data_parallel.freed import mark_whole
+from echelon.data_parallel.claims import is_claimed
+from echelon.data_parallel.freed import FreedParameter, mark_whole
 from echelon.errors import UserError
 from echelon.ownership import StateNames
 from echelon.plan import Plan
@@ -26,6 +27,9 @@ class _Parts(NamedTuple):
 
 # The models of which this process holds parts.
 _split: "WeakKeyDictionary[nn.Module, _Parts]" = WeakKeyDictionary()
+
+# The models whose layers see a part of the sequence, until their engine is closed.
+_in_context: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
 
 
 def is_split(model: nn.Module) -> bool:
@@ -47,6 +51,8 @@ def mark_split(
     stays_split: bool = False,
 ) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
+    if plan.context > 1:
+        _in_context[model] = plan
     if _splits(plan):
         _split[model] = _Parts(plan, temporary_buffers, stays_split)
 
@@ -67,13 +73,32 @@ def _splits(plan: Plan) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Refuse a model of which this rank has a part."""
-    if is_split(model):
-        raise UserError(
-            f"the model is split over ranks by another engine (plan '{_split[model].plan}'), and this rank "
-            "has a part of it, or none; close an open engine with engine.close(), which puts the model "
-            "together; if that engine failed or was closed with restore=False, build the model again"
-        )
+    """Refuse a model of which this rank has a part, or whose layers another engine has changed."""
+    for other, parts in _split.items():
+        name = _shared_name(model, other)
+        if name is not None:
+            raise UserError(
+                f"{name}: the model is split over ranks by another engine (plan '{parts.plan}'), and this "
+                "rank has a part of it, or none; close an open engine with engine.close(), which puts the "
+                "model together; if that engine failed or was closed with restore=False, build the model "
+                "again"
+            )
+    for other, plan in _in_context.items():
+        name = _shared_name(model, other)
+        if name is not None and is_claimed(other.parameters()):
+            raise UserError(
+                f"{name}: another engine (plan '{plan}') is open, and its layers see a part of the sequence; "
+                "close it with engine.close() first"
+            )
+
+
+def _shared_name(model: nn.Module, other: nn.Module) -> str | None:
+    """The first parameter that two models have in common, present on this rank or not."""
+    inside = set(other.modules())
+    for path, module in model.named_modules():
+        if module in inside and module._parameters:
+            return f"{path}.{next(iter(module._parameters))}".removeprefix(".")
+    return next((name for name, p in model.named_parameters() if type(p) is FreedParameter), None)
 
 
 @torch.no_grad()
@@ -95,11 +120,15 @@ def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], names: Stat
             whole[first] = _parameter(module._parameters.get(attribute), tensor, first in names.trained)
             whole[first].__dict__.update(names.attributes.get(first, {}))
         module._parameters[attribute] = whole[first]
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # it has a list of its weights beside them
+            module._init_flat_weights()
     del _split[model]
 
 
 def _parameter(current: nn.Parameter | None, tensor: Tensor, is_trained: bool) -> nn.Parameter:
     if current is None or current.shape != tensor.shape:
+        is_trained = is_trained if current is None else current.requires_grad  # as the user left it
         return nn.Parameter(tensor, requires_grad=is_trained)
     mark_whole(current)
     current.data = tensor
