@@ -197,16 +197,73 @@ class ByRank(nn.Module):
         return (self.left if first else self.right)(x)  # type: ignore[no-any-return]
 
 
-def one_step_by_rank() -> None:
+class ByData(nn.Module):
+    """The data choose which experts run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.experts = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("positive", "negative")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        is_positive = x[:, :1] > 0
+        for name, chosen in (("positive", is_positive), ("negative", ~is_positive)):
+            if chosen.any():
+                hidden = hidden + chosen * self.experts[name](hidden)
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def alike(step: int) -> tuple[Tensor, Tensor]:
+    """Every rank has samples for both experts."""
+    inputs, targets = vectors(step)
+    inputs[:, 0] = torch.tensor([1.0, -1.0]).repeat(len(inputs))[: len(inputs)]
+    return inputs, targets
+
+
+def apart(step: int) -> tuple[Tensor, Tensor]:
+    """The samples of the first rank are for one expert, those of the second for the other."""
+    inputs, targets = alike(step)
+    order = inputs[:, 0].argsort()
+    return inputs[order], targets[order]
+
+
+def refusal(model: type[nn.Module], *make_batches: Callable[[int], tuple[Tensor, Tensor]]) -> str:
+    """What is said when a step is refused."""
     engine = echelon.parallelize(
-        ByRank(), "data=2 zero=3", optimizer=adamw, loss=class_loss, smallest_unit=0, prefetch=0
+        model(), "data=2 zero=3", optimizer=adamw, loss=class_loss, smallest_unit=0, prefetch=0
     )
-    engine.step(engine.local(vectors(0)))
+    try:
+        for step, make_batch in enumerate(make_batches):
+            engine.step(engine.local(make_batch(step)))
+    except echelon.UserError as error:
+        return f"step {step}: {error}"
+    return ""
 
 
-def test_ranks_that_run_different_modules_are_refused_at_level_3() -> None:
-    with pytest.raises(echelon.UserError, match="ranks ran different modules"):
-        echelon.launch(one_step_by_rank, 2, deadline=60.0)
+@pytest.mark.parametrize(
+    ("model", "batches", "start", "details"),
+    [
+        (ByRank, [vectors], "step 0", "finished a pass, and rank 1 gathers the weights of module 'right'"),
+        (ByData, [apart], "step 0", "module 'experts.negative', and rank 1 gathers the weights of module"),
+        (ByData, [alike, apart], "step 1", ""),
+    ],
+)
+def test_ranks_that_run_different_modules_are_refused_at_level_3(
+    model: type[nn.Module],
+    batches: list[Callable[[int], tuple[Tensor, Tensor]]],
+    start: str,
+    details: str,
+) -> None:
+    """Ranks got each other's weights, or said how many bytes did not match."""
+    for error in echelon.launch(refusal, 2, model, *batches, deadline=60.0):
+        assert error.startswith(f"{start}: ranks ran different modules in this step")
+        assert details in error
+
+
+def test_modules_that_only_some_ranks_run_stay_with_the_model() -> None:
+    case = case_of(ByData, make_batch=apart, options={"smallest_unit": 2**20})
+    assert_equal(case, "data=2 zero=3")
 
 
 class Penalised(nn.Module):

@@ -12,5 +12,6 @@ class Problem(Enum):
 
     DIFFERENT_UNITS = (
         "ranks ran different modules in this step, and with zero=3 they gather weights together; make every "
-        "rank run the same modules, or use zero=2"
+        "rank run the same modules, or use zero=2, or a smallest_unit (bytes) above the size of the modules "
+        "that only some ranks run, which then stay gathered"
     )

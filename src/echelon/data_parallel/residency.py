@@ -12,6 +12,7 @@ from torch import Tensor
 
 from echelon.collectives import Group, Ledger
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.gather_agreement import GatherAgreement
 from echelon.data_parallel.problems import Problem
 
 
@@ -25,8 +26,10 @@ class Residency:
         prefetch: int,
         ledger: Ledger,
         root: int | None,
+        agreement: GatherAgreement | None = None,
     ) -> None:
         """`root`: the unit that surrounds the others, if there is one."""
+        self._agreement = agreement
         self._units, self._needs, self._prefetch, self._ledger = units, needs, prefetch, ledger
         self._root = root
         self._gathered = 0  # a number made from all that was gathered in this step, in order
@@ -124,6 +127,8 @@ class Residency:
         return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
+        if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
+            self._agreement.gather(index)
         with self._ledger.about("parameters"):
             for flat in self._units[index]:
                 if not flat.is_gathered:

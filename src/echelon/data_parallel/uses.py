@@ -6,8 +6,9 @@ and again from the moment the gradient of its output is there to the moment the 
     forward     [enter ── forward ── leave]
     backward                     [enter ── backward ── leave]
 
-A module that is called twice has two uses. One without inputs that need gradients (the embedding of tokens)
-leaves when the whole backward pass is over, or earlier when the owner of the hooks finds its unit complete.
+A module that is called twice has two uses. One without inputs that need gradients (the embedding of tokens),
+or with inputs that are leaves, leaves when the whole backward pass is over, or earlier when the owner of the
+hooks finds its unit complete.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -92,7 +93,9 @@ class UseHooks:
     def _watch_inputs(self, use: Use, args: Any, kwargs: Any) -> None:
         """Learn when the gradients of all inputs are there: then the backward pass is through the module."""
         inputs = [t for t in _tensors((args, kwargs)) if t.requires_grad]
-        if inputs:
+        # Autograd may tell of a leaf before it tells of the module's own weights, which are leaves too. The
+        # inputs of a reentrant checkpoint are.
+        if inputs and not any(tensor.is_leaf for tensor in inputs):
             use.watched = True
             if len(inputs) == 1 and inputs[0] in self._consumers:
                 self._consumers[inputs[0]].append(use)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.problems import Problem
@@ -57,7 +58,12 @@ class Zero(Sharing):
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
         self._flats = [_flatten(unit, self._shard_group, level, separate) for unit in units]
-        self.residency = Residency(self._flats, self._needs, prefetch, self._group.ledger, _root(units))
+        self._agreement = GatherAgreement(
+            self._shard_group, [unit.name for unit in units], parameter_set.device, is_open=level == 3
+        )
+        self.residency = Residency(
+            self._flats, self._needs, prefetch, self._group.ledger, _root(units), self._agreement
+        )
         self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
@@ -70,10 +76,10 @@ class Zero(Sharing):
         self._is_last_backward = False
         self._uses: list[Use] = []
         self._problems: dict[Problem, Tensor] = {}
+        self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
         self._in_flats = {p for unit in self._flats for flat in unit for _, p in flat.parameters}
         self._in_pass = False
         if level == 3:
-            self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
             for flat in self._unit_of:
                 flat.on_read = self._read
             modules = [unit.module for unit in units]
@@ -108,8 +114,9 @@ class Zero(Sharing):
 
     def reduce(self) -> None:
         self.start_reductions()
-        self._sums.complete()
-        self._problems = self.residency.compare(self._shard_group)
+        with explain_mismatch():
+            self._sums.complete()
+            self._problems = self.residency.compare(self._shard_group)
         used = self.reducer.used_anywhere(self._group)
         self.reducer.finish_step()
         for flat, local in self._local:
@@ -127,6 +134,7 @@ class Zero(Sharing):
 
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
+        self._agreement.is_open = False
         self.share_first_weights()
         if not self._observed and self._reduced:
             self._observed = True
@@ -171,10 +179,12 @@ class Zero(Sharing):
 
     def free(self) -> None:
         self._in_pass = False
-        if torch.is_grad_enabled():
-            self.residency.free_unused()
-        else:
-            self.residency.release()
+        self._agreement.finish_pass()
+        with explain_mismatch():
+            if torch.is_grad_enabled():
+                self.residency.free_unused()
+            else:
+                self.residency.release()
 
     def reallocate(self) -> None:
         assert self._level < 3, "weights that come and go have no memory of their own"
@@ -207,7 +217,9 @@ class Zero(Sharing):
 
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
-        self._sums.start(flat, last=self._is_last_backward)
+        self._agreement.reduce(self._unit_of[flat])
+        with explain_mismatch():
+            self._sums.start(flat, last=self._is_last_backward)
         for use in self._uses:  # the embedding of tokens: no input says that it is through
             if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)
@@ -225,7 +237,8 @@ class Zero(Sharing):
                 "zero=3 frees weights after the backward pass, and a backward pass through it "
                 "(create_graph=True) would need them again; use zero=2"
             )
-        self.residency.enter(use.unit, backward=backward)
+        with explain_mismatch():
+            self.residency.enter(use.unit, backward=backward)
         if backward:
             self._uses.append(use)
 
