@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from echelon import UserError
 from echelon.program import flushed, show
 from echelon.verify import Case, assert_equal, verify
-from tests.cases import adamw
+from tests.cases import adamw, sgd
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -74,6 +74,14 @@ def checkpointed() -> nn.Module:
 
 def hooked() -> nn.Module:
     return four(Hooked)
+
+
+def hooked_weights() -> nn.Module:
+    """Of the second stage: the first has no inputs, and is never cut in two."""
+    model = four()
+    for parameter in model[2:].parameters():
+        parameter.register_hook(halve)
+    return model
 
 
 def in_place() -> nn.Module:
@@ -235,8 +243,14 @@ def test_what_is_computed_again_uses_the_weights_of_its_forward(schedule: str) -
     assert_equal(case(checkpointed, clip=None), f"pipeline=3 schedule={schedule} microbatches=3")
 
 
-def test_hooks_of_tensors_run_once_where_a_backward_is_cut_in_two() -> None:
-    assert_equal(case(hooked), "pipeline=2 schedule=zero-bubble microbatches=2")
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [(hooked, ""), (hooked, "data=2 zero=2"), (hooked_weights, ""), (hooked_weights, "data=2")],
+)
+def test_hooks_run_once_where_a_backward_is_cut_in_two(model: Make, plan: str) -> None:
+    assert_equal(
+        replace(case(model), make_optimizer=sgd), f"{plan} pipeline=2 schedule=zero-bubble microbatches=2"
+    )
 
 
 def test_crossed_ties_of_several_chunks_do_not_wait_for_each_other() -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from echelon.runtime.split_backward import SplitBackward
+from echelon.runtime.tensor_hooks import watch_hooks
 
 X, Y = (3, 4, 6), (3, 4, 6)
 
@@ -247,3 +249,120 @@ def test_the_weights_half_does_not_go_through_the_model_again() -> None:
     backward.for_weights()
     assert steps == ["back"]
     assert linear.weight.grad is not None
+
+
+Events = list[tuple[str, float]]
+
+
+def events_of(make: Callable[[Events], Module], *, split: bool) -> tuple[Events, list[Tensor | None]]:
+    """What the hooks of a module hear in one backward pass, and the gradients that it leaves."""
+    events: Events = []
+    with watch_hooks() as watch:
+        module, inputs, outputs = training(lambda: make(events))
+    given = random_like(outputs)
+    if split:
+        edges = [get_gradient_edge(output) for output in outputs]
+        backward = SplitBackward(edges, given, inputs, is_hooked=watch.is_hooked)
+        found = backward.for_inputs()
+        backward.for_weights()
+    else:
+        torch.autograd.backward(outputs, given)
+        found = gradients(inputs)
+    return events, [*found, *gradients(module.parameters())]
+
+
+def hear(events: Events, name: str, factor: float | None = None) -> Callable[..., Tensor | None]:
+    """A hook on a tensor that says what it hears, and may change it."""
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        events.append((name, float(gradient.sum())))
+        return None if factor is None else gradient * factor
+
+    return hook
+
+
+class Hooked(Module):
+    """Hooks on the weights, one of which is used twice, and on the node that adds to one."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__()
+        self.events = events
+        self.first, self.second, self.last = (nn.Linear(6, 6).double() for _ in range(3))
+        self.first.weight.register_hook(hear(events, "first", 2))
+        self.first.weight.register_post_accumulate_grad_hook(lambda p: hear(events, "added")(p.grad))
+        self.second.weight.register_hook(hear(events, "second", -1))
+        self.last.bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        self.node = self.last.weight.view_as(self.last.weight).grad_fn.next_functions[0][0]
+        self.node.register_prehook(lambda gradients: hear(events, "before")(gradients[0]))
+        self.node.register_hook(lambda _, gradients: hear(events, "after")(gradients[0]))
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [self.last(self.second(torch.tanh(self.second(self.first(x))))) + y]
+
+
+class HookedTensors(Hooked):
+    """And on what is computed, beside one that keeps its gradient."""
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        hidden = self.first(x)
+        hidden.register_hook(hear(self.events, "hidden", 3))
+        self.kept = self.second(hidden)
+        self.kept.retain_grad()
+        output = self.last(torch.tanh(self.kept))
+        output.register_hook(lambda _: hear(self.events, "kept")(self.kept) and None)
+        return [output + y]
+
+
+class HookedNode(Hooked):
+    """And on a node on which a weight hangs: what it hears and changes are gradients of both."""
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        hidden = self.second(self.first(x))
+        node = hidden.grad_fn
+        assert node is not None
+        node.register_hook(lambda gradients, _: tuple(g if g is None else 2 * g for g in gradients))
+        node.register_prehook(lambda gradients: hear(self.events, "node")(gradients[0]))
+        return [self.last(hidden) + y]
+
+
+class HookedModule(Hooked):
+    """And of modules, of which one takes a weight of another."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__(events)
+        self.bilinear = nn.Bilinear(6, 6, 6)
+        self.bilinear.register_full_backward_hook(lambda _, __, g: hear(events, "module")(g[0]) and None)
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        rows = self.first.weight[:4].expand(3, 4, 6)
+        return [self.last(self.second(self.second(self.bilinear(x, rows)))) + y]
+
+
+class Checkpointed(Hooked):
+    """A reentrant checkpoint computes the gradients of its weights itself."""
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [self.last(checkpoint(lambda x: self.second(self.first(x)), x, use_reentrant=True)) + y]
+
+
+@pytest.mark.parametrize("make", [Hooked, HookedTensors, HookedNode, HookedModule, Checkpointed])
+def test_hooks_run_once_as_in_one_pass(make: Callable[[Events], Module]) -> None:
+    """Hooks on weights ran twice: once for the gradient, once when it was added. Those on a node with weights
+    saw the two halves of it."""
+    expected, whole = events_of(make, split=False)
+    found, parts = events_of(make, split=True)
+    assert_same(parts, whole)
+    assert len(expected) >= 5
+    assert [name for name, _ in sorted(found)] == [name for name, _ in sorted(expected)]
+    for (_, one), (_, other) in zip(sorted(found), sorted(expected), strict=True):
+        assert one == pytest.approx(other, abs=1e-12)
+
+
+def test_what_is_watched_is_given_back() -> None:
+    with watch_hooks() as watch:
+        torch.ones(2, requires_grad=True).register_hook(lambda _: None)  # of a weight, which is no matter
+        assert not watch.is_hooked
+    hooked = torch.ones(2, requires_grad=True) * 2
+    hooked.register_hook(lambda _: None)
+    hooked.retain_grad()
+    assert not watch.is_hooked

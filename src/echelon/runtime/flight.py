@@ -43,6 +43,7 @@ class Flight:
     input_leaves: list[Leaf] = field(default_factory=list)
     outputs: list[GradientEdge] = field(default_factory=list)
     output_leaves: list[Leaf] = field(default_factory=list)
+    is_hooked: bool = False  # whether tensors of the forward have hooks
     split: SplitBackward | None = None
 
     def leave(self, output: Any) -> Value:

@@ -18,6 +18,7 @@ from echelon.runtime.span_timer import SpanTimer, clock_of
 from echelon.runtime.split_backward import SplitBackward
 from echelon.runtime.stage import Stage
 from echelon.runtime.structure import Leaf
+from echelon.runtime.tensor_hooks import watch_hooks
 from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
@@ -89,6 +90,7 @@ class Interpreter:
         backward pass.
         """
         self._script, self._feed, self._normaliser = script, feed, normaliser
+        self._splits = script.splits_backward
         self._tally = self._no_losses()
         if self._versions is None:  # all of a step's losses are one update's
             self._since_update = self._tally
@@ -124,7 +126,7 @@ class Interpreter:
     def _forward(self, instruction: Instruction) -> None:
         microbatch = self._feed[microbatch_of(instruction)]
         value, flight = self._enter(instruction, microbatch)
-        with self._runtime.around(microbatch), self._weights(instruction):
+        with self._runtime.around(microbatch), self._weights(instruction), self._watch_hooks(flight):
             output = self._stages[instruction.stage].forward(value)
             last = instruction.stage == self._script.program.stages - 1
             result = self._runtime.loss(output, microbatch) if last else None
@@ -180,7 +182,8 @@ class Interpreter:
 
     def _backward_input(self, instruction: Instruction) -> None:
         flight, gradients = self._flights[slot_of(instruction)], self._gradients.pop(slot_of(instruction))
-        flight.split = SplitBackward(*flight.known(gradients), flight.inputs)
+        flight.split = SplitBackward(*flight.known(gradients), flight.inputs, is_hooked=flight.is_hooked)
+        self._stages[instruction.stage].start_early_backward()
         self._pass_back(instruction, flight, Gradients(flight.split.for_inputs(), gradients.tally))
         self._add_up(gradients.tally)
 
@@ -189,6 +192,16 @@ class Interpreter:
         assert flight.split is not None
         with self._accumulating(instruction):
             flight.split.for_weights()
+
+    @contextmanager
+    def _watch_hooks(self, flight: Flight) -> Iterator[None]:
+        """Around a forward pass whose backward pass is to be split: what has hooks is not."""
+        if not self._splits or not torch.is_grad_enabled():
+            yield
+            return
+        with watch_hooks() as watch:
+            yield
+        flight.is_hooked = watch.is_hooked
 
     @contextmanager
     def _accumulating(self, instruction: Instruction) -> Iterator[None]:

@@ -17,6 +17,7 @@ class Script:
         """`empties`: when the program is over, no rank has anything on its way."""
         self.program, self.rank, self.empties = program, rank, empties
         self.instructions = program.ranks[rank]
+        self.splits_backward = any(i.op is Op.BACKWARD_INPUT for i in self.instructions)
         self.labels = [_label(instruction) for instruction in self.instructions]
         self.lasts = frozenset(self._last_backwards())
         self.receives: dict[int, list[Instruction]] = {}

@@ -10,35 +10,50 @@ The first pass walks the spine alone and keeps the gradients that come by at eac
 The second takes each of those nodes once more, towards its weights only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from echelon.runtime.tensor_hooks import have_hooks
 
 
 class _Kept(NamedTuple):
     """A node of the spine on which weights hang, and the gradients that came by, one for each output."""
 
     node: Node
-    weights: list[nn.Parameter]
+    weights: list[Tensor]
     gradients: list[Tensor | None]
 
 
 class SplitBackward:
-    """One microbatch's way back through a stage, from `outputs` with their `gradients`."""
+    """One microbatch's way back through a stage, from `outputs` with their `gradients`.
+
+    `is_hooked`: tensors of the forward have hooks. A node on which weights hang runs twice, once for either
+    half, and hooks must run once, with all gradients: such a backward pass is not split.
+    """
 
     def __init__(
-        self, outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+        self,
+        outputs: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        is_hooked: bool = False,
     ) -> None:
         self._outputs, self._gradients, self._inputs = list(outputs), list(gradients), list(inputs)
-        self._kept, self._shared = _hanging(self._outputs, self._inputs)
+        graph = _analyse(self._outputs, self._inputs)
+        self._kept, self._shared = graph.kept, graph.shared
+        self._is_whole = bool(self._inputs) and (is_hooked or graph.needs_one_pass())
 
     def for_inputs(self) -> list[Tensor | None]:
-        """The gradient of each input."""
+        """The gradient of each input. Where the pass is not split, weights get theirs now."""
         if not self._inputs or not self._outputs:
             return [None] * len(self._inputs)
+        if self._is_whole:
+            return self._both()
         hooks = [kept.node.register_prehook(kept.gradients.extend) for kept in self._kept]
         try:
             found = torch.autograd.grad(
@@ -50,67 +65,77 @@ class SplitBackward:
         return list(found)
 
     def for_weights(self) -> None:
-        """Add to the gradient of each weight, in one go, once each."""
-        weights: list[nn.Parameter] = []
-        gradients: list[Tensor] = []
-        for weight, gradient in self._found():
-            if gradient is not None:
-                weights.append(weight)
-                gradients.append(gradient)
-        self._kept = []
-        if weights:  # through autograd, so that whoever listens to the weights' gradients hears of them
-            torch.autograd.backward(weights, gradients)
-
-    def _found(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        for kept in self._kept:
+        """Add to the gradient of each weight, once each, from the outputs down as one pass would."""
+        if self._is_whole or not self._outputs:
+            return
+        if not self._inputs:  # nothing was walked yet
+            torch.autograd.backward(self._outputs, self._gradients)
+            return
+        for kept in reversed(self._kept):
             known = [(GradientEdge(kept.node, i), g) for i, g in enumerate(kept.gradients) if g is not None]
-            if not known:
-                continue
-            # What was kept has been through the hooks of tensors; they run again now, and it is put back.
-            hook = kept.node.register_prehook(lambda _, gradients=tuple(kept.gradients): gradients)
-            try:
-                found = list(_gradients([edge for edge, _ in known], [g for _, g in known], kept.weights))
-            finally:
-                hook.remove()
-            yield from found
+            if known:
+                _accumulate([edge for edge, _ in known], [gradient for _, gradient in known], kept.weights)
         if self._shared:  # several ways lead to them, so all of the graph is walked
-            yield from _gradients(self._outputs, self._gradients, self._shared)
+            _accumulate(self._outputs, self._gradients, self._shared)
+        self._kept = []
+
+    def _both(self) -> list[Tensor | None]:
+        torch.autograd.backward(self._outputs, self._gradients)
+        found = [tensor.grad for tensor in self._inputs]
+        for tensor in self._inputs:
+            tensor.grad = None
+        return found
 
 
-def _gradients(
-    outputs: list[GradientEdge], gradients: list[Tensor], weights: list[nn.Parameter]
-) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-    found = torch.autograd.grad(outputs, weights, gradients, retain_graph=True, allow_unused=True)
-    yield from zip(weights, found, strict=True)
+def _accumulate(outputs: list[GradientEdge], gradients: list[Tensor], weights: list[Tensor]) -> None:
+    torch.autograd.backward(outputs, gradients, retain_graph=True, inputs=weights)
 
 
-def _hanging(
-    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]
-) -> tuple[list[_Kept], list[nn.Parameter]]:
-    """The nodes of the spine on which weights hang, and the weights that hang on several or on none."""
+class _Graph(NamedTuple):
+    """The nodes of a stage; its spine; what there has weights on it; the weights that hang on several nodes
+    of it, or on none."""
+
+    nodes: list[Node]
+    spine: list[Node]
+    kept: list[_Kept]
+    shared: list[Tensor]
+
+    def needs_one_pass(self) -> bool:
+        """Whether a node that both halves run must not run twice: it has hooks, or is a reentrant checkpoint,
+        which computes gradients of weights itself."""
+        both = self.spine if self.shared else [kept.node for kept in self.kept]
+        return any(map(_is_reentrant, self.nodes)) or have_hooks(both)
+
+
+def _is_reentrant(node: Node) -> bool:
+    return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def _analyse(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Graph:
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     order = _inner_first([edge.node for edge in outputs])
     spine: set[Node] = set()
-    weights_of: dict[Node, dict[nn.Parameter, None]] = {}  # below a node, off the spine
+    weights_of: dict[Node, dict[Tensor, None]] = {}  # below a node, off the spine
     for node in order:
         below = [child for child, _ in node.next_functions if child is not None]
         if node in ends or any(child in spine for child in below):
             spine.add(node)
         own = getattr(node, "variable", None)
-        found = {own: None} if isinstance(own, nn.Parameter) and node not in ends else {}
+        found = {own: None} if isinstance(own, Tensor) and node not in ends else {}
         for child in below:
             if child not in spine:
                 found |= weights_of[child]
         weights_of[node] = found
     roots = {edge.node for edge in outputs} - spine
     users = [weights_of[node] for node in order if node in spine or node in roots]
-    times: dict[nn.Parameter, int] = {}
+    times: dict[Tensor, int] = {}
     for weight in (weight for weights in users for weight in weights):
         times[weight] = times.get(weight, 0) + 1
     off_spine = {weight for root in roots for weight in weights_of[root]}
     shared = {weight for weight, count in times.items() if count > 1 or weight in off_spine}
-    kept = [_Kept(n, [w for w in weights_of[n] if w not in shared], []) for n in order if n in spine]
-    return [node for node in kept if node.weights], [weight for weight in times if weight in shared]
+    on_spine = [node for node in order if node in spine]
+    kept = [_Kept(node, [w for w in weights_of[node] if w not in shared], []) for node in on_spine]
+    return _Graph(order, on_spine, [each for each in kept if each.weights], [w for w in times if w in shared])
 
 
 def _inner_first(roots: Sequence[Node]) -> list[Node]:

@@ -39,6 +39,12 @@ class Stage:
         for sharing in self.sharings:
             sharing.start_backward(last=last)
 
+    def start_early_backward(self) -> None:
+        """Gradients may come before the backward pass that reduces them: they only add up."""
+        for sharing in self.sharings:
+            if sharing.reducer is not None:
+                sharing.reducer.start_backward(reducing=False)
+
     def finish_backward(self) -> None:
         for sharing in self.sharings:
             sharing.finish_backward()
