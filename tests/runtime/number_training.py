@@ -18,7 +18,7 @@ from echelon.data_parallel import Buffers
 from echelon.engine.step_program import step_program
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Program, add_transfers, asynchronous, forward_only
-from echelon.runtime import Interpreter, Microbatch, Script, Stage, Versions, Wire
+from echelon.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Stage, Versions, Wire
 from tests.nccl_like import NcclMesh, NcclWorld
 
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ class GradientSums:
         self._modules, self._replicas, self._everyone = modules, replicas, everyone
         self.sums = dict.fromkeys(modules, 0.0)
 
-    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
-        return (output * microbatch.targets).sum(), 1.0
+    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
+        return MicrobatchLoss((output * microbatch.targets).sum(), 1.0, 1.0)
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()

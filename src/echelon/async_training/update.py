@@ -80,16 +80,18 @@ class AsyncUpdate(Update):
         # At the end the last to register is the first to be called: while the process group is still there.
         atexit.register(_leave_at_exit, weakref.ref(self._port))
 
-    def start_step(self) -> float:
+    def start_step(self) -> None:
         self._port.pull(self._step, self._gradients.weights)
         self._gradients.start_step()
         self._is_empty = False
-        return 1.0
 
     def norm(self, tally: Tensor) -> None:
         """The server sums: a worker has its own numbers alone."""
-        total, count = HostCopy(tally).wait()  # unlike tolist, lets the server's threads use the device
+        total, count, scaled = HostCopy(
+            tally
+        ).wait()  # unlike tolist, lets the server's threads use the device
         self._tally = total, count
+        self._gradients.scale(scaled / count if count else 1.0)
 
     def step(self) -> None:
         gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
@@ -121,7 +123,7 @@ class AsyncUpdate(Update):
     def agree(self, tally: Tensor) -> tuple[float, float]:
         with self._group.ledger.about("metrics"):
             self._group.all_reduce(tally)
-        total, count = HostCopy(tally).wait()
+        total, count, _ = HostCopy(tally).wait()
         check_counted(count)
         return total, count
 

@@ -22,6 +22,7 @@ from echelon.engine.arguments import check_batch, check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.loss_scale import LossScale
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
@@ -43,6 +44,8 @@ from echelon.runtime import (
     Interpreter,
     LocalStages,
     Microbatch,
+    MicrobatchLoss,
+    Number,
     Script,
     Stage,
     StepNumbers,
@@ -75,6 +78,8 @@ class StepRunner(ABC):
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
+        placement = local.program.placement
+        self._loss_scale = LossScale(mesh, placement[-1], is_here=len(placement) - 1 in local.stages)
         self._wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self._wire, mesh.device, self._prepare())
 
@@ -101,7 +106,7 @@ class StepRunner(ABC):
         self._wire.close()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """(loss total, count) of what this rank computed the loss of."""
+        """The tally of what this rank computed the loss of."""
         feed = self._feed(batch, "evaluation", no_scope)
         return self._run(self._script(("forward", len(feed)), lambda: self._forward_program(len(feed))), feed)
 
@@ -124,16 +129,14 @@ class StepRunner(ABC):
         """When each instruction of the last step was executed here."""
         return self._interpreter.spans
 
-    def _run(
-        self, script: Script, feed: Mapping[int, Microbatch], normaliser: float | Tensor = 1.0
-    ) -> Tensor:
+    def _run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         if self.is_broken:
             raise UserError(
                 "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
                 "again"
             )
         try:
-            return self._interpreter.run(script, feed, normaliser)
+            return self._interpreter.run(script, feed)
         except BaseException:
             self._interpreter.forget()
             self.is_broken = self._pipelined
@@ -146,12 +149,17 @@ class StepRunner(ABC):
 
     # Microbatches.
 
-    def _training_feed(self, batch: Batch, step: int, begin: int = 0) -> dict[int, Microbatch]:
+    def _training_feed(
+        self, batch: Batch, step: int, count_before: Number | None = None, begin: int = 0
+    ) -> dict[int, Microbatch]:
         check_batch(batch)
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
             self._same_batch = True
-        feed = self._feed(batch, "training", self._scopes.of_step(step, num_samples(batch)), begin)
+        samples = num_samples(batch)
+        feed = self._feed(batch, "training", self._scopes.of_step(step, samples), begin)
+        scale = self._loss_scale.of_step(batch, samples, count_before)
+        feed = {number: microbatch._replace(scale=scale) for number, microbatch in feed.items()}
         self._upload = Upload(batch, self._mesh.device)
         return feed
 
@@ -190,7 +198,7 @@ class StepRunner(ABC):
     def counts_loss(self) -> bool:
         return self._layers.counts_loss
 
-    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]:
+    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets
         result = self._layers.loss(*self._layers.without_padding(output, targets))
         check_loss(result)
@@ -198,8 +206,12 @@ class StepRunner(ABC):
             self._layers.loss_check.check_result(output, targets.values, result)
         total, count = total_and_count(result, targets.values)
         # The samples that a mean counts are shared by the ranks along `context`.
-        weight = microbatch.weight * (1 if isinstance(result, tuple) else targets.share)
-        return total * weight, count * weight
+        is_pair = isinstance(result, tuple)
+        weight = microbatch.weight * (1 if is_pair else targets.share)
+        normaliser: Number = 1.0
+        if microbatch.scale is not None:  # in training
+            normaliser = microbatch.scale.normaliser(count, targets.values, is_pair=is_pair)
+        return MicrobatchLoss(total * weight, count * weight, normaliser)
 
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[None]:
@@ -237,12 +249,12 @@ class FlushedRunner(StepRunner):
         self._buffers = BufferSnapshot(self._local.modules)
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
-        normaliser = self._update.start_step()
+        count_before = self._update.start_step()
         self._buffers.take()
         try:
-            feed = self._training_feed(batch, step)
+            feed = self._training_feed(batch, step, count_before)
             script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
-            self._run(script, feed, normaliser)
+            self._run(script, feed)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
@@ -284,7 +296,7 @@ class ContinuousRunner(StepRunner):
         counts_norm = self._updates and self._mesh.group("stage").rank == 0
         norm = self._update.numbers.norm if counts_norm else 0.0
         square = norm.square().view(1) if isinstance(norm, Tensor) else tally.new_full((1,), norm * norm)
-        summed = torch.cat([tally, square])
+        summed = torch.cat([tally[:2], square])
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):
             group.all_reduce(summed)

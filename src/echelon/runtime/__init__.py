@@ -4,8 +4,9 @@ It runs every plan; a model in one stage is the smallest pipeline.
 """
 
 from echelon.runtime.interpreter import Interpreter, StageRuntime
-from echelon.runtime.microbatch import Microbatch
+from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.numbers import Outcome, StepNumbers
+from echelon.runtime.scaling import Number
 from echelon.runtime.script import Script
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
@@ -17,6 +18,8 @@ __all__ = [
     "Interpreter",
     "LocalStages",
     "Microbatch",
+    "MicrobatchLoss",
+    "Number",
     "Outcome",
     "Push",
     "Script",

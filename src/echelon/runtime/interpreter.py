@@ -11,8 +11,8 @@ from echelon.launching import at_instruction
 from echelon.program import COMPUTE, RECEIVES, SENDS, Instruction, Op, Span
 from echelon.runtime.flight import Flight, Value, enter, wanted
 from echelon.runtime.mailbox import Mailbox
-from echelon.runtime.message import Gradients
-from echelon.runtime.microbatch import Microbatch
+from echelon.runtime.message import TALLY, Gradients
+from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.script import Script, Slot, microbatch_of, slot_of
 from echelon.runtime.span_timer import SpanTimer, clock_of
 from echelon.runtime.split_backward import SplitBackward
@@ -33,7 +33,7 @@ class StageRuntime(Protocol):
     def counts_loss(self) -> bool:
         """Whether losses are this rank's to count: others may have computed the same."""
 
-    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor | float]: ...
+    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss: ...
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]: ...
     def reduce(self, stage: Stage) -> None: ...
     def tie(self) -> None: ...
@@ -83,13 +83,13 @@ class Interpreter:
             Op.PUBLISH: lambda _: self._runtime.publish(),
         }
 
-    def run(self, script: Script, feed: Mapping[int, Microbatch], normaliser: float | Tensor = 1.0) -> Tensor:
-        """Execute; returns (loss total, count) of the microbatches whose loss was computed here.
+    def run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
+        """Execute; returns the tally of the microbatches whose loss was computed here: loss total, count, and
+        count times what the losses were divided by before the backward pass.
 
-        `feed` is what the program takes in, by microbatch; losses are divided by `normaliser` before the
-        backward pass.
+        `feed` is what the program takes in, by microbatch.
         """
-        self._script, self._feed, self._normaliser = script, feed, normaliser
+        self._script, self._feed = script, feed
         self._splits = script.splits_backward
         self._tally = self._no_losses()
         if self._versions is None:  # all of a step's losses are one update's
@@ -113,7 +113,7 @@ class Interpreter:
         return self._timer.spans
 
     def _no_losses(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self._device)
+        return torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)
 
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
@@ -131,7 +131,7 @@ class Interpreter:
             last = instruction.stage == self._script.program.stages - 1
             result = self._runtime.loss(output, microbatch) if last else None
         if result is not None:
-            flight.leave_with_loss(self._count(instruction, *result))
+            flight.leave_with_loss(self._count(instruction, result))
         else:
             self._pass_on(instruction, flight.leave(output))
         if torch.is_grad_enabled():
@@ -146,17 +146,18 @@ class Interpreter:
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         return value.spec.rebuild([enter(leaf) for leaf in leaves]), Flight(inputs, wanted(value.spec.leaves))
 
-    def _count(self, instruction: Instruction, total: Tensor, count: Tensor | float) -> Tensor:
+    def _count(self, instruction: Instruction, loss: MicrobatchLoss) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
+        total, count, normaliser = loss
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._runtime.counts_loss:
                 counted[0] += total.detach()
                 counted[1] += count
+                counted[2] += count * normaliser
         if torch.is_grad_enabled():
             ones = [torch.ones_like(total)] if total.requires_grad else []
             self._gradients[slot_of(instruction)] = Gradients([*ones], tally)
-        normaliser = self._normaliser
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         return total / normaliser

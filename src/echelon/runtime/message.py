@@ -33,7 +33,7 @@ class Gradients(NamedTuple):
     tally: Tensor | None = None
 
 
-TALLY = Leaf((2,), torch.float64, wants_gradient=False)
+TALLY = Leaf((3,), torch.float64, wants_gradient=False)
 
 
 class Layout(NamedTuple):

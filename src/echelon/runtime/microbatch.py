@@ -4,11 +4,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from echelon.runtime.scaling import Number
+
+
+class MicrobatchLoss(NamedTuple):
+    """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
+    backward pass: the count of its update, as far as it is known."""
+
+    total: Tensor
+    counted: Number
+    normaliser: Number
+
 
 class Microbatch(NamedTuple):
     """One microbatch as a stage may need it.
 
-    `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training.
+    `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training;
+    `scale` knows the counts of all losses of its step.
     """
 
     inputs: Any
@@ -16,3 +30,4 @@ class Microbatch(NamedTuple):
     weight: int
     look: str
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
+    scale: Any = None

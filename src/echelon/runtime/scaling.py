@@ -1,6 +1,7 @@
 """From the sums over ranks to what an update does with its gradients.
 
-    sums        loss total, count, squares of the gradients of total / normaliser, a flag for each problem
+    sums        loss total, count, count · normaliser, squares of the gradients of total / normaliser, a flag
+                for each problem
     mean        gradients · normaliser / count
     clipped     · min(1, clip / norm of the mean)
 
@@ -10,7 +11,6 @@ On the host these are plain numbers, on a device 0-dim tensors, which nobody rea
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from echelon.data_parallel import clip_factor
@@ -19,26 +19,25 @@ Number = float | Tensor
 
 
 class Scaling(NamedTuple):
-    """`factor` of the gradients; `norm` of the mean's, before clipping; `normaliser` of the next losses."""
+    """`factor` of the gradients; `norm` of the mean's, before clipping."""
 
     factor: Number
     skip: bool | Tensor
     norm: Number
-    normaliser: Number
 
 
-def scale_on_host(sums: Sequence[float], normaliser: Number, clip: float | None) -> Scaling:
-    _, count, square, *flags = sums
+def scale_on_host(sums: Sequence[float], clip: float | None) -> Scaling:
+    _, count, scaled, square, *flags = sums
     skip = count == 0 or any(flags)
-    mean = normaliser / count if count else 0.0
+    mean = scaled / count / count if count else 0.0
     norm = mean * square**0.5
-    return Scaling(mean * clip_factor(norm, clip), skip, norm, normaliser if skip else count)
+    return Scaling(mean * clip_factor(norm, clip), skip, norm)
 
 
-def scale_on_device(sums: Tensor, normaliser: Number, clip: float | None) -> Scaling:
-    count, square, flags = sums[1], sums[2], sums[3:]
+def scale_on_device(sums: Tensor, clip: float | None) -> Scaling:
+    _, count, scaled, square = sums[:4]
     is_empty = count == 0
-    skip = is_empty | flags.any()
-    mean = normaliser / count
+    skip = is_empty | sums[4:].any()
+    mean = scaled / count / count
     norm = (mean * square.sqrt()).masked_fill(is_empty, 0.0)
-    return Scaling(mean * clip_factor(norm, clip), skip, norm, torch.where(skip, normaliser, count))
+    return Scaling(mean * clip_factor(norm, clip), skip, norm)

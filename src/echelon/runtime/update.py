@@ -45,15 +45,15 @@ class Update(ABC):
         """Set the rate for the update of `step`, as the schedule says."""
 
     @abstractmethod
-    def start_step(self) -> Number:
-        """Begin; returns what to divide the loss total by before the backward pass."""
+    def start_step(self) -> Number | None:
+        """Begin; returns what the last update was the mean of, where all ranks know it."""
 
     def tie(self) -> None:  # noqa: B027 (nothing to do where no stages share weights)
         """Sum the gradients of weights that several stages hold."""
 
     @abstractmethod
     def norm(self, tally: Tensor) -> None:
-        """All gradients are summed: sum this rank's (loss total, count) and the norm over all ranks."""
+        """All gradients are summed: sum this rank's tally of losses and the norm over all ranks."""
 
     @property
     def skips(self) -> bool | Tensor:
@@ -78,7 +78,7 @@ class Update(ABC):
 
     @abstractmethod
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        """(loss total, count) over all replicas: the same numbers on every rank."""
+        """(loss total, count) of a tally, over all replicas: the same numbers on every rank."""
 
     @abstractmethod
     def owned(self) -> list[OwnedSlice]:
@@ -111,7 +111,7 @@ class SynchronousUpdate(Update):
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
-        `steady`: all of them are at the same update, so that one's count can scale the next one's losses.
+        `steady`: all of them are at the same update, so that one's count tells of the next one's.
         `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
         changes nothing, and only `numbers` tells.
         """
@@ -119,17 +119,15 @@ class SynchronousUpdate(Update):
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
         self.optimizer = stepper.optimizer
         self._learning_rate = LearningRate(self.optimizer, schedule)
-        # Gradients are taken of total / normaliser. It is the count of the step before: the same on every
-        # rank, known before the backward pass, and right whenever the count does not change.
-        self._normaliser: Number = 1.0
+        self._last_count: Number | None = None
         self._has_published = False
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
 
-    def start_step(self) -> Number:
+    def start_step(self) -> Number | None:
         self._stages.start_step()
-        return self._normaliser
+        return self._last_count
 
     def tie(self) -> None:
         self._stages.sum_tied_gradients()
@@ -139,14 +137,16 @@ class SynchronousUpdate(Update):
         summed = torch.cat([tally, square, self._stages.problem_flags(tally.device)])
         _sum(summed, self._group)
         if self.deferred:
-            self._scaling = scale_on_device(summed, self._normaliser, self._clip)
+            self._scaling = scale_on_device(summed, self._clip)
             norm = torch.as_tensor(self._scaling.norm).view(1)
-            values = torch.cat([summed[:2], norm, summed[3:]])
+            values = torch.cat([summed[:2], norm, summed[4:]])
+            self._count: Number = summed[1]
             self.numbers = StepNumbers(values, may_be_empty=not self._steady)
         else:
             sums: list[float] = summed.tolist()
-            self._scaling = scale_on_host(sums, self._normaliser, self._clip)
-            values_here = [*sums[:2], float(self._scaling.norm), *sums[3:]]
+            self._scaling = scale_on_host(sums, self._clip)
+            values_here = [*sums[:2], float(self._scaling.norm), *sums[4:]]
+            self._count = sums[1]
             self.numbers = StepNumbers(values_here, may_be_empty=not self._steady)
 
     @property
@@ -157,7 +157,16 @@ class SynchronousUpdate(Update):
         """A microbatch without samples is an update that changes nothing."""
         self.stepper.step(self._scaling.factor, self._scaling.skip)
         if self._steady:
-            self._normaliser = self._scaling.normaliser
+            self._remember_count()
+
+    def _remember_count(self) -> None:
+        """That of an update that was refused is no guide."""
+        skip = self._scaling.skip
+        if not isinstance(skip, Tensor):
+            self._last_count = self._last_count if skip else self._count
+        else:
+            before = 1.0 if self._last_count is None else self._last_count
+            self._last_count = torch.where(skip, before, self._count)
 
     def publish(self) -> None:
         # The first time, ranks agree on the order in which gradients came, and a refused step may have had
@@ -169,8 +178,9 @@ class SynchronousUpdate(Update):
         self._stages.publish()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
-        _sum(tally, self._everyone)
-        total, count = tally.tolist()
+        summed = tally[:2].clone()
+        _sum(summed, self._everyone)
+        total, count = summed.tolist()
         check_counted(count)
         return total, count
 
@@ -180,7 +190,7 @@ class SynchronousUpdate(Update):
             slices = sharing.slices(local)
             for part, value in self.stepper.state(local).items():
                 owned += own_state(part, value, slices)
-        normaliser = torch.as_tensor(self._normaliser, dtype=torch.float64)
+        normaliser = torch.as_tensor(1.0 if self._last_count is None else self._last_count).double()
         return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
 
     def storages(self) -> dict[str, list[Tensor]]:

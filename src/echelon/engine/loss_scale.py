@@ -1,0 +1,157 @@
+"""What losses are divided by before the backward pass: the count of all losses of their update.
+
+Then all that passes through a backward pass is a gradient of the mean over the global batch, as on one
+device. A function of gradients that is not linear (a hook that clips, an autograd.Function that clamps) sees
+the right numbers. Others would not notice: an update divides by the true count, whatever losses were divided
+by, as long as this was the same for all losses of the update.
+
+    loss                              count before the first backward pass
+    a mean                            the samples of all replicas
+    (total, count), a single loss     its own
+    (total, count), several           the samples, targets or targets that are not ignored, whichever was
+                                      the count of the step before; else that count
+"""
+
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from echelon.mesh import Mesh
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.runtime import Number
+from echelon.targets import IGNORED_TARGET
+
+
+class Counts(NamedTuple):
+    """What a loss may count: samples, their targets, and those targets that are not ignored."""
+
+    samples: Number
+    targets: Number
+    counted: Number
+
+
+@final
+class LossScale:
+    """Makes the scale of each step's losses, on the ranks of the last stage."""
+
+    def __init__(self, mesh: Mesh, last_stage: tuple[int, ...], is_here: bool) -> None:
+        """`last_stage`: the ranks of a replica that compute losses; `is_here`: this is one of them."""
+        plan = mesh.plan
+        self._mesh, self._is_here = mesh, is_here
+        self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
+        self._updates_per_step = plan.microbatches if plan.schedule in _UPDATE_PER_MICROBATCH else 1
+        self._before: Counts | None = None  # those of the last step
+
+    def of_step(self, batch: Any, samples: int, count_before: Number | None) -> "StepScale":
+        """The scale of a step of `samples` samples here. `count_before`: what the last update was the mean
+        of. Replicas exchange a few numbers, which stay on the device."""
+        if not self._is_here:
+            return StepScale(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
+        counts = self._over_replicas(count_targets(_targets(batch), samples))
+        expected = None if count_before is None else _expected(counts, self._before, count_before)
+        self._before = counts
+        num_losses = min(samples, self._mesh.plan.microbatches)
+        is_only = self._has_all_losses and self._updates_per_step >= num_losses
+        per_update = Counts(*(number / self._updates_per_step for number in counts))
+        return StepScale(
+            per_update, expected, is_only=is_only, local=samples if self._has_all_losses else None
+        )
+
+    def _over_replicas(self, local: Counts) -> Counts:
+        plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
+        if plan.data == 1:
+            return local
+        if plan.sync == "async":  # nobody waits: as if every worker held as much
+            workers = plan.data if plan.staleness == 0 else 1
+            return Counts(*(number * workers for number in local))
+        row = torch.cat([_on_device(number, device) for number in local])
+        rows = row.new_empty(group.size, len(row))
+        with group.ledger.about("samples"):
+            group.all_gather(rows, row)
+        # A stage may have several ranks of each replica in its group, one after the other.
+        summed = rows[:: group.size // plan.data].sum(0)
+        return Counts(*(summed.tolist() if summed.is_cpu else summed))
+
+
+@final
+class StepScale:
+    """What the losses of one step are divided by."""
+
+    def __init__(self, counts: Counts, expected: Number | None, *, is_only: bool, local: int | None) -> None:
+        """`expected`: the count of (total, count), if an earlier step has told. `is_only`: an update is of
+        one loss. `local`: the samples of the step, if all of its losses are this rank's."""
+        self._counts, self._expected, self._is_only, self._local = counts, expected, is_only, local
+
+    def normaliser(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
+        """For a loss that counted `count` for these targets."""
+        if self._is_only:
+            return _not_zero(count)
+        if not is_pair:
+            return self._counts.samples
+        if self._expected is None:  # the first loss decides for all of the step
+            self._expected = self._first_guess(count, targets)
+        return self._expected
+
+    def _first_guess(self, count: Number, targets: Any) -> Number:
+        """The same on all ranks: each sees other targets, so what its own loss counts decides only where it
+        has them all."""
+        tensors = _tensors(targets)
+        if self._local is None or not tensors:
+            return _not_zero(self._counts.counted)
+        samples = len(tensors[0])
+        here = count_targets(targets, samples)
+        for guess, local in ((self._counts.counted, here.counted), (self._counts.targets, here.targets)):
+            if float(local) == float(count):
+                return _not_zero(guess)
+        return _not_zero(float(count) * self._local / max(samples, 1))
+
+
+_UPDATE_PER_MICROBATCH = frozenset(ASYNCHRONOUS_SCHEDULES) - {"pipedream-2bw"}
+
+
+def count_targets(targets: Any, samples: int) -> Counts:
+    """What there is to count in the targets of some samples."""
+    tensors = _tensors(targets)
+    if len(tensors) != 1:
+        return Counts(samples, samples, samples)
+    (tensor,) = tensors
+    counted: Number = tensor.numel()
+    if tensor.dtype == torch.int64:
+        is_counted = (tensor != IGNORED_TARGET).sum().double()
+        counted = is_counted.item() if tensor.is_cpu else is_counted
+    return Counts(samples, tensor.numel(), counted)
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
+
+
+def _targets(batch: Any) -> Any:
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+
+
+def _expected(counts: Counts, before: Counts | None, count_before: Number) -> Number:
+    """The candidate that was the count of the step before, or that count. Nobody reads a device."""
+    expected: Number = count_before
+    for now, earlier in zip(counts, before or (), strict=False):
+        is_match = earlier == count_before
+        if isinstance(is_match, Tensor):
+            expected = torch.where(is_match, now, expected)
+        elif is_match:
+            expected = now
+    return _not_zero(expected)
+
+
+def _not_zero(count: Number) -> Number:
+    """A loss of nothing has no gradient; it must not become one of not-a-number."""
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, 1.0, count.double())
+    return count or 1.0
+
+
+def _on_device(number: Number, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.double().view(1).to(device, non_blocking=True)
+    return torch.full((1,), number, dtype=torch.float64, device=device)
