@@ -117,7 +117,7 @@ def test_the_bytes_follow_from_the_shapes(warm_ranks: Warm) -> None:
     assert second == {"sent": [], "received": expected}
 
 
-TALLY = torch.tensor([3.25, 7.0], dtype=torch.float64)
+TALLY = torch.tensor([3.25, 7.0, 14.0], dtype=torch.float64)
 LEAVES = [
     Leaf((2, 2), torch.float64, wants_gradient=True),
     Leaf((3,), torch.float32, wants_gradient=True),
@@ -139,7 +139,7 @@ def gradients_of(given: list[Tensor | None], tally: Tensor | None, by_itself: bo
 
 @pytest.mark.parametrize(
     ("tally", "by_itself", "size"),
-    [(None, False, 16 + 32 + 16 + 16), (TALLY, False, 16 + 16 + 32 + 16 + 16), (TALLY, True, 12 + 16 + 64)],
+    [(None, False, 16 + 32 + 16 + 16), (TALLY, False, 16 + 32 + 32 + 16 + 16), (TALLY, True, 12 + 32 + 64)],
 )
 def test_gradients_arrive_and_none_stays_none(
     warm_ranks: Warm, tally: Tensor | None, by_itself: bool, size: int

@@ -36,30 +36,33 @@ class Counts(NamedTuple):
 class LossScale:
     """Makes the scale of each step's losses, on the ranks of the last stage."""
 
-    def __init__(self, mesh: Mesh, last_stage: tuple[int, ...], is_here: bool) -> None:
-        """`last_stage`: the ranks of a replica that compute losses; `is_here`: this is one of them."""
+    def __init__(self, mesh: Mesh, last_stage: tuple[int, ...], *, is_here: bool, deferred: bool) -> None:
+        """`last_stage`: the ranks of a replica that compute losses; `is_here`: this is one of them.
+        `deferred`: numbers stay on the device, and only the first step may read them."""
         plan = mesh.plan
-        self._mesh, self._is_here = mesh, is_here
+        self._mesh, self._is_here, self._deferred = mesh, is_here, deferred
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
         self._updates_per_step = plan.microbatches if plan.schedule in _UPDATE_PER_MICROBATCH else 1
         self._before: Counts | None = None  # those of the last step
+        self._is_first = True
 
     def of_step(self, batch: Any, samples: int, count_before: Number | None) -> "StepScale":
         """The scale of a step of `samples` samples here. `count_before`: what the last update was the mean
         of. Replicas exchange a few numbers, which stay on the device."""
         if not self._is_here:
             return StepScale(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
-        counts = self._over_replicas(count_targets(_targets(batch), samples))
+        reads = self._is_first or not self._deferred
+        device = None if reads else self._mesh.device
+        counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
         expected = None if count_before is None else _expected(counts, self._before, count_before)
-        self._before = counts
+        self._before, self._is_first = counts, False
         num_losses = min(samples, self._mesh.plan.microbatches)
         is_only = self._has_all_losses and self._updates_per_step >= num_losses
         per_update = Counts(*(number / self._updates_per_step for number in counts))
-        return StepScale(
-            per_update, expected, is_only=is_only, local=samples if self._has_all_losses else None
-        )
+        local = samples if self._has_all_losses and reads else None
+        return StepScale(per_update, expected, is_only=is_only, local=local)
 
-    def _over_replicas(self, local: Counts) -> Counts:
+    def _over_replicas(self, local: Counts, *, reads: bool) -> Counts:
         plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
         if plan.data == 1:
             return local
@@ -72,7 +75,7 @@ class LossScale:
             group.all_gather(rows, row)
         # A stage may have several ranks of each replica in its group, one after the other.
         summed = rows[:: group.size // plan.data].sum(0)
-        return Counts(*(summed.tolist() if summed.is_cpu else summed))
+        return Counts(*(summed.tolist() if reads else summed))
 
 
 @final
@@ -111,16 +114,17 @@ class StepScale:
 _UPDATE_PER_MICROBATCH = frozenset(ASYNCHRONOUS_SCHEDULES) - {"pipedream-2bw"}
 
 
-def count_targets(targets: Any, samples: int) -> Counts:
-    """What there is to count in the targets of some samples."""
+def count_targets(targets: Any, samples: int, device: torch.device | None = None) -> Counts:
+    """What there is to count in the targets of some samples. Given a device, nothing is read: a number that
+    must be computed stays there."""
     tensors = _tensors(targets)
     if len(tensors) != 1:
         return Counts(samples, samples, samples)
     (tensor,) = tensors
     counted: Number = tensor.numel()
     if tensor.dtype == torch.int64:
-        is_counted = (tensor != IGNORED_TARGET).sum().double()
-        counted = is_counted.item() if tensor.is_cpu else is_counted
+        summed = (tensor != IGNORED_TARGET).sum()
+        counted = float(summed) if device is None else summed.double().to(device, non_blocking=True)
     return Counts(samples, tensor.numel(), counted)
 
 

@@ -79,7 +79,8 @@ class StepRunner(ABC):
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         placement = local.program.placement
-        self._loss_scale = LossScale(mesh, placement[-1], is_here=len(placement) - 1 in local.stages)
+        is_here = len(placement) - 1 in local.stages
+        self._loss_scale = LossScale(mesh, placement[-1], is_here=is_here, deferred=update.deferred)
         self._wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self._wire, mesh.device, self._prepare())
 
