@@ -139,6 +139,8 @@ def _targets(batch: Any) -> Any:
 def _expected(counts: Counts, before: Counts | None, count_before: Number) -> Number:
     """The candidate that was the count of the step before, or that count. Nobody reads a device."""
     expected: Number = count_before
+    if isinstance(count_before, Tensor):  # 0: every step before was refused
+        expected = torch.where(count_before == 0, counts.counted, count_before)
     for now, earlier in zip(counts, before or (), strict=False):
         is_match = earlier == count_before
         if isinstance(is_match, Tensor):

@@ -14,12 +14,14 @@ from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.model_checks import check_content, check_wrappers
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
+from echelon.engine.unwrapping import without_compiling
 from echelon.engine.updates import make_update
 from echelon.launching import join
 from echelon.mesh import Mesh
@@ -62,6 +64,9 @@ def parallelize(
         model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table, weights
     )
     plan = supported_plan(plan)
+    check_wrappers(model)
+    model = without_compiling(model)
+    check_content(model, plan)
     check_model(model, plan, clip)
     join()
     model, source = prepare(model, plan, weights)

@@ -27,6 +27,7 @@ from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
 from echelon.engine.upload import Upload, to_device
+from echelon.engine.weight_changes import WeightChanges, may_change_weights
 from echelon.errors import UserError
 from echelon.memory import Meter
 from echelon.mesh import Mesh
@@ -81,6 +82,8 @@ class StepRunner(ABC):
         placement = local.program.placement
         is_here = len(placement) - 1 in local.stages
         self._loss_scale = LossScale(mesh, placement[-1], is_here=is_here, deferred=update.deferred)
+        for stage in local.stages.values():
+            stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
         self._wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self._wire, mesh.device, self._prepare())
 
@@ -251,6 +254,8 @@ class FlushedRunner(StepRunner):
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         count_before = self._update.start_step()
+        for stage in self._local.stages.values():
+            stage.start_step()
         self._buffers.take()
         try:
             feed = self._training_feed(batch, step, count_before)
@@ -312,6 +317,13 @@ class ContinuousRunner(StepRunner):
 
     def storages(self) -> list[Tensor]:
         return self._versions.storages()
+
+    @contextmanager
+    def around(self, microbatch: Microbatch) -> Iterator[None]:
+        for stage in self._local.stages.values():  # every microbatch is the first of an update
+            stage.start_step()
+        with super().around(microbatch):
+            yield
 
     def update(self) -> None:
         plan = self._mesh.plan

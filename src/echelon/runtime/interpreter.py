@@ -149,6 +149,7 @@ class Interpreter:
     def _count(self, instruction: Instruction, loss: MicrobatchLoss) -> Tensor:
         """Enter a microbatch's loss; returns what the backward pass starts from."""
         total, count, normaliser = loss
+        count = count.double() if isinstance(count, Tensor) else count  # integers times floats are float32
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._runtime.counts_loss:

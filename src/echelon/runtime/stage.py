@@ -4,7 +4,8 @@ Its layers are called in order; its parameter sets are each shared in a way of t
 interpreter speaks to stages alone. What a rank does with all of its stages at once is in `LocalStages`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from echelon.data_parallel import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
 from echelon.ownership import LocalParameter, OwnedSlice
 from echelon.program import Program
+from echelon.runtime.power_iteration import iterated_modules, no_iteration
 
 
 @final
@@ -23,6 +25,10 @@ class Stage:
 
     def __init__(self, index: int, module: nn.Module, sharings: Sequence[Sharing], buffers: Buffers) -> None:
         self.index, self.module, self.sharings, self._buffers = index, module, list(sharings), buffers
+        self._iterated = iterated_modules(module)
+        self._num_forwards = 0  # in this step
+        # Opened around the first forward pass of a training, if somebody wants to see what it does.
+        self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
         for previous, following in pairwise(reducers):
             following.follow(previous)
@@ -32,8 +38,19 @@ class Stage:
         """Whether replicas talk during every microbatch, so that each must run the same number of them."""
         return any(sharing.lockstep for sharing in self.sharings)
 
+    def start_step(self) -> None:
+        self._num_forwards = 0
+
     def forward(self, value: Any) -> Any:
-        return self.module(value)
+        self._num_forwards += 1
+        if self._num_forwards > 1 and self._iterated:
+            with no_iteration(self._iterated):
+                return self.module(value)
+        if self.first_forward is None or not torch.is_grad_enabled():
+            return self.module(value)
+        check, self.first_forward = self.first_forward, None
+        with check():
+            return self.module(value)
 
     def start_backward(self, *, last: bool) -> None:
         for sharing in self.sharings:

@@ -46,7 +46,8 @@ class Update(ABC):
 
     @abstractmethod
     def start_step(self) -> Number | None:
-        """Begin; returns what the last update was the mean of, where all ranks know it."""
+        """Begin; returns what the last update was the mean of, where all ranks know it: None, or 0 on a
+        device, before there was one."""
 
     def tie(self) -> None:  # noqa: B027 (nothing to do where no stages share weights)
         """Sum the gradients of weights that several stages hold."""
@@ -165,7 +166,7 @@ class SynchronousUpdate(Update):
         if not isinstance(skip, Tensor):
             self._last_count = self._last_count if skip else self._count
         else:
-            before = 1.0 if self._last_count is None else self._last_count
+            before = 0.0 if self._last_count is None else self._last_count
             self._last_count = torch.where(skip, before, self._count)
 
     def publish(self) -> None:

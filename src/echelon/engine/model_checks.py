@@ -1,0 +1,136 @@
+"""Models that a plan cannot train as one device would, refused by what is in them, before anything starts.
+
+What a module does can be read where it is torch's own. Weights that a forward of another's changes are found
+in the first step: see weight_changes.py.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from echelon.errors import raise_errors
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.runtime.power_iteration import iterated_modules
+
+_Lookup = nn.Embedding | nn.EmbeddingBag
+
+
+def is_cut(plan: Plan) -> bool:
+    """Whether a forward pass sees a part of the global batch alone."""
+    return plan.data > 1 or plan.microbatches > 1 or plan.context > 1
+
+
+def check_wrappers(model: nn.Module) -> None:
+    """Refuse modules that no plan can look into."""
+    raise_errors("the model", list(_wrapper_errors(model)))
+
+
+def check_content(model: nn.Module, plan: Plan) -> None:
+    """Refuse what is in `model`, all of it at once, where `plan` cannot be equal to one device."""
+    errors = [
+        *_form_errors(model),
+        *_lookup_errors(model, plan),
+        *_iteration_errors(model, plan),
+        *_adapter_errors(model, plan),
+    ]
+    raise_errors(f"the model with plan '{plan}'", errors)
+
+
+def _wrapper_errors(model: nn.Module) -> Iterator[str]:
+    """Modules that communicate or compute by themselves."""
+    for name, module in model.named_modules():
+        kind, place = type(module).__name__, f"{name or 'the model'} is a"
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            yield (
+                f"{place} {kind}, which divides the batch by itself: give the model as it was before, and "
+                "let the plan say data=N"
+            )
+        elif isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"{place} {kind}, whose forward no plan can change: give the nn.Module that it was made of, "
+                "and compile=true in the plan to compile it"
+            )
+
+
+def _form_errors(model: nn.Module) -> Iterator[str]:
+    """Weights without a shape, or that somebody else has divided."""
+    lazy = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+    ]
+    if lazy:
+        yield (
+            f"{', '.join(lazy)}: of a lazy module, and without a shape until it is called; call the model "
+            "once, with a batch of any size, before you give it to parallelize"
+        )
+    divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if divided:
+        yield (
+            f"{divided[0]} and {len(divided) - 1} others are DTensors: somebody has divided the model "
+            "(fully_shard, parallelize_module); give it as it was before, and let the plan divide it"
+        )
+
+
+def _lookup_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Embeddings that change their weights in the forward, or whose gradients depend on the whole batch."""
+    users = _users(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, _Lookup):
+            continue
+        if module.scale_grad_by_freq and is_cut(plan):
+            yield (
+                f"{name} has scale_grad_by_freq: its gradients depend on how often the whole batch uses a "
+                "row, and a rank sees a part of it; use data=1, microbatches=1 and context=1, or drop it"
+            )
+        if module.max_norm is not None and not _may_renormalise(users[id(module.weight)], plan):
+            yield (
+                f"{name} has max_norm: its forward changes the rows that it uses, and ranks with other rows "
+                "would drift apart; use data=1, context=1, zero=0 and fp32, with a weight that no other "
+                "module uses, or drop it and clip the rows between steps"
+            )
+
+
+def _may_renormalise(users: int, plan: Plan) -> bool:
+    """Whether the rows that a forward changes are the same as on one device: no other rank uses them, no one
+    reads others of them meanwhile, and what is changed stays."""
+    alone = plan.data == 1 and plan.context == 1 and plan.tensor == 1
+    stays = plan.zero == 0 and plan.precision in ("fp32", "fp64")
+    if plan.schedule in ASYNCHRONOUS_SCHEDULES or not (alone and stays):
+        return False
+    return not is_cut(plan) or users == 1
+
+
+def _users(model: nn.Module) -> dict[int, int]:
+    """How many modules have each parameter, by its id."""
+    users: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users[id(parameter)] = users.get(id(parameter), 0) + 1
+    return users
+
+
+def _iteration_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    if plan.schedule != "pipedream-2bw" or plan.microbatches == 1:
+        return
+    for name, module in model.named_modules():
+        if iterated_modules(module, recurse=False):
+            yield (
+                f"{name or 'the model'} has a spectral norm, which iterates in every forward: with "
+                "schedule=pipedream-2bw no microbatch is the first of an update; use another schedule"
+            )
+
+
+def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """PEFT's models are taken as they are, where nobody must look inside."""
+    inside = plan.pipeline != 1 or plan.tensor > 1 or plan.context > 1
+    if inside and hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        yield (
+            f"the model is a {type(model).__name__} of peft, around the model whose layers this plan must "
+            "know: give model.get_base_model(), in which the adapters are; or use data and zero alone"
+        )

@@ -1,0 +1,78 @@
+"""Whether a forward pass changes weights: found in the first one of a training, by comparing them.
+
+On one device such a change is made once per step, from the whole batch. Ranks and microbatches that see parts
+of it would make others, each its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.engine.model_checks import is_cut
+from echelon.errors import UserError
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+
+
+def may_change_weights(plan: Plan) -> bool:
+    """Whether a forward pass is all of a step's, and what it leaves in the weights stays there."""
+    return plan.zero < 3 and plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+
+
+@final
+class WeightChanges:
+    """Compares the weights of one stage. Call it around a forward pass that must not change them."""
+
+    def __init__(self, stage: nn.Module, plan: Plan) -> None:
+        self._plan = plan
+        names = {id(parameter): name for name, parameter in stage.named_parameters()}
+        # Where modules have them: during a forward pass these may be versions of the weights.
+        self._places = [
+            (names[id(parameter)], module, key)
+            for module in stage.modules()
+            if not _renormalises(module)
+            for key, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = self._states()
+        try:
+            yield
+        except RuntimeError as error:
+            if "_OfVersion is a view" in str(error):  # torch forbids to change a version in place
+                raise self._error("weights") from error
+            raise
+        after = self._states()
+        changed = [
+            place[0] for place, one, other in zip(self._places, before, after, strict=True) if one != other
+        ]
+        if changed:
+            raise self._error(", ".join(dict.fromkeys(changed)))
+
+    @torch.no_grad()
+    def _states(self) -> list[tuple[int, int]]:
+        """Of each weight its version, and the bits of its sum: these tell of changes through `.data`, which
+        versions do not count. With zero=3 weights come and go in between, and have a version alone."""
+        weights: list[Tensor] = [module._parameters[key] for _, module, key in self._places]  # type: ignore[misc]
+        versions = [weight._version for weight in weights]
+        if self._plan.zero == 3 or not weights:
+            return [(version, 0) for version in versions]
+        real = [torch.view_as_real(w) if w.is_complex() else w for w in weights]
+        sums = torch.stack([weight.sum(dtype=torch.float64) for weight in real])
+        return list(zip(versions, sums.view(torch.int64).tolist(), strict=True))
+
+    def _error(self, changed: str) -> UserError:
+        return UserError(
+            f"plan '{self._plan}': the forward changes {changed} in place, from what it sees of the batch; "
+            "ranks and microbatches see parts of it, and weights that come and go forget the change; use "
+            "data=1 and microbatches=1 without zero=3, or change weights between steps"
+        )
+
+
+def _renormalises(module: nn.Module) -> bool:
+    """Whether it is known to change its rows, and accepted (model_checks.py)."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
