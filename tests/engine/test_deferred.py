@@ -231,7 +231,8 @@ def refused_both_ways(plan: str, first: int) -> tuple[list[int], int, Weights]:
     late = refused_in_the_middle(plan, deferred=True, first=first)
     assert late[:2] == direct[:2]
     for name, value in direct[2].items():
-        assert torch.allclose(late[2][name], value, rtol=0, atol=1e-12), name
+        # A bias before batch norm has a gradient of nothing but rounding.
+        assert torch.allclose(late[2][name], value, rtol=0, atol=1e-11), name
     return late
 
 
