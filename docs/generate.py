@@ -218,7 +218,7 @@ LAYERS = (
     Layer(("verify", "bench"), ("report",), "what a person looks at"),
     Layer(("train", "doctor"), (), "a whole run; a look at the machine"),
     Layer(("engine",), (), "parallelize() composes a plan"),
-    Layer(("planner", "async_training"), (), "splits layers; workers at their own pace"),
+    Layer(("planner", "async_training", "audit"), (), "splits layers; workers at their own pace; compares"),
     Layer(("runtime",), (), "stages, interpreter, update"),
     Layer(
         ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel"),

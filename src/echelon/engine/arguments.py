@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from echelon.audit import MODES
 from echelon.engine.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
@@ -46,6 +47,17 @@ def check_arguments(
         *_table_errors(tensor_table),
         *_weights_errors(weights),
     ]
+    raise_errors("the arguments of parallelize", errors)
+
+
+def check_audit(audit: object, check_every: object) -> None:
+    """Refuse an audit that does not exist."""
+    errors = []
+    if audit not in MODES:
+        modes = ", ".join(map(repr, MODES))
+        errors.append(f"audit={audit!r}: must be one of {modes}")
+    if not isinstance(check_every, int) or not _is_integer(check_every) or check_every < 0:
+        errors.append(f"check_every={check_every!r}: must be a number of steps, or 0 to compare never")
     raise_errors("the arguments of parallelize", errors)
 
 

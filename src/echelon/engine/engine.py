@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from echelon.assembly import Assembly
+from echelon.audit import AuditResult
 from echelon.collectives import Ledger
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.export import export
+from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_put_together, is_split, restore_weights
@@ -53,6 +55,7 @@ class Engine:
         layers: LayerSharding,
         scopes: Scopes,
         wrapping: Wrapping,
+        audit: AuditSettings,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._counter = StepCounter()
@@ -67,6 +70,7 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
+        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes)
         self._is_closed = False
 
     # What a training loop needs.
@@ -103,6 +107,11 @@ class Engine:
         return self._counter.updates
 
     @property
+    def audit(self) -> list[AuditResult]:
+        """What the audit of the first step has found, one result per entry; empty before the step."""
+        return list(self._audit.results)
+
+    @property
     def learning_rate(self) -> float:
         """The rate of the first parameter group at the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
@@ -129,6 +138,8 @@ class Engine:
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
+        if not self._audit.is_over:
+            self._audit.ask(batch)
         self._update.set_learning_rate(number)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 from torch import nn
 
+from echelon.audit import Mode, make_skeleton
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_model
+from echelon.engine.arguments import check_arguments, check_audit, check_model
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
+from echelon.engine.first_step import AuditSettings
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.model_checks import check_content, check_wrappers
 from echelon.engine.restore import mark_split
@@ -47,6 +49,8 @@ def parallelize(
     sample_batch: Batch | None = None,
     tensor_table: Table | None = None,
     weights: str | Path | None = None,
+    audit: Mode = "first",
+    check_every: int = 200,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -59,10 +63,13 @@ def parallelize(
     for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism does with modules
     that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a Hugging Face
     folder, of which each rank reads what it holds; the model's own values are not needed (`deferred`).
+    `audit`: whether the "first" step is compared with one device before it changes a weight, or every one
+    ("always"), or none ("off"). Every `check_every` steps ranks compare what all must hold alike; 0: never.
     """
     check_arguments(
         model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table, weights
     )
+    check_audit(audit, check_every)
     plan = supported_plan(plan)
     check_wrappers(model)
     model = without_compiling(model)
@@ -77,6 +84,7 @@ def parallelize(
         undo.callback(wrapping.remove)
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        skeleton = make_skeleton(model) if audit != "off" else "audit='off'"
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
@@ -88,6 +96,7 @@ def parallelize(
         update = make_update(local, mesh, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping)
+        settings = AuditSettings(audit, check_every, skeleton)
+        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, settings)
         undo.pop_all()
     return engine
