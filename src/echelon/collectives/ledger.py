@@ -107,6 +107,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.subject = ""
+        self._is_fixed = False  # whether `about` changes nothing
         self._totals: dict[tuple[str, str, str], Total] = defaultdict(Total)
         self._moves: list[Move] = []
         self._unread: deque[Measurement] = deque()
@@ -140,11 +141,21 @@ class Ledger:
     @contextmanager
     def about(self, subject: str) -> Iterator[None]:
         """Operations that begin inside are entered under `subject`: gradients, parameters, metrics …"""
-        previous, self.subject = self.subject, subject
+        previous, self.subject = self.subject, self.subject if self._is_fixed else subject
         try:
             yield
         finally:
             self.subject = previous
+
+    @contextmanager
+    def only_about(self, subject: str) -> Iterator[None]:
+        """All operations that begin inside are entered under `subject`, whatever they say themselves."""
+        with self.about(subject):
+            before, self._is_fixed = self._is_fixed, True
+            try:
+                yield
+            finally:
+                self._is_fixed = before
 
     def begin(self, axis: str, operation: str, traffic: Traffic, start: float | None = None) -> Move:
         """Enter an operation that began at `start` (or now)."""

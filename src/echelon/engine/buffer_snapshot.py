@@ -43,7 +43,9 @@ class _Pair(NamedTuple):
 class BufferSnapshot:
     """`take` before a step, then `restore` when it is decided whether the step was refused."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, largest: int = LARGEST_COPY) -> None:
+        """Buffers of more than `largest` bytes are not copied."""
+        self._largest = largest
         self._modules = list(dict.fromkeys(module for root in modules for module in root.modules()))
         self._saved: dict[Slot, _Saved] | None = None  # while a step is undecided
         self._copies: dict[Slot, Tensor] = {}  # of the last `take`; the next one uses their memory again
@@ -54,7 +56,7 @@ class BufferSnapshot:
         earlier, self._copies, self._saved = self._copies, {}, {}
         pairs: list[_Pair] = []
         for slot, buffer in self._buffers():
-            if buffer is None or not _is_copied(buffer):
+            if buffer is None or not _is_copied(buffer, self._largest):
                 self._saved[slot] = _Saved(buffer, 0, None)
                 continue
             copy = earlier.get(slot)
@@ -140,8 +142,8 @@ def _are_alike(refused: Tensor, old: Tensor, now: Tensor) -> bool:
     return _is_dense(old) and _is_dense(now) and _same_form(old, now) and now.device == refused.device
 
 
-def _is_copied(buffer: Tensor) -> bool:
-    if not _is_dense(buffer) or buffer.nbytes > LARGEST_COPY:
+def _is_copied(buffer: Tensor, largest: int) -> bool:
+    if not _is_dense(buffer) or buffer.nbytes > largest:
         return False
     # Elements of an expanded tensor share memory: it cannot be written to, and its copy would be larger.
     return buffer.is_contiguous() or all(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
+from echelon.engine.arguments import check_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.export import export
 from echelon.engine.first_step import AuditSettings, make_audit
@@ -70,7 +71,7 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
-        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes)
+        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module)
         self._is_closed = False
 
     # What a training loop needs.
@@ -138,11 +139,14 @@ class Engine:
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
-        if not self._audit.is_over:
-            self._audit.ask(batch)
         self._update.set_learning_rate(number)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
+        if not self._audit.is_over:
+            check_batch(batch)
+            self._audit.ask(batch)
+        elif self._audit.target_check is not None:
+            self._audit.target_check.check(batch)
         numbers = self._runner.train(batch, number)
         self._meter.sample()
         self._counter.add(numbers)

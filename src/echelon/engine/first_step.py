@@ -6,9 +6,14 @@ from typing import Any, NamedTuple, final
 from torch import nn
 
 from echelon.audit import AuditEntry, AuditResult, Mode
+from echelon.audit.agreement import RankAgreement
+from echelon.audit.finite_weights import FiniteWeights
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.loss_audit import LossAudit, TargetCheck
+from echelon.engine.sample_audit import SampleAudit
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
+from echelon.engine.trial import TrialForward
 from echelon.mesh import Mesh
 from echelon.runtime import LocalStages
 
@@ -27,12 +32,18 @@ class AuditSettings(NamedTuple):
 class Audit:
     """Asks all entries before the first step; those that could not tell, before the next ones too."""
 
-    def __init__(self, entries: Sequence[AuditEntry], mode: Mode) -> None:
+    def __init__(self, entries: Sequence[AuditEntry], mode: Mode, loss: LossAudit | None = None) -> None:
+        self._loss = loss
         self._entries = list(entries) if mode != "off" else []
         self._is_repeated = mode == "always"
         self._open = dict(enumerate(self._entries))
         self._num_asked = 0
         self.results: list[AuditResult] = []
+
+    @property
+    def target_check(self) -> TargetCheck | None:
+        """What looks at the targets of every batch, if the loss makes it necessary."""
+        return None if self._loss is None else self._loss.target_check
 
     @property
     def is_over(self) -> bool:
@@ -57,7 +68,19 @@ def make_audit(
     local: LocalStages,
     layers: LayerSharding,
     scopes: Scopes,
+    model: nn.Module,
 ) -> Audit:
     """The entries of a plan, in the order in which they are asked."""
-    entries: list[AuditEntry] = []
-    return Audit(entries, settings.mode)
+    if settings.mode == "off":
+        return Audit([], settings.mode)
+    plan = mesh.plan
+    # Asynchronous workers wait for nobody.
+    group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
+    agreement = RankAgreement(group, mesh.device)
+    trials = TrialForward(runner, mesh, local, layers, model)
+    trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
+    entries: list[AuditEntry] = [FiniteWeights(local.owned_weights, trained, agreement)]
+    loss = LossAudit(layers.loss, layers.user_loss, plan, agreement, mesh.device)
+    if plan.data > 1 or plan.microbatches > 1:
+        entries.append(SampleAudit(trials, mesh, scopes, agreement, loss, model))
+    return Audit(entries, settings.mode, loss)

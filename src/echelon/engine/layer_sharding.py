@@ -64,7 +64,7 @@ class LayerSharding:
         if mesh.plan.sequence:
             assert self.sharded is not None
             check_split(model, before, self.sharded, mesh.plan)
-        self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
+        self.user_loss, self.loss, self._ignores = loss, self._loss(loss), split_loss(loss) is not None
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
         self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)

@@ -65,18 +65,18 @@ class Scopes:
 
     def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
         """What opens the scope of a microbatch. Where nothing is dropped, replicas do not talk."""
+        open_at = self.at_sample(step, samples)
+        return lambda microbatch: open_at(first_sample(0, samples, microbatch, self._microbatches))
+
+    def at_sample(self, step: int, samples: int) -> Callable[[int | Tensor], AbstractContextManager[None]]:
+        """What opens the scope of samples from a place on, counted among the `samples` of this replica."""
         if not any(module.p > 0 for module in self._modules):
             return no_scope
         before = samples_before(self._counts(samples), self._replica)
-
-        def open_scope(microbatch: int) -> AbstractContextManager[None]:
-            first = first_sample(before, samples, microbatch, self._microbatches)
-            return scope(seed=self.seed or 0, step=step, first_sample=first)
-
-        return open_scope
+        return lambda place: scope(seed=self.seed or 0, step=step, first_sample=before + place)
 
 
-def no_scope(_: int) -> AbstractContextManager[None]:
+def no_scope(_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 

@@ -84,8 +84,8 @@ class StepRunner(ABC):
         self._loss_scale = LossScale(mesh, placement[-1], is_here=is_here, deferred=update.deferred)
         for stage in local.stages.values():
             stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
-        self._wire = Wire(mesh.edges(local.program.pairs), mesh.device)
-        self._interpreter = Interpreter(local.stages, self, self._wire, mesh.device, self._prepare())
+        self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
+        self._interpreter = Interpreter(local.stages, self, self.wire, mesh.device, self._prepare())
 
     def train(self, batch: Batch, step: int) -> StepNumbers:
         """One training step, the first of which is 0. Returns when the batch may be changed."""
@@ -107,12 +107,16 @@ class StepRunner(ABC):
 
     def close(self) -> None:
         """Nothing is under way: wait for the last bytes that were sent."""
-        self._wire.close()
+        self.wire.close()
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The tally of what this rank computed the loss of."""
         feed = self._feed(batch, "evaluation", no_scope)
-        return self._run(self._script(("forward", len(feed)), lambda: self._forward_program(len(feed))), feed)
+        return self._run(self.forward_script(len(feed)), feed)
+
+    def forward_script(self, number: int) -> Script:
+        """Takes `number` microbatches forward."""
+        return self._script(("forward", number), lambda: self._forward_program(number))
 
     def _forward_program(self, number: int) -> Program:
         program = add_transfers(forward_only(self._local.program.placement, number))
@@ -178,11 +182,11 @@ class StepRunner(ABC):
         check_batch(batch)
         parts = microbatches(batch, self._mesh.plan.microbatches, always=self._fixed_count)
         return {
-            begin + number: self._microbatch(part, weight, purpose, partial(scope, number))
+            begin + number: self.make_microbatch(part, weight, purpose, partial(scope, number))
             for number, (part, weight) in enumerate(parts)
         }
 
-    def _microbatch(
+    def make_microbatch(
         self, part: Batch, weight: int, purpose: str, scope: Callable[[], AbstractContextManager[None]]
     ) -> Microbatch:
         inputs, targets, true_length = self._layers.take_part(part)

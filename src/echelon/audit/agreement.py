@@ -1,0 +1,41 @@
+"""What ranks decide together in an audit: each sees a part, and all must go on, or stop, alike."""
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from echelon.collectives import Group
+from echelon.launching.group import check_on_every_rank
+
+
+@final
+class RankAgreement:
+    """Among the ranks of a group; without one, this rank decides for itself."""
+
+    def __init__(self, group: Group | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._group is None else self._group.rank
+
+    def least(self, *numbers: int) -> list[int]:
+        """The smallest of each over all ranks."""
+        if self._group is None:
+            return list(numbers)
+        negative = torch.tensor([-number for number in numbers], device=self._device)
+        with self._group.ledger.about("checks"):
+            self._group.all_reduce(negative, "max")
+        return [-int(number) for number in negative.tolist()]
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Which flags are set on some rank."""
+        return [number < 0 for number in self.least(*(-int(flag) for flag in flags))]
+
+    def check(self, check: Callable[[], object]) -> None:
+        """Raise, on every rank, the UserError that `check` raises on any."""
+        if self._group is None:
+            check()
+        else:
+            check_on_every_rank(check)

@@ -1,0 +1,159 @@
+"""The loss in the audit: whether it adds up over samples, in the first batch and in later ones."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.audit.agreement import RankAgreement
+from echelon.audit.loss_parts import (
+    Batch,
+    LossParts,
+    Sums,
+    candidates,
+    compare_sums,
+    message,
+    num_special,
+    special_message,
+    usual_values,
+    weights_message,
+)
+from echelon.audit.samples import Part, rounding
+from echelon.engine.batch import Loss, total_and_count
+from echelon.engine.trial import Outcome
+from echelon.engine.untouched import GeneratorStates, untouched
+from echelon.errors import UserError
+from echelon.plan import Plan
+from echelon.runtime.numbers import HostCopy
+from echelon.tensor_parallel import split_loss
+
+_MOST = 2**40  # more than a sample has targets
+
+
+class _Finding(NamedTuple):
+    """What this rank found of the loss."""
+
+    error: str = ""
+    special: tuple[bool, ...] = ()  # by candidate
+    is_random: bool = False
+
+
+@final
+class LossAudit:
+    """Asks the loss of a plan. `loss` is as this rank calls it, `user_loss` as the user gave it."""
+
+    def __init__(
+        self, loss: Loss, user_loss: Loss, plan: Plan, agreement: RankAgreement, device: torch.device
+    ) -> None:
+        self._loss, self._plan, self._agreement, self._device = loss, str(plan), agreement, device
+        self._is_known = split_loss(user_loss) is not None  # to add up
+        self._module = [user_loss] if isinstance(user_loss, nn.Module) else []
+        self._candidates = candidates(user_loss)
+        self._parts = LossParts(lambda output, targets: total_and_count(loss(output, targets), targets))
+        self.target_check: TargetCheck | None = None
+
+    def prepare(self, batch: Any) -> None:
+        """`batch`: all of this replica's."""
+        self._targets = batch[1]
+
+    def check(
+        self, whole: Outcome | None, parts: Sequence[Part], dims: Sequence[int | None], samples: int
+    ) -> list[str]:
+        """Raise, on every rank, if the loss does not add up; returns what could not be asked."""
+        if self._is_known:
+            return []
+        finding = _Finding()
+        if whole is not None:
+            modules = [each for module in self._module for each in module.modules()]
+            before = GeneratorStates.now(self._device)
+            with untouched(self._module, modules, self._device):
+                finding = self._find(whole, parts, dims, samples)
+                is_random = before.moved(self._device)
+            finding = _Finding(is_random=True) if is_random else finding
+        flags = finding.special or (False,) * len(self._candidates)
+        is_random, *special = self._agreement.any(finding.is_random, *flags)
+        if is_random:
+            return ["without the loss, which draws random numbers"]
+        self._agreement.check(partial(_raise_if, finding.error))
+        self._watch([value for value, is_set in zip(self._candidates, special, strict=True) if is_set])
+        return []
+
+    def _find(
+        self, whole: Outcome, parts: Sequence[Part], dims: Sequence[int | None], samples: int
+    ) -> _Finding:
+        target_dims = [0 for leaf in tree_leaves(whole.targets) if isinstance(leaf, Tensor)]
+        batch = Batch(whole.output, whole.targets, dims, target_dims, samples)
+        if not dims or any(dim is None for dim in dims):
+            sums = self._compare_parts(batch, parts)
+        else:
+            sums = self._parts.difference(batch)
+        if sums is not None:
+            return _Finding(message(sums, self._plan))
+        usual = usual_values(whole.targets, self._candidates)
+        special = self._parts.special_targets(batch, [*self._candidates, *usual]) if dims else []
+        weighed = [value for value in usual if value in special]
+        flags = tuple(value in special for value in self._candidates)
+        return _Finding(weights_message(weighed, self._plan) if weighed else "", flags)
+
+    def _compare_parts(self, batch: Batch, parts: Sequence[Part]) -> Sums | None:
+        """Of an output that cannot be cut into samples: the model's own outputs of the parts."""
+        try:
+            whole = self._parts.sums((batch.output, batch.targets), wide=False)
+            pairs = [(part.output, batch.targets_of(part.begin, part.end)) for part in parts]
+            sums = [self._parts.sums(pair, wide=False) for pair in pairs]
+        except Exception:  # no loss of parts: nothing to compare
+            return None
+        tensors = [leaf for leaf in tree_leaves(batch.output) if isinstance(leaf, Tensor)]
+        return compare_sums(whole, sums, max((rounding(leaf.dtype) for leaf in tensors), default=1e-5))
+
+    def _watch(self, special: list[int]) -> None:
+        """Let later batches be compared with this one, where the loss leaves out targets."""
+        if not special:
+            return
+        counts = num_special(self._targets, special)
+        extremes = (_MOST, _MOST) if counts is None else (int(counts.min()), -int(counts.max()))
+        least, negative = self._agreement.least(*extremes)
+        if least == _MOST:
+            return
+        if least != -negative:
+            raise UserError(special_message(special, least, -negative, self._plan))
+        self.target_check = TargetCheck(special, least, self._plan)
+
+
+@final
+class TargetCheck:
+    """Every sample of every batch must have as many targets that the loss leaves out."""
+
+    def __init__(self, special: Sequence[int], number: int, plan: str) -> None:
+        self._special, self._number, self._plan = special, number, plan
+        self._late: list[HostCopy] = []  # of targets that were on a device: read a step later
+
+    def check(self, batch: Any) -> None:
+        """Raise before the step that would count parts differently; of targets on a device, after it."""
+        extremes = self._extremes(batch[1])
+        if extremes is None:
+            return
+        if not extremes.is_cuda:
+            self._compare(extremes.tolist())
+            return
+        late, self._late = self._late, [HostCopy(extremes)]
+        for copy in late:
+            self._compare(copy.wait())
+
+    def _extremes(self, targets: Any) -> Tensor | None:
+        counts = num_special(targets, self._special)
+        return None if counts is None else torch.stack([counts.min(), counts.max()])
+
+    def _compare(self, extremes: Sequence[float]) -> None:
+        least, most = map(int, extremes)
+        if (least, most) != (self._number, self._number):
+            least, most = min(least, self._number), max(most, self._number)
+            raise UserError(special_message(self._special, least, most, self._plan))
+
+
+def _raise_if(error: str) -> None:
+    if error:
+        raise UserError(error)
