@@ -1,7 +1,8 @@
 """What ranks decide together in an audit: each sees a part, and all must go on, or stop, alike."""
 
+import json
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -32,6 +33,19 @@ class RankAgreement:
     def any(self, *flags: bool) -> list[bool]:
         """Which flags are set on some rank."""
         return [number < 0 for number in self.least(*(-int(flag) for flag in flags))]
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's plain values, in rank order; they travel as JSON."""
+        if self._group is None:
+            return [json.loads(json.dumps(value))]
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self._device)
+        longest = -self.least(-len(data))[0]
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = data
+        gathered = padded.new_empty(self._group.size, longest)
+        with self._group.ledger.about("checks"):
+            self._group.all_gather(gathered, padded)
+        return [json.loads(row.cpu().numpy().tobytes()) for row in gathered]
 
     def check(self, check: Callable[[], object]) -> None:
         """Raise, on every rank, the UserError that `check` raises on any."""

@@ -107,15 +107,14 @@ class LossParts:
 
     # Targets that count less than others.
 
-    def special_targets(self, batch: Batch, values: Iterable[int]) -> list[int]:
-        """Those of `values` that the loss leaves out, or gives another weight than a usual target.
+    def special_targets(self, batch: Batch, values: Iterable[int], usual: int) -> list[int]:
+        """Those of `values` that the loss leaves out, or gives another weight than the `usual` target.
 
         On the host: a device ends the process where a target is no class.
         """
         if any(dim is None for dim in (*batch.dims, *batch.target_dims)) or batch.samples < 2:
             return []
         output, targets = (map_tensors(_to_host, each) for each in batch.part(0, 2))
-        usual = _usual_target(targets, values)
         pair = Batch(output, targets, batch.dims, batch.target_dims, 2)
         return [value for value in values if value != usual and self._is_special(pair, value, usual)]
 
@@ -210,12 +209,6 @@ def usual_values(targets: Any, special: Sequence[int], count: int = 6) -> list[i
         if leaf.dtype == torch.int64:
             found |= dict.fromkeys(leaf.flatten()[:4096].unique()[: count + len(special)].tolist())
     return [value for value in found if value not in special][:count]
-
-
-def _usual_target(targets: Any, values: Iterable[int]) -> int:
-    special = set(values)
-    usual = usual_values(targets, [], 64)
-    return next((value for value in usual if value not in special), usual[0] if usual else 0)
 
 
 def _tensors(structure: Any) -> list[Tensor]:

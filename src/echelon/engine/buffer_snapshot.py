@@ -43,9 +43,9 @@ class _Pair(NamedTuple):
 class BufferSnapshot:
     """`take` before a step, then `restore` when it is decided whether the step was refused."""
 
-    def __init__(self, modules: Sequence[nn.Module], *, largest: int = LARGEST_COPY) -> None:
-        """Buffers of more than `largest` bytes are not copied."""
-        self._largest = largest
+    def __init__(self, modules: Sequence[nn.Module], *, largest: int | None = None) -> None:
+        """Buffers of more than `largest` bytes (LARGEST_COPY) are not copied."""
+        self._largest = LARGEST_COPY if largest is None else largest
         self._modules = list(dict.fromkeys(module for root in modules for module in root.modules()))
         self._saved: dict[Slot, _Saved] | None = None  # while a step is undecided
         self._copies: dict[Slot, Tensor] = {}  # of the last `take`; the next one uses their memory again

@@ -71,7 +71,7 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
-        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module)
+        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._is_closed = False
 
     # What a training loop needs.
@@ -191,6 +191,11 @@ class Engine:
         self._check_steps()
         parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
         return [*parts, *self._owned_buffers(), *self._owned_counters()]
+
+    def _owned_values(self) -> list[OwnedSlice]:
+        """Weights and buffers of this rank, as they are now."""
+        weights = [each for owned in self._local.owned_weights() for each in self._layers.in_whole(owned)]
+        return [*weights, *self._owned_buffers()]
 
     def _owned_buffers(self) -> list[OwnedSlice]:
         """The buffers of the state dict that are on this rank."""

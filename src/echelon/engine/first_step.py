@@ -1,13 +1,14 @@
 """The audit as a step runs it: which entries a plan has, and when they are asked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import nn
 
-from echelon.audit import AuditEntry, AuditResult, Mode
+from echelon.audit import AuditEntry, AuditResult, Mode, make_skeleton
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.finite_weights import FiniteWeights
+from echelon.engine.forward_audit import ForwardAudit
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.loss_audit import LossAudit, TargetCheck
 from echelon.engine.sample_audit import SampleAudit
@@ -15,6 +16,8 @@ from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.trial import TrialForward
 from echelon.mesh import Mesh
+from echelon.ownership import OwnedSlice
+from echelon.pipeline_parallel import StageModule
 from echelon.runtime import LocalStages
 
 _ASKED_AGAIN = 3  # steps in which an entry may ask for another batch
@@ -26,6 +29,10 @@ class AuditSettings(NamedTuple):
     mode: Mode
     check_every: int
     skeleton: nn.Module | str
+
+    @classmethod
+    def of(cls, model: nn.Module, mode: Mode, check_every: int) -> "AuditSettings":
+        return cls(mode, check_every, "audit='off'" if mode == "off" else make_skeleton(model))
 
 
 @final
@@ -69,6 +76,7 @@ def make_audit(
     layers: LayerSharding,
     scopes: Scopes,
     model: nn.Module,
+    owned: Callable[[], list[OwnedSlice]],
 ) -> Audit:
     """The entries of a plan, in the order in which they are asked."""
     if settings.mode == "off":
@@ -83,4 +91,18 @@ def make_audit(
     loss = LossAudit(layers.loss, layers.user_loss, plan, agreement, mesh.device)
     if plan.data > 1 or plan.microbatches > 1:
         entries.append(SampleAudit(trials, mesh, scopes, agreement, loss, model))
+    if any(isinstance(module, StageModule) for module in local.modules):
+        speaks = _is_compared(mesh, local)
+        entries.append(
+            ForwardAudit(
+                trials, mesh, layers, scopes, agreement, model, settings.skeleton, owned, speaks=speaks
+            )
+        )
     return Audit(entries, settings.mode, loss)
+
+
+def _is_compared(mesh: Mesh, local: LocalStages) -> bool:
+    """Whether the output of this rank's last stage is that of rank 0's sample: one rank of each part."""
+    last = local.program.placement[-1][0]
+    position = mesh.position
+    return mesh.group("pipeline").rank == last and position.replica == 0 and position.tensor == 0

@@ -104,6 +104,11 @@ class LayerSharding:
         return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
     @property
+    def has_split_logits(self) -> bool:
+        """Whether the last layer returns this rank's part of the vocabulary."""
+        return self.loss is not self.user_loss
+
+    @property
     def counts_loss(self) -> bool:
         """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
         return self._mesh.position.tensor == 0

@@ -92,8 +92,9 @@ class LossAudit:
             sums = self._parts.difference(batch)
         if sums is not None:
             return _Finding(message(sums, self._plan))
-        usual = usual_values(whole.targets, self._candidates)
-        special = self._parts.special_targets(batch, [*self._candidates, *usual]) if dims else []
+        usual = usual_values(self._targets, self._candidates)
+        values = [*self._candidates, *usual]
+        special = self._parts.special_targets(batch, values, usual[0] if usual else 0) if dims else []
         weighed = [value for value in usual if value in special]
         flags = tuple(value in special for value in self._candidates)
         return _Finding(weights_message(weighed, self._plan) if weighed else "", flags)

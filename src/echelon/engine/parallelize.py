@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from echelon.audit import Mode, make_skeleton
+from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
 from echelon.engine.arguments import check_arguments, check_audit, check_model
 from echelon.engine.auto import resolve
@@ -84,7 +84,7 @@ def parallelize(
         undo.callback(wrapping.remove)
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        skeleton = make_skeleton(model) if audit != "off" else "audit='off'"
+        settings = AuditSettings.of(model, audit, check_every)  # before the model is split
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
@@ -96,7 +96,6 @@ def parallelize(
         update = make_update(local, mesh, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        settings = AuditSettings(audit, check_every, skeleton)
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, settings)
         undo.pop_all()
     return engine

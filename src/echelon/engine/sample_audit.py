@@ -28,7 +28,7 @@ from echelon.audit.samples import (
 from echelon.engine.batch import num_samples, part_bounds
 from echelon.engine.buffer_snapshot import Slot
 from echelon.engine.loss_audit import LossAudit
-from echelon.engine.neighbours import first_samples_of_replicas
+from echelon.engine.neighbours import first_samples_of_replicas, share_samples
 from echelon.engine.samples import Scopes
 from echelon.engine.trial import Outcome, Outcomes, Trial, TrialForward
 from echelon.errors import UserError
@@ -98,7 +98,7 @@ class SampleAudit:
         samples = self._choose(batch)
         if samples is None:
             return skipped(NAME, "the step has a single sample, which nothing can mix with", is_final=False)
-        norms, without_statistics = _batch_norms(self._model)
+        norms, without_statistics = batch_norms(self._model)
         if without_statistics:
             return skipped(NAME, f"{', '.join(without_statistics)} take statistics of each part of the batch")
         notes = [f"{', '.join(norms)} with running statistics"] if norms else []
@@ -126,8 +126,9 @@ class SampleAudit:
         (least,) = self._agreement.least(samples)
         if least > 1:
             size = part_bounds(samples, 0, microbatches)[1] if microbatches > 1 else samples // 2
-            size = max(2, size)
-            return _Trials(_take(batch, list(range(size))), size, size // 2)
+            chosen = _take(batch, list(range(max(2, size))))
+            chosen = share_samples(chosen, self._mesh, self._agreement)
+            return _Trials(chosen, num_samples(chosen), num_samples(chosen) // 2)
         joined = None
         if least == 1 and self._mesh.plan.data > 1 and self._mesh.plan.sync != "async":
             joined = first_samples_of_replicas(batch, self._mesh, self._agreement)
@@ -221,7 +222,7 @@ def _judge(
     return _Verdict(mixing_message, None)
 
 
-def _batch_norms(model: nn.Module) -> tuple[list[str], list[str]]:
+def batch_norms(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of modules that take statistics of a batch, with and without running ones beside them."""
     active = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     with_running = [name for name, module in active if module.track_running_stats]

@@ -1,0 +1,179 @@
+"""The entry of the audit that compares a model that runs layer by layer with its own forward."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.assembly import Assembly
+from echelon.audit import AuditResult, held, skipped
+from echelon.audit.agreement import RankAgreement
+from echelon.audit.own_forward import (
+    Measure,
+    find_difference,
+    measure_output,
+    message,
+    with_tensors,
+)
+from echelon.audit.samples import map_tensors, rounding
+from echelon.engine.batch import Loss, cast, num_samples, take_part, total_and_count
+from echelon.engine.free_memory import free_bytes
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.neighbours import share_samples
+from echelon.engine.sample_audit import batch_norms
+from echelon.engine.samples import Scopes
+from echelon.engine.trial import Outcome, Trial, TrialForward
+from echelon.engine.untouched import GeneratorStates
+from echelon.engine.upload import to_device
+from echelon.errors import UserError
+from echelon.mesh import Mesh
+from echelon.ownership import VALUE, OwnedSlice
+from echelon.precision import DTYPES
+from echelon.quantities import show_bytes
+
+NAME = "own forward"
+
+
+@final
+class ForwardAudit:
+    """Runs the model's own forward on rank 0, which gets whole weights for it. `speaks`: whether what comes
+    out of the last stage here is compared with it."""
+
+    def __init__(
+        self,
+        trials: TrialForward,
+        mesh: Mesh,
+        layers: LayerSharding,
+        scopes: Scopes,
+        agreement: RankAgreement,
+        model: nn.Module,
+        skeleton: nn.Module | str,
+        owned: Callable[[], list[OwnedSlice]],
+        *,
+        speaks: bool,
+    ) -> None:
+        self._trials, self._mesh, self._layers, self._scopes = trials, mesh, layers, scopes
+        self._agreement, self._model, self._skeleton, self._owned = agreement, model, skeleton, owned
+        self._speaks = speaks
+
+    def __call__(self, batch: Any) -> AuditResult:
+        if self._agreement.least(num_samples(batch))[0] == 0:
+            return skipped(NAME, "a replica has no sample", is_final=False)
+        reason = self._agreement.gather(self._reason_not())[0]
+        if reason:
+            return skipped(NAME, reason)
+        sample = share_samples(take_part(batch, 0, num_samples(batch)), self._mesh, self._agreement)
+        scope = partial(self._scopes.at_sample(0, 1), 0)
+        training, failure, outcome = self._by_layers(Trial(sample, scope))
+        if failure:
+            return skipped(NAME, f"the model does not take one sample: {failure}")
+        by_layers = None if outcome is None else self._report(outcome, self._layers.loss)
+        own = self._run_own(Trial(sample, scope), training=training)
+        reports = self._agreement.gather(by_layers if self._speaks else None)
+        own = self._agreement.gather(own)[0]
+        if isinstance(own, str):
+            return skipped(NAME, own)
+        difference = _compare([report for report in reports if report is not None], own)
+        if difference:
+            raise UserError(message(difference, str(self._mesh.plan)))  # the same on every rank
+        return held(NAME, "" if training else "in evaluation mode: the forward draws random numbers")
+
+    def _reason_not(self) -> str:
+        """Why rank 0 cannot run the model's own forward; empty if it can."""
+        if isinstance(self._skeleton, str):
+            return self._skeleton
+        needed = 2 * sum(p.numel() * p.element_size() for p in self._skeleton.parameters())
+        free = free_bytes(self._mesh.device)
+        if needed <= free:
+            return ""
+        return f"the whole model needs {show_bytes(needed)}, and rank 0 has {show_bytes(free)} free"
+
+    def _by_layers(self, trial: Trial) -> tuple[bool, str, Outcome | None]:
+        """One sample through the stages: whether in training mode, why not, and what came out here."""
+        norms, others = batch_norms(self._model)
+        evaluating = [self._model.get_submodule(name) for name in [*norms, *others]]
+        for training in (True, False):
+            run = self._trials.run([trial], evaluating=evaluating, training=training)
+            has_failed, has_drawn = self._agreement.any(bool(run.failure), run.has_drawn)
+            if has_failed:
+                failures = [text for text in self._agreement.gather(run.failure) if text]
+                return training, failures[0], None
+            if not has_drawn:
+                break
+        return training, "", run.outcomes[0]
+
+    # The model's own forward.
+
+    def _run_own(self, trial: Trial, *, training: bool) -> dict[str, Any] | str | None:
+        """All ranks give their parts of the weights; rank 0 runs, and reports."""
+        with self._mesh.ledger.only_about("checks"):
+            owned = [each for each in self._owned() if each.slice.part == VALUE]
+            assembly = Assembly(owned, self._mesh.group("all"), self._mesh.device)
+            whole = {key[0]: assembly.tensor(key, to=0) for key in sorted(assembly)}
+        if self._mesh.rank != 0 or isinstance(self._skeleton, str):
+            return None
+        tensors = {name: tensor for name, tensor in whole.items() if tensor is not None}
+        generators = GeneratorStates.now(self._mesh.device)
+        try:
+            with torch.no_grad(), with_tensors(self._skeleton, tensors), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._set_modes(self._skeleton, training=training)
+                return self._report(self._call_own(self._skeleton, trial), self._layers.user_loss)
+        except Exception as error:
+            return f"its forward cannot be run by itself: {type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            generators.restore(self._mesh.device)
+
+    def _call_own(self, skeleton: nn.Module, trial: Trial) -> Outcome:
+        inputs, targets = map_tensors(Tensor.clone, to_device(trial.part, self._mesh.device))
+        with trial.scope():
+            output = skeleton(cast(inputs, DTYPES[self._mesh.plan.precision]))
+        return Outcome(output, targets)
+
+    def _set_modes(self, skeleton: nn.Module, *, training: bool) -> None:
+        modes = {name: module.training for name, module in self._model.named_modules()}
+        running = {name for names in batch_norms(self._model) for name in names}
+        for name, module in skeleton.named_modules():
+            module.training = training and modes.get(name, True) and name not in running
+
+    def _report(self, outcome: Outcome, loss: Loss) -> dict[str, Any]:
+        """What ranks compare, as plain values."""
+        output = outcome.output
+        is_part = self._mesh.plan.context > 1 or self._layers.has_split_logits
+        by_place = {} if is_part else measure_output(output)
+        tolerance = max((rounding(leaf.dtype) for leaf in _tensors(output)), default=0.0)
+        try:
+            with torch.no_grad():
+                result = loss(output, outcome.targets)
+                total, count = map(float, total_and_count(result, outcome.targets))
+        except Exception:  # it may know only what layers return
+            return {"loss": None, "output": by_place, "tolerance": tolerance}
+        share = 1.0 if isinstance(result, tuple) else outcome.share
+        return {"loss": [total * share, count * share], "output": by_place, "tolerance": tolerance}
+
+
+def _compare(by_layers: Sequence[dict[str, Any]], own: dict[str, Any]) -> str:
+    """What differs, in words. `by_layers`: of each rank along `context`, its part of the sequence."""
+    outputs = [
+        {place: Measure(*values) for place, values in report["output"].items()}
+        for report in (by_layers[0], own)
+    ]
+    difference = find_difference(*outputs)
+    losses = [report["loss"] for report in by_layers]
+    if difference or own["loss"] is None or None in losses:
+        return difference
+    total, count = (sum(loss[place] for loss in losses) for place in range(2))
+    mean, own_mean = (t / c if c else 0.0 for t, c in ((total, count), own["loss"]))
+    tolerance = max(own["tolerance"], *(report["tolerance"] for report in by_layers))
+    if abs(mean - own_mean) <= tolerance * max(abs(mean), abs(own_mean)) or not math.isfinite(own_mean):
+        return ""
+    return f"the loss is {mean:.6g} by layers and {own_mean:.6g} by its forward"
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]

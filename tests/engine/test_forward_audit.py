@@ -1,0 +1,117 @@
+"""layers() that is not the model's forward: a pipeline would train another model than one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import echelon
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from echelon.models import ModelConfig, build, cross_entropy
+from tests.cases import mean_loss, sgd
+
+Warm = Callable[[int], Ranks]
+
+
+class Listed(nn.Module):
+    """Its layers are its forward, but for one mistake."""
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.first, self.dropout, self.middle = nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+        self.norm, self.last = nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 5)
+
+    def layers(self) -> list[nn.Module]:
+        layers = [self.first, self.dropout, self.middle, self.norm, self.last]
+        if self.mistake == "order":
+            layers[1], layers[2] = layers[2], layers[1]
+        if self.mistake in ("dropout", "norm"):
+            layers.remove(getattr(self, self.mistake))
+        return layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [self.first, self.dropout, self.middle, self.norm, self.last]:
+            x = layer(x)
+        return 2 * x if self.mistake == "scale" else x
+
+
+class Uncopied(Listed):
+    """Keeps a tensor with a history, which torch does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.first.weight * 2
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def own_forward(plan: str, model: Callable[..., nn.Module], *args: Any) -> str:
+    """In a rank: the error of its first step, or what the entry found; and the traffic that is no check."""
+    torch.manual_seed(0)
+    engine = echelon.parallelize(model(*args), plan, optimizer=sgd, loss=mean_loss)
+    try:
+        engine.step(engine.local(batch()))
+    except UserError as error:
+        return str(error)
+    return next(str(result) for result in engine.audit if result.name == "own forward")
+
+
+@pytest.mark.parametrize(
+    "plan", ["pipeline=2 microbatches=2", "pipeline=2 schedule=pipedream microbatches=4"]
+)
+def test_a_pipeline_is_compared_with_the_forward(warm_ranks: Warm, plan: str) -> None:
+    ranks = warm_ranks(2)
+    assert set(ranks.run(own_forward, plan, Listed)) == {"own forward: held"}
+    for mistake in ("order", "dropout", "norm", "scale"):
+        first, second = ranks.run(own_forward, plan, Listed, mistake)
+        assert "its layers are not its forward: for the first sample, output has a norm of" in first
+        assert "or calls layers in another order; put it into a layer" in first
+        assert first == second
+
+
+def test_what_cannot_be_copied_is_skipped_with_the_reason(warm_ranks: Warm) -> None:
+    for told in warm_ranks(2).run(own_forward, "pipeline=2 microbatches=2", Uncopied):
+        assert told.startswith("own forward: skipped (Uncopied cannot be copied: RuntimeError")
+
+
+def token_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as echelon's, but unknown to it."""
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets >= 0).sum()
+
+
+def gpt_results(plan: str, *, known: bool) -> list[str]:
+    torch.manual_seed(0)
+    model = build(ModelConfig("gpt", 2, 16, 4, vocab=32, sequence=8, dropout=0.1))
+    loss = cross_entropy if known else token_loss
+    engine = echelon.parallelize(model, plan, optimizer=sgd, loss=loss)
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
+    engine.step(engine.local((tokens[:, :-1], tokens[:, 1:])))
+    return [str(result) for result in engine.audit]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("context=2 microbatches=2", 2),
+        ("tensor=2 sequence=true microbatches=2", 2),
+        pytest.param("data=2 pipeline=2 zero=3 microbatches=2", 4, marks=pytest.mark.slow),
+        pytest.param("pipeline=2-1 microbatches=2", 3, marks=pytest.mark.slow),
+        pytest.param("pipeline=2 schedule=interleaved chunks=2 microbatches=2", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_transformer_holds_under_every_plan_by_layers(warm_ranks: Warm, plan: str, ranks: int) -> None:
+    for known in (True, False):
+        for told in warm_ranks(ranks).run(_run_gpt, plan, known):
+            assert told == ["finite weights: held", "samples: held", "own forward: held"]
+
+
+def _run_gpt(plan: str, known: bool) -> list[str]:
+    return gpt_results(plan, known=known)
