@@ -127,3 +127,14 @@ def test_an_operation_that_ended_during_other_work_was_not_waited_for(
     warm_ranks: Callable[[int], Ranks],
 ) -> None:
     assert warm_ranks(2).run(completes_before_the_wait) == [True, True]
+
+
+def test_what_is_only_about_one_subject_says_nothing_else() -> None:
+    ledger = Ledger()
+    with ledger.only_about("checks"):
+        with ledger.about("parameters"):
+            ledger.begin("data", "all_gather", Traffic(8, 4, 4))
+        assert ledger.subject == "checks"
+    with ledger.about("parameters"):
+        ledger.begin("data", "all_gather", Traffic(8, 4, 4))
+    assert ledger.total(subject="checks").count == ledger.total(subject="parameters").count == 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
-from echelon.engine.arguments import check_arguments, check_batch, check_loss, check_optimizer
+from echelon.engine.arguments import check_arguments, check_audit, check_batch, check_loss, check_optimizer
 from echelon.errors import UserError
 from echelon.plan import Plan
 
@@ -191,3 +191,12 @@ def test_bad_losses(result: Any, says: str) -> None:
 
 def test_both_parts_of_a_pair_are_judged() -> None:
     assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2
+
+
+def test_the_audit_is_one_of_three_and_checks_come_after_some_steps() -> None:
+    check_audit("always", 0)
+    assert errors_of(check_audit, "never", -1) == (
+        "audit='never': must be one of 'first', 'off', 'always'",
+        "check_every=-1: must be a number of steps, or 0 to compare never",
+    )
+    assert len(errors_of(check_audit, ["first"], True)) == 2

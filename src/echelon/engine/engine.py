@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
+from echelon.engine.agreement import check_same_batch
 from echelon.engine.arguments import check_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.export import export
@@ -135,18 +136,14 @@ class Engine:
         """
         self._check_open()
         self._check_steps(but=1)
+        if not self.module.training:  # and else leave alone what the user has set to evaluate
+            self._set_mode(training=True)
+        self._ask_audit(batch)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
         self._update.set_learning_rate(number)
-        if not self.module.training:  # and else leave alone what the user has set to evaluate
-            self._set_mode(training=True)
-        if not self._audit.is_over:
-            check_batch(batch)
-            self._audit.ask(batch)
-        elif self._audit.target_check is not None:
-            self._audit.target_check.check(batch)
         numbers = self._runner.train(batch, number)
         self._meter.sample()
         self._counter.add(numbers)
@@ -155,6 +152,16 @@ class Engine:
         if not self._update.deferred:
             self._check_steps()
         return Metrics(numbers, timer)
+
+    def _ask_audit(self, batch: Batch) -> None:
+        """Raise, on every rank, if this step would train something else than one device."""
+        if not self._audit.is_over and self._runner.is_empty:
+            check_batch(batch)
+            check_same_batch(batch, self.mesh)
+            self._audit.ask(batch)
+        elif self._audit.target_check is not None:
+            check_batch(batch)
+            self._audit.target_check.check(batch)
 
     def _check_steps(self, *, but: int = 0) -> None:
         """Raise if an earlier step was refused; the last `but` are left for later.
@@ -347,6 +354,7 @@ class Engine:
             entries = self._wrapping.entries(stage.module.modules())
             stack = ", ".join(f"{entry} ×{count}" for entry, count in entries.items()) or "nothing"
             lines += [f"  {stage.describe()}", f"    wrapping, innermost first: {stack}"]
+        lines += [f"  audit of {result}" for result in self.audit if result.outcome == "skipped"]
         return "\n".join(lines)
 
     def _set_mode(self, *, training: bool) -> None:

@@ -41,9 +41,8 @@ class Audit:
 
     def __init__(self, entries: Sequence[AuditEntry], mode: Mode, loss: LossAudit | None = None) -> None:
         self._loss = loss
-        self._entries = list(entries) if mode != "off" else []
         self._is_repeated = mode == "always"
-        self._open = dict(enumerate(self._entries))
+        self._open = dict(enumerate(entries))
         self._num_asked = 0
         self.results: list[AuditResult] = []
 

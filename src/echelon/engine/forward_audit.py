@@ -21,10 +21,12 @@ from echelon.audit.own_forward import (
     with_tensors,
 )
 from echelon.audit.samples import map_tensors, rounding
+from echelon.context_parallel import take
 from echelon.engine.batch import Loss, cast, num_samples, take_part, total_and_count
 from echelon.engine.free_memory import free_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.neighbours import share_samples
+from echelon.engine.padding import has_positions
 from echelon.engine.sample_audit import batch_norms
 from echelon.engine.samples import Scopes
 from echelon.engine.trial import Outcome, Trial, TrialForward
@@ -123,7 +125,8 @@ class ForwardAudit:
             with torch.no_grad(), with_tensors(self._skeleton, tensors), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._set_modes(self._skeleton, training=training)
-                return self._report(self._call_own(self._skeleton, trial), self._layers.user_loss)
+                outcome = self._call_own(self._skeleton, trial)
+                return self._report(outcome, self._layers.user_loss, is_own=True)
         except Exception as error:
             return f"its forward cannot be run by itself: {type(error).__name__}: {error}".splitlines()[0]
         finally:
@@ -141,32 +144,54 @@ class ForwardAudit:
         for name, module in skeleton.named_modules():
             module.training = training and modes.get(name, True) and name not in running
 
-    def _report(self, outcome: Outcome, loss: Loss) -> dict[str, Any]:
-        """What ranks compare, as plain values."""
-        output = outcome.output
-        is_part = self._mesh.plan.context > 1 or self._layers.has_split_logits
-        by_place = {} if is_part else measure_output(output)
+    def _report(self, outcome: Outcome, loss: Loss, *, is_own: bool = False) -> dict[str, Any]:
+        """What ranks compare, as plain values: the output of each rank along `context`, and the loss."""
+        context, output = self._mesh.group("context"), outcome.output
+        parts = {rank: _part(output, rank, context.size) for rank in range(context.size)}
+        outputs = parts if is_own else {context.rank: output}
+        measures = {} if self._layers.has_split_logits else {r: measure_output(o) for r, o in outputs.items()}
         tolerance = max((rounding(leaf.dtype) for leaf in _tensors(output)), default=0.0)
+        return {"loss": self._sums(outcome, loss), "outputs": measures, "tolerance": tolerance}
+
+    def _sums(self, outcome: Outcome, loss: Loss) -> list[float] | None:
+        """The total and count of a loss; none of one that may not add up over the parts of a sequence, which
+        the first microbatch finds out."""
+        if self._layers.loss_check is not None:
+            return None
         try:
             with torch.no_grad():
-                result = loss(output, outcome.targets)
+                result = loss(outcome.output, outcome.targets)
                 total, count = map(float, total_and_count(result, outcome.targets))
         except Exception:  # it may know only what layers return
-            return {"loss": None, "output": by_place, "tolerance": tolerance}
+            return None
         share = 1.0 if isinstance(result, tuple) else outcome.share
-        return {"loss": [total * share, count * share], "output": by_place, "tolerance": tolerance}
+        return [total * share, count * share]
+
+
+def _part(output: Any, rank: int, ranks: int) -> Any:
+    """What a rank along `context` has of an output; nothing of one that is padded to be shared."""
+    if ranks == 1:
+        return output
+    leaves = [leaf for leaf in _tensors(output) if has_positions(leaf)]
+    if any(leaf.shape[1] % (2 * ranks) for leaf in leaves):
+        return None
+    return map_tensors(lambda leaf: take(leaf, rank, ranks) if has_positions(leaf) else leaf, output)
 
 
 def _compare(by_layers: Sequence[dict[str, Any]], own: dict[str, Any]) -> str:
-    """What differs, in words. `by_layers`: of each rank along `context`, its part of the sequence."""
-    outputs = [
-        {place: Measure(*values) for place, values in report["output"].items()}
-        for report in (by_layers[0], own)
-    ]
-    difference = find_difference(*outputs)
+    """What differs, in words. `by_layers`: of each rank along `context`."""
+    for report in by_layers:
+        for rank, outputs in report["outputs"].items():
+            measures, own_measures = (
+                {place: Measure(*values) for place, values in each.items()}
+                for each in (outputs, own["outputs"].get(rank, {}))
+            )
+            difference = find_difference(measures, own_measures)
+            if difference:
+                return difference
     losses = [report["loss"] for report in by_layers]
-    if difference or own["loss"] is None or None in losses:
-        return difference
+    if own["loss"] is None or None in losses:
+        return ""
     total, count = (sum(loss[place] for loss in losses) for place in range(2))
     mean, own_mean = (t / c if c else 0.0 for t, c in ((total, count), own["loss"]))
     tolerance = max(own["tolerance"], *(report["tolerance"] for report in by_layers))

@@ -55,14 +55,18 @@ class LossAudit:
         self._parts = LossParts(lambda output, targets: total_and_count(loss(output, targets), targets))
         self.target_check: TargetCheck | None = None
 
-    def prepare(self, batch: Any) -> None:
-        """`batch`: all of this replica's."""
-        self._targets = batch[1]
-
     def check(
-        self, whole: Outcome | None, parts: Sequence[Part], dims: Sequence[int | None], samples: int
+        self,
+        whole: Outcome | None,
+        parts: Sequence[Part],
+        dims: Sequence[int | None],
+        samples: int,
+        targets: Any,
     ) -> list[str]:
-        """Raise, on every rank, if the loss does not add up; returns what could not be asked."""
+        """Raise, on every rank, if the loss does not add up; returns what could not be asked.
+
+        `targets`: all of this replica's, of which `whole` has some.
+        """
         if self._is_known:
             return []
         finding = _Finding()
@@ -70,7 +74,7 @@ class LossAudit:
             modules = [each for module in self._module for each in module.modules()]
             before = GeneratorStates.now(self._device)
             with untouched(self._module, modules, self._device):
-                finding = self._find(whole, parts, dims, samples)
+                finding = self._find(whole, parts, dims, samples, targets)
                 is_random = before.moved(self._device)
             finding = _Finding(is_random=True) if is_random else finding
         flags = finding.special or (False,) * len(self._candidates)
@@ -78,11 +82,17 @@ class LossAudit:
         if is_random:
             return ["without the loss, which draws random numbers"]
         self._agreement.check(partial(_raise_if, finding.error))
-        self._watch([value for value, is_set in zip(self._candidates, special, strict=True) if is_set])
+        left_out = [value for value, is_set in zip(self._candidates, special, strict=True) if is_set]
+        self._watch(left_out, targets)
         return []
 
     def _find(
-        self, whole: Outcome, parts: Sequence[Part], dims: Sequence[int | None], samples: int
+        self,
+        whole: Outcome,
+        parts: Sequence[Part],
+        dims: Sequence[int | None],
+        samples: int,
+        targets: Any,
     ) -> _Finding:
         target_dims = [0 for leaf in tree_leaves(whole.targets) if isinstance(leaf, Tensor)]
         batch = Batch(whole.output, whole.targets, dims, target_dims, samples)
@@ -92,7 +102,7 @@ class LossAudit:
             sums = self._parts.difference(batch)
         if sums is not None:
             return _Finding(message(sums, self._plan))
-        usual = usual_values(self._targets, self._candidates)
+        usual = usual_values(targets, self._candidates)
         values = [*self._candidates, *usual]
         special = self._parts.special_targets(batch, values, usual[0] if usual else 0) if dims else []
         weighed = [value for value in usual if value in special]
@@ -110,11 +120,11 @@ class LossAudit:
         tensors = [leaf for leaf in tree_leaves(batch.output) if isinstance(leaf, Tensor)]
         return compare_sums(whole, sums, max((rounding(leaf.dtype) for leaf in tensors), default=1e-5))
 
-    def _watch(self, special: list[int]) -> None:
+    def _watch(self, special: list[int], targets: Any) -> None:
         """Let later batches be compared with this one, where the loss leaves out targets."""
         if not special:
             return
-        counts = num_special(self._targets, special)
+        counts = num_special(targets, special)
         extremes = (_MOST, _MOST) if counts is None else (int(counts.min()), -int(counts.max()))
         least, negative = self._agreement.least(*extremes)
         if least == _MOST:

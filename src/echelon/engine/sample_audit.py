@@ -94,7 +94,6 @@ class SampleAudit:
         self._model = model
 
     def __call__(self, batch: Any) -> AuditResult:
-        self._loss.prepare(batch)
         samples = self._choose(batch)
         if samples is None:
             return skipped(NAME, "the step has a single sample, which nothing can mix with", is_final=False)
@@ -114,7 +113,7 @@ class SampleAudit:
             return skipped(NAME, f"the model does not take a part of a microbatch: {failure}")
         if not self._confirm(samples, found, run):
             return skipped(NAME, "the model returns something else each time, for the same samples")
-        notes += self._loss.check(found.whole, found.parts, found.dims, samples.samples)
+        notes += self._loss.check(found.whole, found.parts, found.dims, samples.samples, batch[1])
         return held(NAME, "; ".join(notes))
 
     # Samples.

@@ -98,6 +98,11 @@ class StepRunner(ABC):
     @abstractmethod
     def _train(self, batch: Batch, step: int) -> StepNumbers: ...
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is under way: only then can ranks do something else together."""
+        return True
+
     def _prepare(self) -> Versions | None:
         """Begin what this kind of runner keeps between steps; returns the versions of weights, if any."""
         return None
@@ -312,8 +317,12 @@ class ContinuousRunner(StepRunner):
             group.all_reduce(summed)
         return StepNumbers(torch.cat([summed[:2], summed[2:].sqrt()]))
 
+    @property
+    def is_empty(self) -> bool:
+        return self._taken == 0
+
     def drain(self) -> None:
-        if self._taken == 0:
+        if self.is_empty:
             return
         self._run(Script(self._program_of(self._taken, 0), self._rank), {})
         self._taken = 0

@@ -20,6 +20,7 @@ from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.padding import LocalTargets
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.untouched import GeneratorStates, untouched
+from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.runtime import Interpreter, LocalStages, Microbatch, Stage
 
@@ -61,8 +62,8 @@ class TrialForward:
         self._runner, self._mesh, self._local, self._layers = runner, mesh, local, layers
         inside = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*root.modules(), *inside]))
-        self._runtime = _TrialRuntime(layers)
         self._failures: list[str] = []
+        self._runtime = _TrialRuntime(layers, self._failures)
         stages: Any = {n: _TrialStage(stage, self._failures) for n, stage in local.stages.items()}
         self._interpreter = Interpreter(stages, self._runtime, runner.wire, mesh.device, None)
         # Stages with replicas: all of them take part, in copies of one trial.
@@ -146,8 +147,12 @@ class _TrialStage:
         try:
             return self._stage.forward(value)
         except Exception as error:
-            self._failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            self._failures.append(_headline(error))
             return {_FAILED: True}
+
+
+def _headline(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _has_failed(value: Any) -> bool:
@@ -159,15 +164,18 @@ class _TrialRuntime:
 
     counts_loss = False
 
-    def __init__(self, layers: LayerSharding) -> None:
-        self._layers = layers
+    def __init__(self, layers: LayerSharding, failures: list[str]) -> None:
+        self._layers, self._failures = layers, failures
         self.outcome: Outcome | None = None
 
     def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, float]:
         """Keeps what the loss would see."""
         targets: LocalTargets = microbatch.targets
         if not _has_failed(output):
-            self.outcome = Outcome(*self._layers.without_padding(output, targets), targets.share)
+            try:
+                self.outcome = Outcome(*self._layers.without_padding(output, targets), targets.share)
+            except UserError as error:  # which the step itself raises, of all its samples
+                self._failures.append(_headline(error))
         return torch.zeros(()), 0.0
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
