@@ -74,6 +74,6 @@ def test_weights_that_are_no_numbers_are_named_before_the_first_step() -> None:
 def test_an_engine_shows_what_was_skipped() -> None:
     engine = echelon.parallelize(nn.Linear(6, 5), "microbatches=2", optimizer=sgd, loss=mean_loss)
     engine.step(vectors(0, samples=1))
-    assert "  audit of samples: skipped (the step has a single sample" in repr(engine)
+    assert "  audit of samples: skipped (a replica has less than two samples" in repr(engine)
     engine.step(vectors(1))
     assert "audit" not in repr(engine)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _LEAST = 1e-5  # relative; models compute in float32 inside, whatever their type
+_AT_ONCE = 1 << 22  # numbers that are compared at once
 _SMALL = 0.05  # relative differences that rounding may make in bf16, or of a few elements
 
 
@@ -93,30 +94,42 @@ def largest_difference(
 
 
 def _compare(one: Tensor, other: Tensor, dim: int, part: Part, tolerance: float) -> list[Difference]:
-    """Of each sample by itself: a large one would hide others."""
-    each = one.shape[dim] // (part.end - part.begin)
+    """The samples that differ. Each is measured by itself: a large one would hide others."""
+    rows, other_rows = (_by_sample(tensor, dim, part.end - part.begin) for tensor in (one, other))
     found = []
-    for number in range(part.begin, part.end):
-        place = (number - part.begin) * each
-        row, other_row = (_numbers(tensor.narrow(dim, place, each)) for tensor in (one, other))
-        difference = _of_sample(row, other_row, number, tolerance)
-        if difference is not None:
-            found.append(difference)
+    at_once = max(1, _AT_ONCE // max(1, rows.shape[1]))
+    for begin in range(0, len(rows), at_once):
+        apart, scale = _distances(rows[begin : begin + at_once], other_rows[begin : begin + at_once])
+        size = apart.square().mean(1).sqrt()
+        for place in ((size > tolerance * scale) & (size > 0)).nonzero().flatten().tolist():
+            worst, number = int(apart[place].argmax()), begin + place
+            found.append(
+                Difference(
+                    float(size[place] / scale[place]) if scale[place] else math.inf,
+                    float((apart[place] > tolerance * scale[place]).double().mean()),
+                    part.begin + number,
+                    float(rows[number, worst]),
+                    float(other_rows[number, worst]),
+                    tolerance,
+                )
+            )
     return found
 
 
-def _of_sample(one: Tensor, other: Tensor, sample: int, tolerance: float) -> Difference | None:
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, torch.zeros_like(one), one - other).abs().nan_to_num(math.inf, math.inf)
+def _by_sample(tensor: Tensor, dim: int, samples: int) -> Tensor:
+    """[samples, numbers of each]."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    each = plain.shape[dim] // samples
+    return plain.detach().unflatten(dim, (samples, each)).movedim(dim, 0).reshape(samples, -1)
+
+
+def _distances(rows: Tensor, other_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """How far numbers are apart, and the root mean square of each row. Equal ones may be no numbers."""
+    one, other = rows.double(), other_rows.double()
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    apart = torch.where(is_same, torch.zeros_like(one), one - other).abs().nan_to_num(math.inf, math.inf)
     finite = torch.where(one.isfinite(), one, torch.zeros_like(one))
-    scale = finite.square().mean().sqrt().item() if len(one) else 0.0
-    size = apart.square().mean().sqrt().item() if len(one) else 0.0
-    if size <= tolerance * scale or size == 0.0:
-        return None
-    worst = int(apart.argmax())
-    fraction = float((apart > tolerance * scale).double().mean())
-    relative = size / scale if scale else math.inf
-    return Difference(relative, fraction, sample, one[worst].item(), other[worst].item(), tolerance)
+    return apart, finite.square().mean(1).sqrt().nan_to_num(0.0)
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -132,11 +145,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], structure: Any) -> Any:
 
 def _tensors(structure: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    dense = tensor.detach()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).flatten().double()
 
 
 def mixing_message(difference: Difference, samples: int, count: int, plan: str) -> str:

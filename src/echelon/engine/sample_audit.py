@@ -96,7 +96,11 @@ class SampleAudit:
     def __call__(self, batch: Any) -> AuditResult:
         samples = self._choose(batch)
         if samples is None:
-            return skipped(NAME, "the step has a single sample, which nothing can mix with", is_final=False)
+            return skipped(
+                NAME,
+                "a replica has less than two samples, between which nothing can be mixed",
+                is_final=False,
+            )
         norms, without_statistics = batch_norms(self._model)
         if without_statistics:
             return skipped(NAME, f"{', '.join(without_statistics)} take statistics of each part of the batch")
