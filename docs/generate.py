@@ -243,7 +243,11 @@ LAYERS = (
         (),
         "how modules are called; small tools",
     ),
-    Layer(("errors", "quantities", "hardware", "targets"), (), "errors; bytes as text; the machine; targets"),
+    Layer(
+        ("errors", "quantities", "hardware", "targets", "inputs"),
+        (),
+        "errors; bytes as text; the machine; targets; arguments",
+    ),
 )
 BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 

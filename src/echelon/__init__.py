@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
     from echelon.errors import UserError
     from echelon.initialization import deferred
+    from echelon.inputs import Inputs
     from echelon.launching import PeerLost, RankFailed, RankHung, Ranks, launch
     from echelon.memory import Memory
     from echelon.plan import Plan
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Engine": "echelon.engine",
     "Evaluation": "echelon.engine",
+    "Inputs": "echelon.inputs",
     "Memory": "echelon.memory",
     "Metrics": "echelon.engine",
     "PeerLost": "echelon.launching",
@@ -44,6 +46,7 @@ _HOME = {
 __all__ = [
     "Engine",
     "Evaluation",
+    "Inputs",
     "Memory",
     "Metrics",
     "PeerLost",

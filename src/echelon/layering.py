@@ -3,11 +3,14 @@
 Causal language models of transformers list none; echelon.huggingface lists those of known families.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
+from inspect import Parameter
 from typing import Any
 
 from torch import nn
 
+from echelon.errors import UserError
 from echelon.huggingface import FAMILIES, find_family, layers_of, modules_outside, reason_not_listed
 from echelon.wrapping import replaced_forward
 
@@ -20,11 +23,21 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
     """
     listing = _listing(model)
     if listing is not None:
-        return [] if _reason_own_forward(model) else list(listing())
+        return [] if _reason_own_forward(model) else _check_modules(model, list(listing()))
     if isinstance(model, nn.Sequential):
         return [] if _reason_own_forward(model) else list(model)
     family = find_family(model)
     return layers_of(model, family) if family is not None and not reason_not_listed(model) else []
+
+
+def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
+    if wrong is not None:
+        raise UserError(
+            f"layers() of {type(model).__name__} returns a {type(wrong).__name__}: must be the modules that "
+            "its forward runs one after the other; rename it if it lists something else"
+        )
+    return layers
 
 
 def how_to_list(model: nn.Module) -> str:
@@ -33,6 +46,12 @@ def how_to_list(model: nn.Module) -> str:
         return reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
         return _reason_own_forward(model)
+    layers: Any = getattr(model, "layers", None)
+    if callable(layers) and not isinstance(layers, nn.Module):
+        return (
+            f"its layers() needs {', '.join(_required_arguments(layers))}, and is called without arguments; "
+            "give them defaults, or rename it if it lists something else"
+        )
     return (
         "make it an nn.Sequential, or give it layers() -> list[nn.Module], each layer taking what the one "
         f"before returned; these models of transformers work as they are: {', '.join(FAMILIES)}"
@@ -48,7 +67,15 @@ def outside_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _listing(model: nn.Module) -> Callable[[], Iterable[nn.Module]] | None:
     layers: Any = getattr(model, "layers", None)
-    return layers if callable(layers) and not isinstance(layers, nn.Module) else None
+    is_listing = callable(layers) and not isinstance(layers, nn.Module) and not _required_arguments(layers)
+    return layers if is_listing else None
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    """What it cannot be called without."""
+    parameters = inspect.signature(function).parameters.values()
+    optional = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is Parameter.empty and p.kind not in optional]
 
 
 def _reason_own_forward(model: nn.Module) -> str:

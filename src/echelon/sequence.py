@@ -4,6 +4,10 @@ A layer that needs positions, or mixes them (attention), has an attribute `view`
 parallelism assigns another one.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ class View:
     parts = 1  # ranks that share the sequence, each with an equal number of positions
     stretch = 1  # positions inside attention per position of the hidden states between layers
     true_length: int | None = None  # of the whole sequence, where it is padded: later positions are padding
+    shared: Mapping[str, Any] = MappingProxyType({})  # of a batch, what every layer may ask for
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """The positions in the whole sequence of the `length` tokens on this rank, [length].

@@ -44,6 +44,6 @@ def test_a_batch_needs_one_number_of_samples() -> None:
 
 
 def test_a_mean_counts_samples_and_a_pair_counts_itself() -> None:
-    total, count = total_and_count(torch.tensor(2.0), torch.zeros(3))
+    total, count = total_and_count(torch.tensor(2.0), 3)
     assert (float(total), count) == (6.0, 3)
-    assert total_and_count((torch.tensor(8.0), 4), torch.zeros(3)) == (torch.tensor(8.0), 4)
+    assert total_and_count((torch.tensor(8.0), 4), 3) == (torch.tensor(8.0), 4)

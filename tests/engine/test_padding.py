@@ -72,7 +72,7 @@ def test_true_positions_are_counted_once(plan: str, length: int) -> None:
 
 
 def test_targets_and_outputs_are_cut() -> None:
-    targets = LocalTargets({"tokens": torch.arange(4)[None], "label": torch.ones(1)}, 0.5, 3, 4)
+    targets = LocalTargets({"tokens": torch.arange(4)[None], "label": torch.ones(1)}, 0.5, 2, 3, 4)
     output, values = targets.without_padding({"logits": torch.zeros(1, 4, 5)}, ignores=False)
     assert output["logits"].shape == (1, 3, 5)
     assert values["tokens"].tolist() == [[0, 1, 2]]
@@ -81,7 +81,7 @@ def test_targets_and_outputs_are_cut() -> None:
 
 def test_a_loss_that_ignores_targets_is_given_the_output_uncut() -> None:
     """To cut logits is to copy them."""
-    targets, logits = LocalTargets(torch.arange(4)[None], 0.5, 3, 4), torch.zeros(1, 4, 5)
+    targets, logits = LocalTargets(torch.arange(4)[None], 0.5, 2, 3, 4), torch.zeros(1, 4, 5)
     output, values = targets.without_padding(logits, ignores=True)
     assert output is logits
     assert values.tolist() == [[0, 1, 2, IGNORED_TARGET]]
@@ -106,10 +106,10 @@ class Logits:
     ],
 )
 def test_an_output_that_cannot_be_cut_is_refused(output: Any, found: str, ignores: bool) -> None:
-    targets = LocalTargets(torch.zeros(1, 4), 0.5, 3, 4)
+    targets = LocalTargets(torch.zeros(1, 4), 0.5, 2, 3, 4)
     with pytest.raises(UserError, match=f"returned {found} for 4 positions, of which 1 are padding: only an"):
         targets.without_padding(output, ignores=ignores)
-    assert LocalTargets(None, 0.5).without_padding(output, ignores=ignores) == (output, None)
+    assert LocalTargets(None, 0.5, 1).without_padding(output, ignores=ignores) == (output, None)
 
 
 # --- what is refused ----------------------------------------------------------------------------------

@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from echelon.audit import MODES
 from echelon.engine.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.optim.local import works_by_element
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
-
-_PLAIN_LEAVES = (str, int, float, bool, type(None))
 
 
 def check_arguments(
@@ -31,7 +28,6 @@ def check_arguments(
     prefetch: object,
     seed: object = 0,
     boundaries: object = None,
-    sample_batch: object = None,
     tensor_table: object = None,
     weights: object = None,
 ) -> None:
@@ -43,7 +39,6 @@ def check_arguments(
         *_loss_errors(loss),
         *_number_errors(clip, prefetch, seed),
         *_boundary_errors(boundaries, plan),
-        *_sample_batch_errors(sample_batch),
         *_table_errors(tensor_table),
         *_weights_errors(weights),
     ]
@@ -97,10 +92,15 @@ def _optimizer_errors(optimizer: object) -> list[str]:
 
 
 def _loss_errors(loss: object) -> list[str]:
+    if loss is None:
+        return []
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         return [f"loss={loss.__name__}: is a class; give a loss, like {loss.__name__}()"]
     if not callable(loss):
-        return [f"loss is a {type(loss).__name__}: must be a function (output, target) -> mean"]
+        return [
+            f"loss is a {type(loss).__name__}: must be a function (output, target) -> mean, or None for the "
+            "loss that the model returns"
+        ]
     return []
 
 
@@ -130,15 +130,6 @@ def _boundary_errors(boundaries: Any, plan: Any) -> list[str]:
         f"boundaries={list(boundaries)} with pipeline={pipeline}: they say where the stages of a plan begin; "
         f"drop them, or set pipeline={len(boundaries) + 1}"
     ]
-
-
-def _sample_batch_errors(sample_batch: object) -> list[str]:
-    try:
-        if sample_batch is not None:
-            check_batch(sample_batch)
-    except UserError as refusal:
-        return [f"sample_batch: {error}" for error in refusal.errors or (refusal.title,)]
-    return []
 
 
 def _table_errors(table: object) -> list[str]:
@@ -222,39 +213,6 @@ def _membership_errors(optimizer: torch.optim.Optimizer, given: set[int], whole:
     elif not held and whole:
         errors.append("it leaves out every parameter that it was given: nothing would be trained; add some")
     return errors
-
-
-def check_batch(batch: object) -> None:
-    """Refuse a batch that is no pair (inputs, targets), or holds what cannot be cut into samples."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, tuple | list | Mapping) else ""
-        raise UserError(
-            f"the batch is a {type(batch).__name__}{size}: must be a pair (inputs, targets); where the model "
-            "takes several inputs, make them one structure: ((a, b), targets)"
-        )
-    if all(map(_is_leaf, tree_leaves(batch))):
-        return
-    errors = []
-    for name, part in zip(("inputs", "targets"), batch, strict=True):
-        leaves, _ = tree_flatten_with_path(part)
-        errors += [_leaf_error(name + keystr(path), leaf) for path, leaf in leaves if not _is_leaf(leaf)]
-    raise_errors("the batch", errors)
-
-
-def _is_leaf(leaf: object) -> bool:
-    return leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN_LEAVES)
-
-
-def _leaf_error(place: str, leaf: object) -> str:
-    kind = type(leaf).__name__
-    if isinstance(leaf, Tensor):
-        return f"{place} is a tensor without dims: its first dim must count the samples; give it one for each"
-    if isinstance(leaf, Mapping):
-        return f"{place} is a {kind}, which torch does not look into: give dict(batch)"
-    return (
-        f"{place} is a {kind}: must be a tensor, str, int, float, bool or None, or a dict, list or tuple of "
-        "them; convert it, like torch.as_tensor(values)"
-    )
 
 
 def check_loss(result: Any) -> None:

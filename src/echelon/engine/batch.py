@@ -69,9 +69,6 @@ def cast(structure: Any, dtype: torch.dtype) -> Any:
     return tree_map(convert, structure)
 
 
-def total_and_count(result: Any, targets: Any) -> tuple[Tensor, Tensor | int]:
-    """A loss as (total, count). A plain mean counts samples: it was taken over that many."""
-    if isinstance(result, tuple):
-        return result
-    samples = num_samples(targets)
-    return result * samples, samples
+def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
+    """A loss of so many samples as (total, count). A plain mean counts them: it was taken over that many."""
+    return result if isinstance(result, tuple) else (result * samples, samples)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
-from echelon.engine.arguments import check_batch
 from echelon.engine.batch import Batch, take_part
+from echelon.engine.batch_reader import BatchReader, to_plain
 from echelon.engine.export import export
 from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
@@ -57,12 +58,13 @@ class Engine:
         layers: LayerSharding,
         scopes: Scopes,
         wrapping: Wrapping,
+        reader: BatchReader,
         audit: AuditSettings,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._counter = StepCounter()
         self._names, self._local, self._layers = names, local, layers
-        self._update, self._scopes, self._wrapping = update, scopes, wrapping
+        self._update, self._scopes, self._wrapping, self._reader = update, scopes, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages)
@@ -118,13 +120,15 @@ class Engine:
         """The rate of the first parameter group at the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def local(self, batch: Batch) -> Batch:
+    def local(self, batch: Any) -> Any:
         """This replica's part of a global batch."""
-        part: Batch = take_part(batch, self.replica, self.replicas)
-        return part
+        return take_part(to_plain(batch), self.replica, self.replicas)
 
-    def step(self, batch: Batch) -> Metrics:
+    def step(self, batch: Any) -> Metrics:
         """Train on this replica's part of the batch. Replicas may hold different numbers of samples.
+
+        `batch` is (inputs, targets), (a, b, targets), or a dict of the arguments of the model's forward with
+        the targets as "labels": docs/data.md.
 
         A step that must be refused (no sample that the loss counts) raises, and changes no weight, no
         optimizer state and no buffer. It keeps its number: the next step has the next rate and dropout. On a
@@ -136,15 +140,16 @@ class Engine:
         """
         self._check_open()
         self._check_steps(but=1)
+        pair = self._reader.read(batch)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
-        self._ask_audit(batch)
+        self._ask_audit(pair)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
         self._update.set_learning_rate(number)
-        numbers = self._runner.train(batch, number)
+        numbers = self._runner.train(pair, number)
         self._meter.sample()
         self._counter.add(numbers)
         timer.stop()
@@ -156,11 +161,9 @@ class Engine:
     def _ask_audit(self, batch: Batch) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if not self._audit.is_over and self._runner.is_empty:
-            check_batch(batch)
             check_same_batch(batch, self.mesh)
             self._audit.ask(batch)
         elif self._audit.target_check is not None:
-            check_batch(batch)
             self._audit.target_check.check(batch)
 
     def _check_steps(self, *, but: int = 0) -> None:
@@ -174,15 +177,16 @@ class Engine:
             raise error
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> Evaluation:
+    def evaluate(self, batch: Any) -> Evaluation:
         """The mean loss over the global batch, without training."""
         self._check_open()
+        pair = self._reader.read(batch)
         self.ledger.start_step()
         self.synchronize()
         modes = {module: module.training for module in self._modules}
         self._set_mode(training=False)
         try:
-            tally = self._runner.evaluate(batch)
+            tally = self._runner.evaluate(pair)
         finally:
             for module, training in modes.items():
                 module.training = training

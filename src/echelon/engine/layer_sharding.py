@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from echelon.context_parallel import AllToAllView, RingView, positions, take
 from echelon.data_parallel import SharedGradient
 from echelon.dropout import keyed_modules, set_global_indices
-from echelon.engine.batch import Loss
+from echelon.engine.batch import Loss, num_samples
 from echelon.engine.hidden_padding import HiddenPadding, SplitOutput
 from echelon.engine.loss_check import LossCheck
 from echelon.engine.padding import LocalTargets, Padding, has_positions
@@ -31,6 +31,7 @@ from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
+from echelon.pipeline_parallel import StageModule
 from echelon.program import Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
@@ -148,10 +149,9 @@ class LayerSharding:
 
     def assign_views(self, stages: Mapping[int, nn.Module], wrapping: Wrapping) -> None:
         """Let the layers of this rank's stages know which part of the sequence they see."""
-        if not self.by_layers:
-            return
         for stage in stages.values():
-            assign(stage, self._view, wrapping)
+            if isinstance(stage, StageModule):  # and not the model, whose forward knows no view
+                assign(stage, self._view, wrapping)
         if self._hidden_padding is not None:
             num_stages = step_program(self._mesh.plan, ties=False).stages
             self._hidden_padding.connect(stages, num_stages, wrapping)
@@ -185,7 +185,7 @@ class LayerSharding:
         if self._context.size > 1:
             take_local = partial(take, rank=self._context.rank, ranks=self._context.size)
             inputs, targets = tree_map(lambda leaf: take_local(leaf) if has_positions(leaf) else leaf, batch)
-        return LocalPart(inputs, self._padding.targets(targets, length), length)
+        return LocalPart(inputs, self._padding.targets(targets, length, num_samples(batch)), length)
 
     def without_padding(self, output: Any, targets: LocalTargets) -> tuple[Any, Any]:
         """What the model returned, and its targets, as the loss is to see them; inside of `around`."""
@@ -195,15 +195,19 @@ class LayerSharding:
 
     @contextmanager
     def around(
-        self, true_length: int | None, scope: Callable[[], AbstractContextManager[None]]
+        self,
+        true_length: int | None,
+        shared: Mapping[str, Any],
+        scope: Callable[[], AbstractContextManager[None]],
     ) -> Iterator[None]:
-        """Around a forward pass: its layers know how long the sequence is, without padding."""
-        self._view.true_length = true_length
+        """Around a forward pass: its layers know how long the sequence is, without padding, and what all of
+        them may ask for."""
+        self._view.true_length, self._view.shared = true_length, shared
         try:
             with scope():
                 yield
         finally:
-            self._view.true_length = None
+            self._view.true_length, self._view.shared = None, {}
 
     # Dropout.
 

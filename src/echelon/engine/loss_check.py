@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.collectives import Group
 from echelon.context_parallel import put_together
-from echelon.engine.batch import Loss, total_and_count
+from echelon.engine.batch import Loss, num_samples, total_and_count
 from echelon.errors import UserError
 from echelon.targets import IGNORED_TARGET
 
@@ -102,7 +102,7 @@ class LossCheck:
         """As the engine counts: `ranks` ranks share the samples of a mean."""
         output, targets = batch
         result = self._loss(output, targets)
-        total, count = total_and_count(result, targets)
+        total, count = total_and_count(result, num_samples(batch))
         share = 1 if isinstance(result, tuple) else ranks
         return float(total) / share, float(count) / share
 

@@ -32,6 +32,7 @@ class LocalTargets(NamedTuple):
 
     values: Any
     share: float
+    num_samples: int
     num_true: int | None = None  # positions here that are no padding, the first ones; None: nothing is padded
     num_positions: int = 0  # here, with padding
 
@@ -100,12 +101,12 @@ class Padding:
         padded = self._padded(length)
         return tree_map(lambda leaf: pad_to(leaf, padded) if has_positions(leaf) else leaf, structure)
 
-    def targets(self, values: Any, length: int | None) -> LocalTargets:
+    def targets(self, values: Any, length: int | None, num_samples: int) -> LocalTargets:
         """The targets of this rank's part; `length`: of the whole sequence, if it is padded."""
         if length is None:
-            return LocalTargets(values, 1 / self._plan.context)
+            return LocalTargets(values, 1 / self._plan.context, num_samples)
         num_true = self._num_true(length, self._rank)
-        return LocalTargets(values, num_true / length, num_true, self._num_positions(length))
+        return LocalTargets(values, num_true / length, num_samples, num_true, self._num_positions(length))
 
     def _num_true(self, length: int, rank: int) -> int:
         return count_before(length, self._num_positions(length), rank, self._plan.context)

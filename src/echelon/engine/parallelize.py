@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -10,13 +11,15 @@ from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
 from echelon.engine.arguments import check_arguments, check_audit, check_model
 from echelon.engine.auto import resolve
-from echelon.engine.batch import Batch, Loss
+from echelon.engine.batch import Loss
+from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.first_step import AuditSettings
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.model_checks import check_content, check_wrappers
+from echelon.engine.own_loss import choose_loss
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
@@ -39,14 +42,14 @@ def parallelize(
     plan: Plan | str,
     *,
     optimizer: Make,
-    loss: Loss,
+    loss: Loss | None = None,
     clip: float | None = None,
     schedule: Callable[[int], float] | None = None,
     prefetch: int = 1,
     smallest_unit: int = SMALLEST_UNIT,
     seed: int | None = 0,
     boundaries: Sequence[int] | None = None,
-    sample_batch: Batch | None = None,
+    sample_batch: Any = None,
     tensor_table: Table | None = None,
     weights: str | Path | None = None,
     audit: Mode = "first",
@@ -55,20 +58,19 @@ def parallelize(
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
     `optimizer` is given the parameters of this rank; `loss(output, target)` returns a mean over samples, or
-    (total, count) for an exact mean over tokens; `clip` bounds the global gradient norm; `schedule` maps the
-    step to a factor of the learning rate; `prefetch` is how many units zero=3 gathers ahead, and
-    `smallest_unit` how many bytes a module needs to be a unit of its own, in a model that lists no layers.
-    `seed` is that of dropout, whose masks then do not depend on the plan; None leaves them to torch.
-    `boundaries` are the layers before which stages begin, if not evenly; `sample_batch` is a global batch,
-    for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism does with modules
-    that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a Hugging Face
-    folder, of which each rank reads what it holds; the model's own values are not needed (`deferred`).
-    `audit`: whether the "first" step is compared with one device before it changes a weight, or every one
-    ("always"), or none ("off"). Every `check_every` steps ranks compare what all must hold alike; 0: never.
+    (total, count) for an exact mean over tokens; without it, the model's own loss is used; `clip` bounds the
+    global gradient norm; `schedule` maps the step to a factor of the learning rate; `prefetch` is how many
+    units zero=3 gathers ahead, and `smallest_unit` how many bytes a module needs to be a unit of its own, in
+    a model that lists no layers. `seed` is that of dropout, whose masks then do not depend on the plan; None
+    leaves them to torch. `boundaries` are the layers before which stages begin, if not evenly; `sample_batch`
+    is a global batch, for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism
+    does with modules that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a
+    Hugging Face folder, of which each rank reads what it holds; the model's own values are not needed
+    (`deferred`). `audit`: whether the "first" step is compared with one device before it changes a weight, or
+    every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must hold alike;
+    0: never.
     """
-    check_arguments(
-        model, plan, optimizer, loss, clip, prefetch, seed, boundaries, sample_batch, tensor_table, weights
-    )
+    check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     check_audit(audit, check_every)
     plan = supported_plan(plan)
     check_wrappers(model)
@@ -77,6 +79,8 @@ def parallelize(
     check_model(model, plan, clip)
     join()
     model, source = prepare(model, plan, weights)
+    loss = choose_loss(model, loss, plan)
+    sample_batch = read_sample(model, plan, loss, sample_batch)
     plan, boundaries = resolve(model, plan, sample_batch, boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
@@ -96,6 +100,7 @@ def parallelize(
         update = make_update(local, mesh, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, settings)
+        reader = BatchReader(model, plan, loss, by_layers=split.by_layers)
+        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings)
         undo.pop_all()
     return engine

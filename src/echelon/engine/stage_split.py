@@ -35,6 +35,11 @@ class StageSplit(NamedTuple):
     boundaries: list[int]  # the layers before which stages begin
     temporary_buffers: dict[str, Tensor]  # of other stages, in no state dict
 
+    @property
+    def by_layers(self) -> bool:
+        """Whether layers run, one after the other, and not the model's own forward."""
+        return all(isinstance(module, StageModule) for module in self.modules.values())
+
 
 def split_stages(
     model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients
-from echelon.engine.arguments import check_batch, check_loss
+from echelon.engine.arguments import check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
+from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.loss_scale import LossScale
@@ -29,6 +30,7 @@ from echelon.engine.step_program import continuous_steps, step_program
 from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import WeightChanges, may_change_weights
 from echelon.errors import UserError
+from echelon.inputs import shared_inputs
 from echelon.memory import Meter
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
@@ -202,7 +204,8 @@ class StepRunner(ABC):
             if self._layers.loss_check is not None:
                 self._layers.loss_check.check_targets(part[1])
             targets = targets._replace(values=to_device(targets.values, self._mesh.device))
-        around = partial(self._layers.around, true_length, scope)
+        shared = to_device(shared_inputs(inputs), self._mesh.device)
+        around = partial(self._layers.around, true_length, shared, scope)
         return Microbatch(inputs, targets, weight, look, around)
 
     # What instructions mean (StageRuntime).
@@ -217,7 +220,7 @@ class StepRunner(ABC):
         check_loss(result)
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)
-        total, count = total_and_count(result, targets.values)
+        total, count = total_and_count(result, targets.num_samples)
         # The samples that a mean counts are shared by the ranks along `context`.
         is_pair = isinstance(result, tuple)
         weight = microbatch.weight * (1 if is_pair else targets.share)

@@ -2,16 +2,19 @@
 
 families        causal language models as lists of layers, known by their class
 layers          the wrappers around a model's own modules that are listed
+inputs          the arguments of a forward, for layers
 attention       attention over a sequence that several ranks share
 modules         properties of single modules: storage, randomness, precision
 tensor_tables   how tensor parallelism splits each family
 weight_layouts  folders with the weights of any model
+own_loss        losses that models compute themselves
 config_check    whether the config.json of a folder is that of a model
 
 transformers itself is imported only where a model of it is at hand.
 """
 
 from echelon.huggingface.families import FAMILIES, find_family, frequencies, layers_of, reason_not_listed
+from echelon.huggingface.inputs import layer_inputs
 from echelon.huggingface.layers import modules_outside
 from echelon.huggingface.modules import (
     casts_to_float32,
@@ -20,6 +23,13 @@ from echelon.huggingface.modules import (
     initializer,
     is_transposed,
 )
+from echelon.huggingface.own_loss import (
+    causal_cross_entropy,
+    is_plain_causal_loss,
+    label_counter,
+    shift,
+    unsplit_causal_cross_entropy,
+)
 from echelon.huggingface.tensor_tables import TENSOR_TABLES
 from echelon.huggingface.weight_layouts import config_json, open_weights, weight_layout
 
@@ -27,16 +37,22 @@ __all__ = [
     "FAMILIES",
     "TENSOR_TABLES",
     "casts_to_float32",
+    "causal_cross_entropy",
     "config_json",
     "draws_by_function",
     "draws_by_head",
     "find_family",
     "frequencies",
     "initializer",
+    "is_plain_causal_loss",
     "is_transposed",
+    "label_counter",
+    "layer_inputs",
     "layers_of",
     "modules_outside",
     "open_weights",
     "reason_not_listed",
+    "shift",
+    "unsplit_causal_cross_entropy",
     "weight_layout",
 ]

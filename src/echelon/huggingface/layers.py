@@ -1,17 +1,20 @@
 """The layers of a transformers model: its forward, divided where one decoder layer follows another.
 
-Layers are made for training: no cache, no padding. A model's forward computes some things once for all layers
-(positions, their cosines and sines, the mask). Here every layer computes them from the shape of its input.
+Layers are made for training: no cache. A model's forward computes some things once for all layers (positions,
+their cosines and sines, the mask). Here every layer computes them from the shape of its input, and from the
+padding mask and the positions of the batch, if it has any (inputs.py).
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.huggingface.attention import attention_by_view, check_shared_sequence
+from echelon.huggingface.inputs import MASK, POSITIONS
 from echelon.sequence import WHOLE, View
 
 
@@ -25,7 +28,7 @@ class LayerInputs:
         self.config, self.rotary, self.has_window = config, rotary, has_window
 
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
-        positions = view.positions(x.shape[1] * view.stretch, x.device)[None]
+        positions = _positions(view, x.shape[1] * view.stretch, x.device)
         arguments: dict[str, Any] = {"position_ids": positions, "past_key_values": None, "use_cache": False}
         if self.rotary is not None:
             arguments["position_embeddings"] = self.rotary(x, position_ids=positions)
@@ -43,7 +46,28 @@ class LayerInputs:
         make = create_sliding_window_causal_mask if self.has_window else create_causal_mask
         # Only the shape of `inputs_embeds` counts.
         shaped = x[:, :, :1].repeat(1, view.stretch, 1) if view.stretch > 1 else x
-        return make(config=self.config, inputs_embeds=shaped, attention_mask=None, past_key_values=None)
+        given: dict[str, Any] = {}
+        if POSITIONS in view.shared:  # several sequences in a row are told apart by them
+            given["position_ids"] = _padded(view.shared[POSITIONS], shaped.shape[1])
+        if MASK in view.shared:  # and there is padding: to look for some would stop the host
+            given["allow_is_causal_skip"] = False
+        mask = _padded(view.shared[MASK], shaped.shape[1]) if MASK in view.shared else None
+        return make(
+            config=self.config, inputs_embeds=shaped, attention_mask=mask, past_key_values=None, **given
+        )
+
+
+def _positions(view: View, length: int, device: torch.device) -> Tensor:
+    """Those of the batch, or those of the sequence, [1, length]."""
+    if POSITIONS in view.shared:
+        return _padded(view.shared[POSITIONS], length)
+    return view.positions(length, device)[None]
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    """[samples, positions] with the last position repeated, as the hidden states are."""
+    missing = length - values.shape[1]
+    return values if missing == 0 else torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
 
 
 class Embedding(nn.Module):
@@ -64,7 +88,7 @@ class Embedding(nn.Module):
                 f"a sequence of {length} tokens: this model has learned {longest} positions; use sequences "
                 f"of at most {longest} tokens"
             )
-        positions = self.view.positions(tokens.shape[1], tokens.device)[None]
+        positions = _positions(self.view, tokens.shape[1], tokens.device)
         output: Tensor = self.dropout(x + self.positions(positions))
         return output
 

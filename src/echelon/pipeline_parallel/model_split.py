@@ -41,8 +41,11 @@ class StageModule(nn.Module):
     def layers(self) -> list[nn.Module]:
         return list(self._layers)
 
-    def forward(self, value: Any) -> Any:
-        for layer in self._layers:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The first layer takes the arguments, and each other what the one before returned."""
+        first, *others = self._layers
+        value = first(*args, **kwargs)
+        for layer in others:
             value = layer(value)
         return value
 

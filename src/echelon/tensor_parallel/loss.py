@@ -44,7 +44,10 @@ def _part(columns: int, group: Group, vocabulary: int) -> VocabularyPart:
 
 
 # Losses over split logits, by the full name of the loss over whole logits that they replace.
-SPLIT_LOSSES: dict[str, SplitLoss] = {"echelon.models.loss.cross_entropy": vocabulary_cross_entropy}
+SPLIT_LOSSES: dict[str, SplitLoss] = {
+    "echelon.models.loss.cross_entropy": vocabulary_cross_entropy,
+    "echelon.huggingface.own_loss.causal_cross_entropy": vocabulary_cross_entropy,
+}
 
 
 def split_loss(loss: Callable[..., Any]) -> SplitLoss | None:

@@ -84,7 +84,8 @@ def _updates(batch: Any, plan: Plan) -> Iterator[list[Part]]:
 def _backward(reference: ReferenceModel, step: int, parts: list[Part]) -> tuple[float, float]:
     """Compute the gradient of the mean loss of `parts`; returns the loss total and count."""
     results = [
-        total_and_count(reference.loss(batch, step, first_sample), batch[1]) for batch, first_sample in parts
+        total_and_count(reference.loss(batch, step, first_sample), num_samples(batch))
+        for batch, first_sample in parts
     ]
     count = sum(float(count) for _, count in results)
     if count == 0:

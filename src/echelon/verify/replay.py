@@ -56,9 +56,9 @@ class Replay:
         """The gradients of an entry's loss total, and what the loss counted."""
         self._reference.load(self._versions[entry.pulled])
         part: tuple[Any, Any] = take_part(self._batches[entry.step], entry.worker, self._workers)
-        inputs, targets = part
-        result = self._reference.loss(part, entry.step, entry.worker * num_samples(inputs))
-        total, count = total_and_count(result, targets)
+        samples = num_samples(part)
+        result = self._reference.loss(part, entry.step, entry.worker * samples)
+        total, count = total_and_count(result, samples)
         total.backward()
         return self._reference.pop_gradients(), float(count)
 

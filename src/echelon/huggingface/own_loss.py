@@ -1,0 +1,120 @@
+"""The losses that models of transformers compute themselves, of `labels` in the batch.
+
+Most are means over labels that are not ignored. A mean over a part of a batch needs its count beside it, so
+that the parts add up. Which labels a model counts is told by its class and by the text of its forward.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.huggingface.modules import is_pretrained
+from echelon.targets import IGNORED_TARGET
+from echelon.wrapping import replaced_forward
+
+CountLabels = Callable[[Any], Tensor | None]  # from labels to how many count; None: a mean over samples
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+# The loss of logits and labels, and nothing else.
+_PLAIN_LOSS = re.compile(
+    r"loss = self\.loss_function\(\s*(?:logits=)?(?:lm_)?logits,\s*(?:labels=)?labels,"
+    r"\s*(?:vocab_size=)?(?:self\.[\w.]*vocab_size|logits\.shape\[-1\]),\s*\*\*kwargs,?\s*\)"
+)
+_ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
+
+
+def is_plain_causal_loss(model: Any) -> bool:
+    """Whether the model's own loss is the cross-entropy of its logits and the next labels, and no more.
+
+    Then it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary.
+    """
+    kind: Any = type(model)
+    if not is_pretrained(model) or replaced_forward(model) is not None or not _shifts_labels(model):
+        return False
+    if not any(base.__name__.endswith(_CAUSAL) for base in kind.__mro__):
+        return False
+    text = _source(kind.forward)
+    has_auxiliary = bool(getattr(model.config, "output_router_logits", False))
+    additions = [what for what in _ADDED_TO_LOSS.findall(text) if has_auxiliary or "aux_loss" not in what]
+    return len(_PLAIN_LOSS.findall(text)) == 1 and not additions
+
+
+def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Total and count of the loss of a causal model of transformers; `targets` are shifted already."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    logits, targets = output.logits.contiguous(), targets.contiguous()
+    one: Any = 1  # the sum is divided by it
+    total = ForCausalLMLoss(logits, targets, logits.shape[-1], num_items_in_batch=one, shift_labels=targets)
+    return total, (targets != IGNORED_TARGET).sum()
+
+
+def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of whole logits, also where ranks could each keep a part of the vocabulary.
+
+    transformers rounds logits to float32. In a float64 training only the same rounding gives its loss.
+    """
+    return causal_cross_entropy(output, targets)
+
+
+def shift(labels: Tensor) -> Tensor:
+    """The label of the next position at each one; behind the last is none."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_TARGET)
+
+
+def label_counter(model: nn.Module) -> CountLabels:
+    """How many of the labels the model's own mean is over."""
+    if not is_pretrained(model):
+        return _count_samples
+    _check_reduction(model)
+    if type(model).__name__.endswith("ForCTC"):
+        return _count_samples
+    return _count_next if _shifts_labels(model) else _count_all
+
+
+def _count_samples(_: Any) -> None:
+    return None
+
+
+def _count_all(labels: Any) -> Tensor | None:
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    return (labels != IGNORED_TARGET).sum()
+
+
+def _count_next(labels: Any) -> Tensor | None:
+    return _count_all(labels[..., 1:] if isinstance(labels, Tensor) and labels.ndim > 1 else labels)
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the loss at a position is that of the next label."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    text = _source(type(model).forward)
+    if "self.loss_function(" not in text:
+        return "labels[..., 1:]" in text or "labels[:, 1:]" in text
+    own = getattr(model, "_loss_function", None)  # the property would warn where it falls back
+    return (own or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)) is ForCausalLMLoss
+
+
+def _check_reduction(model: Any) -> None:
+    if getattr(model.config, "ctc_loss_reduction", "mean") == "sum":
+        raise UserError(
+            "loss=None: config.ctc_loss_reduction='sum' makes the model's own loss a sum, and steps train on "
+            "the mean over the global batch; set it to 'mean', or give parallelize a loss"
+        )
+
+
+@lru_cache(maxsize=64)
+def _source(function: Any) -> str:
+    """The text of a function; empty where there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
