@@ -17,17 +17,19 @@ class Inputs:
 
     engine.step((echelon.Inputs(a, b, mask=mask), targets))
 
-    `shared` is not for the first layer alone: where a model runs layer by layer, every layer may ask for it.
+    Where a model runs layer by layer, the first layer takes the arguments, `as_one`: as one tuple. `shared`
+    are further arguments of the model, which every layer may ask for.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs
         self.shared: dict[str, Any] = {}
+        self.as_one = False
 
-    def sharing(self, shared: dict[str, Any]) -> "Inputs":
-        """The same arguments, beside what every layer may ask for."""
+    def for_layers(self, shared: dict[str, Any], *, as_one: bool = False) -> "Inputs":
+        """The same for a model that runs layer by layer."""
         inputs = Inputs(*self.args, **self.kwargs)
-        inputs.shared = shared
+        inputs.shared, inputs.as_one = shared, as_one
         return inputs
 
     def __repr__(self) -> str:
@@ -37,7 +39,16 @@ class Inputs:
 
 def call(module: nn.Module, inputs: Any) -> Any:
     """Call a module, or the first layer of a model, with the inputs of a batch."""
-    return module(*inputs.args, **inputs.kwargs) if isinstance(inputs, Inputs) else module(inputs)
+    if not isinstance(inputs, Inputs):
+        return module(inputs)
+    return module(inputs.args) if inputs.as_one else module(*inputs.args, **inputs.kwargs)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model's own forward with the inputs of a batch, also if they were made for its layers."""
+    if not isinstance(inputs, Inputs):
+        return model(inputs)
+    return model(*inputs.args, **inputs.kwargs, **inputs.shared)
 
 
 def shared_inputs(inputs: Any) -> dict[str, Any]:
@@ -45,13 +56,13 @@ def shared_inputs(inputs: Any) -> dict[str, Any]:
     return inputs.shared if isinstance(inputs, Inputs) else {}
 
 
-# As a structure of torch's: the values in order, and how many and under which names they are.
-_Form = tuple[int, tuple[str, ...], tuple[str, ...]]
+# As a structure of torch's: the values in order; how many are by position, and the names of the others.
+_Form = tuple[int, tuple[str, ...], tuple[str, ...], bool]
 
 
 def _flatten(inputs: Inputs) -> tuple[list[Any], _Form]:
     values = [*inputs.args, *inputs.kwargs.values(), *inputs.shared.values()]
-    return values, (len(inputs.args), tuple(inputs.kwargs), tuple(inputs.shared))
+    return values, (len(inputs.args), tuple(inputs.kwargs), tuple(inputs.shared), inputs.as_one)
 
 
 def _flatten_with_keys(inputs: Inputs) -> tuple[list[Any], _Form]:
@@ -62,12 +73,11 @@ def _flatten_with_keys(inputs: Inputs) -> tuple[list[Any], _Form]:
 
 
 def _unflatten(values: Any, form: _Form) -> Inputs:
-    items, (num_args, names, shared) = list(values), form
+    items, (num_args, names, shared, as_one) = list(values), form
     first_shared = num_args + len(names)
     kwargs = dict(zip(names, items[num_args:first_shared], strict=True))
     inputs = Inputs(*items[:num_args], **kwargs)
-    inputs.shared = dict(zip(shared, items[first_shared:], strict=True))
-    return inputs
+    return inputs.for_layers(dict(zip(shared, items[first_shared:], strict=True)), as_one=as_one)
 
 
 register_pytree_node(

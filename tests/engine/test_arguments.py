@@ -1,6 +1,5 @@
 """What users hand to the engine: every mistake is named, with its fix."""
 
-from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
-from echelon.engine.arguments import check_arguments, check_audit, check_batch, check_loss, check_optimizer
+from echelon.engine.arguments import check_arguments, check_audit, check_loss, check_optimizer
 from echelon.errors import UserError
 from echelon.plan import Plan
 
@@ -27,7 +26,6 @@ def good(**changes: Any) -> dict[str, Any]:
         "prefetch": 1,
         "seed": 0,
         "boundaries": None,
-        "sample_batch": None,
         "tensor_table": None,
     }
     return given | changes
@@ -45,7 +43,7 @@ def good(**changes: Any) -> dict[str, Any]:
         {"plan": "pipeline=2", "boundaries": (1,)},
         {"plan": "pipeline=2", "boundaries": [np.int64(1)]},
         {"boundaries": []},
-        {"sample_batch": (torch.zeros(2, 2), torch.zeros(2))},
+        {"loss": None},
         {"tensor_table": {"up": "column"}},
     ],
 )
@@ -85,8 +83,6 @@ def test_all_errors_of_the_arguments_at_once() -> None:
         ({"boundaries": ["a"]}, "boundaries=['a']: must be a list of integers"),
         ({"boundaries": [1]}, "boundaries=[1] with pipeline=1"),
         ({"boundaries": [1], "plan": "pipeline=auto"}, "boundaries=[1] with pipeline=auto"),
-        ({"sample_batch": torch.zeros(2)}, "sample_batch: the batch is a Tensor: must be a pair"),
-        ({"sample_batch": (np.zeros(2), None)}, "sample_batch: inputs is a ndarray"),
         ({"tensor_table": ["x"]}, "tensor_table is a list: must map names of modules to words"),
         ({"tensor_table": {"x": 3}}, "tensor_table has 'x': 3"),
     ],
@@ -126,39 +122,6 @@ def test_optimizers_that_look_at_whole_matrices_cannot_have_parts_of_them(make: 
     optimizer = make(given)
     optimizer.elementwise = True
     check_optimizer(optimizer, given, tensor=2)
-
-
-rows = torch.zeros(4, 3)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (rows, rows),
-        [rows, rows],
-        ({"a": rows, "flag": True, "none": None}, [rows, "name", 1, 2.0]),
-        ((rows, rows), rows),
-    ],
-)
-def test_good_batches_pass(batch: Any) -> None:
-    check_batch(batch)
-
-
-def test_batches_that_are_no_pairs() -> None:
-    assert "is a Tensor: must be a pair" in errors_of(check_batch, rows)[0]
-    assert "is a tuple of 3" in errors_of(check_batch, (rows, rows, rows))[0]
-    assert "is a dict of 2" in errors_of(check_batch, {"inputs": rows, "targets": rows})[0]
-
-
-def test_every_bad_leaf_is_named() -> None:
-    inputs = {"a": torch.tensor(1.0), "b": [rows, np.zeros(3)]}
-    errors = errors_of(check_batch, (inputs, UserDict(labels=rows)))
-    assert [error.split(":")[0] for error in errors] == [
-        "inputs['a'] is a tensor without dims",
-        "inputs['b'][1] is a ndarray",
-        "targets is a UserDict, which torch does not look into",
-    ]
-    assert "dict(batch)" in errors[2]
 
 
 def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:

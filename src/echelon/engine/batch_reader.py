@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from echelon.engine.batch import Batch, Loss
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.call_signature import CallSignature
-from echelon.engine.own_loss import OwnLoss, shifts_labels
+from echelon.engine.own_loss import OwnLoss, takes_next_labels
 from echelon.errors import UserError, raise_errors
 from echelon.huggingface import find_family, layer_inputs, shift
 from echelon.inputs import Inputs
@@ -33,7 +33,7 @@ class BatchReader:
 
     def __init__(self, model: nn.Module, plan: Plan, loss: Loss, *, by_layers: bool) -> None:
         self._signature, self._plan = CallSignature.of(model), plan
-        self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), shifts_labels(loss)
+        self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), takes_next_labels(loss)
         self._is_family = by_layers and find_family(model) is not None
         self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
         self._checked: set[object] = set()  # the forms of calls that are known to be right
@@ -127,9 +127,11 @@ class BatchReader:
             return Inputs(*arguments.args, **{**arguments.kwargs, _LABELS: labels})
         return Inputs(*arguments.args, labels, **arguments.kwargs)
 
-    def _shifted(self, labels: Any) -> Tensor:
+    def _shifted(self, labels: Any) -> Any:
         if isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
             return shift(labels)
+        if self._is_own_loss:
+            return labels
         form = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
         raise UserError(
             f"loss=None: {self._signature.owner} computes its loss of labels, and those of the batch are "
@@ -146,7 +148,7 @@ class BatchReader:
             return layer_inputs({**by_position, **inputs.kwargs}, targets, context=self._plan.context)
         assert self._first is not None
         if self._first.takes_one and len(inputs.args) > 1 and not inputs.kwargs:
-            return inputs.args
+            return inputs.for_layers({}, as_one=True)
         errors = self._first.errors(inputs.args, inputs.kwargs)
         if errors:
             raise UserError(

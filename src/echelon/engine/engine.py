@@ -20,6 +20,7 @@ from echelon.audit import AuditResult
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.batch import Batch, take_part
+from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
 from echelon.engine.export import export
 from echelon.engine.first_step import AuditSettings, make_audit
@@ -161,9 +162,11 @@ class Engine:
     def _ask_audit(self, batch: Batch) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if not self._audit.is_over and self._runner.is_empty:
+            check_batch(batch)
             check_same_batch(batch, self.mesh)
             self._audit.ask(batch)
         elif self._audit.target_check is not None:
+            check_batch(batch)
             self._audit.target_check.check(batch)
 
     def _check_steps(self, *, but: int = 0) -> None:

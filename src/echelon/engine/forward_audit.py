@@ -33,6 +33,7 @@ from echelon.engine.trial import Outcome, Trial, TrialForward
 from echelon.engine.untouched import GeneratorStates
 from echelon.engine.upload import to_device
 from echelon.errors import UserError
+from echelon.inputs import call
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice
 from echelon.precision import DTYPES
@@ -135,7 +136,7 @@ class ForwardAudit:
     def _call_own(self, skeleton: nn.Module, trial: Trial) -> Outcome:
         inputs, targets = map_tensors(Tensor.clone, to_device(trial.part, self._mesh.device))
         with trial.scope():
-            output = skeleton(cast(inputs, DTYPES[self._mesh.plan.precision]))
+            output = call(skeleton, cast(inputs, DTYPES[self._mesh.plan.precision]))
         return Outcome(output, targets)
 
     def _set_modes(self, skeleton: nn.Module, *, training: bool) -> None:

@@ -10,11 +10,13 @@ from echelon.engine.batch import Loss
 from echelon.errors import UserError
 from echelon.huggingface import (
     causal_cross_entropy,
+    counts_labels,
     is_plain_causal_loss,
-    label_counter,
+    shifts_labels,
     unsplit_causal_cross_entropy,
 )
 from echelon.plan import Plan
+from echelon.targets import IGNORED_TARGET
 
 
 def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
@@ -30,9 +32,11 @@ def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
     return OwnLoss(model)
 
 
-def shifts_labels(loss: Loss) -> bool:
-    """Whether a loss takes the labels of the next positions."""
-    return loss in (causal_cross_entropy, unsplit_causal_cross_entropy)
+def takes_next_labels(loss: Loss) -> bool:
+    """Whether a loss counts, at each position, the label of the next one."""
+    return loss in (causal_cross_entropy, unsplit_causal_cross_entropy) or (
+        isinstance(loss, OwnLoss) and loss.shifts
+    )
 
 
 @final
@@ -43,13 +47,16 @@ class OwnLoss:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._count = label_counter(model)
+        self._counts = counts_labels(model)
+        self.shifts = self._counts and shifts_labels(model)
 
     def __call__(self, output: Any, labels: Any) -> Any:
-        loss, count = find_loss(output), self._count(labels)
-        if count is None or not isinstance(loss, Tensor):
+        loss = find_loss(output)
+        is_counted = self._counts and isinstance(labels, Tensor) and not labels.is_floating_point()
+        if not is_counted or not isinstance(loss, Tensor):
             return loss
-        # Of no labels the mean is no number, and its gradient zero.
+        count = (labels != IGNORED_TARGET).sum()
+        # The mean of no labels is not a number, and its gradient is zero.
         return torch.where(count > 0, loss, 0) * count, count
 
 

@@ -25,9 +25,10 @@ from echelon.huggingface.modules import (
 )
 from echelon.huggingface.own_loss import (
     causal_cross_entropy,
+    counts_labels,
     is_plain_causal_loss,
-    label_counter,
     shift,
+    shifts_labels,
     unsplit_causal_cross_entropy,
 )
 from echelon.huggingface.tensor_tables import TENSOR_TABLES
@@ -39,6 +40,7 @@ __all__ = [
     "casts_to_float32",
     "causal_cross_entropy",
     "config_json",
+    "counts_labels",
     "draws_by_function",
     "draws_by_head",
     "find_family",
@@ -46,13 +48,13 @@ __all__ = [
     "initializer",
     "is_plain_causal_loss",
     "is_transposed",
-    "label_counter",
     "layer_inputs",
     "layers_of",
     "modules_outside",
     "open_weights",
     "reason_not_listed",
     "shift",
+    "shifts_labels",
     "unsplit_causal_cross_entropy",
     "weight_layout",
 ]

@@ -41,7 +41,7 @@ def layer_inputs(arguments: Mapping[str, Any], targets: Any, *, context: int) ->
     if positions is not None:
         _check_positions(positions, tokens, context)
         shared[POSITIONS] = positions
-    return Inputs(tokens).sharing(shared)
+    return Inputs(tokens).for_layers(shared)
 
 
 def _is_default(name: str, value: object) -> bool:

@@ -6,7 +6,6 @@ that the parts add up. Which labels a model counts is told by its class and by t
 
 import inspect
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +16,6 @@ from echelon.errors import UserError
 from echelon.huggingface.modules import is_pretrained
 from echelon.targets import IGNORED_TARGET
 from echelon.wrapping import replaced_forward
-
-CountLabels = Callable[[Any], Tensor | None]  # from labels to how many count; None: a mean over samples
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # The loss of logits and labels, and nothing else.
@@ -35,7 +32,7 @@ def is_plain_causal_loss(model: Any) -> bool:
     Then it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary.
     """
     kind: Any = type(model)
-    if not is_pretrained(model) or replaced_forward(model) is not None or not _shifts_labels(model):
+    if not is_pretrained(model) or replaced_forward(model) is not None or not shifts_labels(model):
         return False
     if not any(base.__name__.endswith(_CAUSAL) for base in kind.__mro__):
         return False
@@ -64,35 +61,19 @@ def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, 
 
 
 def shift(labels: Tensor) -> Tensor:
-    """The label of the next position at each one; behind the last is none."""
+    """At each position the label of the next one; the last has none."""
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_TARGET)
 
 
-def label_counter(model: nn.Module) -> CountLabels:
-    """How many of the labels the model's own mean is over."""
+def counts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss is a mean over labels, and not over samples."""
     if not is_pretrained(model):
-        return _count_samples
+        return False
     _check_reduction(model)
-    if type(model).__name__.endswith("ForCTC"):
-        return _count_samples
-    return _count_next if _shifts_labels(model) else _count_all
+    return not type(model).__name__.endswith("ForCTC")
 
 
-def _count_samples(_: Any) -> None:
-    return None
-
-
-def _count_all(labels: Any) -> Tensor | None:
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    return (labels != IGNORED_TARGET).sum()
-
-
-def _count_next(labels: Any) -> Tensor | None:
-    return _count_all(labels[..., 1:] if isinstance(labels, Tensor) and labels.ndim > 1 else labels)
-
-
-def _shifts_labels(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Whether the loss at a position is that of the next label."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
