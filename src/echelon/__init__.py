@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from echelon import data
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
     from echelon.errors import UserError
     from echelon.initialization import deferred
@@ -55,6 +56,7 @@ __all__ = [
     "RankHung",
     "Ranks",
     "UserError",
+    "data",
     "deferred",
     "launch",
     "parallelize",
@@ -62,6 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("echelon.data")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute '{name}'")

@@ -104,7 +104,7 @@ class Batches:
         one row more.
         """
         raise_errors(f"step {step}, part {part}", _place_errors(step, part))
-        samples = step * self.batch + _rows(self.batch, *part)
+        samples = step * self.batch + rows_of_part(self.batch, *part)
         windows = self._ordered(samples)
         starts = self._first_token() + windows * self.sequence
         block = torch.from_numpy(self.corpus.windows(starts, self.sequence + 1))
@@ -122,7 +122,8 @@ class Batches:
         return len(self.corpus) - self.tokens if self.split == "validation" else 0
 
 
-def _rows(batch: int, part: int, parts: int) -> Places:
+def rows_of_part(batch: int, part: int, parts: int) -> Places:
+    """Rows of a batch, split as numpy.array_split does."""
     size, extra = divmod(batch, parts)
     start = part * size + min(part, extra)
     return np.arange(start, start + size + (part < extra), dtype=np.int64)

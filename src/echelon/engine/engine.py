@@ -104,6 +104,11 @@ class Engine:
         return self.plan.data
 
     @property
+    def needs_samples(self) -> bool:
+        """Whether every replica must have a sample in each step: ranks talk in every microbatch."""
+        return self._runner.fixed_count
+
+    @property
     def steps(self) -> int:
         """How many updates were made; on a CUDA device the last two may still turn out to be refused.
 

@@ -77,7 +77,7 @@ class StepRunner(ABC):
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
         talks = local.lockstep or any(map(talks_in_forward, local.modules))
-        self._fixed_count = self._pipelined or talks or plan.schedule_is_file
+        self.fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
@@ -187,7 +187,7 @@ class StepRunner(ABC):
     ) -> dict[int, Microbatch]:
         """The microbatches of a batch, numbered from `begin`."""
         check_batch(batch)
-        parts = microbatches(batch, self._mesh.plan.microbatches, always=self._fixed_count)
+        parts = microbatches(batch, self._mesh.plan.microbatches, always=self.fixed_count)
         return {
             begin + number: self.make_microbatch(part, weight, purpose, partial(scope, number))
             for number, (part, weight) in enumerate(parts)

@@ -1,0 +1,152 @@
+"""Batches of any dataset, a part for each replica."""
+
+import random
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from echelon.data import Loader, loader
+from echelon.errors import UserError
+
+TEN = [{"x": torch.tensor([float(n)]), "labels": n} for n in range(10)]
+
+
+class Plan(NamedTuple):
+    """As an engine says it."""
+
+    replica: int
+    replicas: int
+    needs_samples: bool = False
+
+
+def samples(loaded: Loader) -> list[list[int]]:
+    return [batch["labels"].tolist() for batch in loaded]
+
+
+def joined(replicas: int, epochs: int = 1, **options: Any) -> list[list[int]]:
+    """The global batches that all replicas together see."""
+    parts = [loader(TEN, engine=Plan(r, replicas), **options) for r in range(replicas)]
+    batches = [[samples(part) for _ in range(epochs)] for part in parts]
+    return [list(chain(*rows)) for epoch in zip(*batches, strict=True) for rows in zip(*epoch, strict=True)]
+
+
+def test_every_plan_sees_the_same_batches_in_order() -> None:
+    options = {"batch_size": 4, "shuffle": True, "seed": 3}
+    alone = joined(1, epochs=2, **options)
+    assert [len(batch) for batch in alone] == [4, 4, 2] * 2
+    assert sorted(chain(*alone[:3])) == list(range(10))
+    assert alone[:3] != alone[3:], "another order in each epoch"
+    assert joined(2, epochs=2, **options) == joined(3, epochs=2, **options) == alone
+    assert joined(2, batch_size=4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert joined(2, batch_size=4, drop_last=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_replica_without_a_sample_gets_a_batch_of_none() -> None:
+    part = list(loader(TEN, batch_size=3, replica=1, replicas=2))
+    assert [len(batch["labels"]) for batch in part] == [1, 1, 1, 0]
+    assert part[-1]["x"].shape == (0, 1)
+    empty = list(
+        loader(TensorDataset(torch.zeros(4, 2), torch.zeros(4)), batch_size=3, replica=1, replicas=2)
+    )[-1]
+    assert [tuple(tensor.shape) for tensor in empty] == [(0, 2), (0,)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_goes_on_where_it_stopped_under_another_plan(workers: int) -> None:
+    options: Any = {"batch_size": 4, "shuffle": True, "seed": 5, "num_workers": workers}
+    whole = loader(TEN, **options)
+    expected = samples(whole) + samples(whole)
+    first = loader(TEN, **options)
+    seen = samples(first)
+    for batch in first:
+        seen.append(batch["labels"].tolist())
+        break  # workers have loaded more
+    state = first.state_dict()
+    assert (state["epoch"], state["batch"]) == (1, 1)
+    parts = [loader(TEN, replica=r, replicas=2, **options) for r in range(2)]
+    for part in parts:
+        part.load_state_dict(state)
+    rest = [list(chain(*rows)) for rows in zip(*map(samples, parts), strict=True)]
+    assert seen + rest == expected
+    assert parts[0].epoch == 2
+
+
+def test_a_state_behind_the_last_batch_is_the_next_epoch() -> None:
+    first = loader(TEN, batch_size=5)
+    batches = iter(first)
+    next(batches)
+    assert next(batches)["labels"].tolist() == [5, 6, 7, 8, 9]
+    second = loader(TEN, batch_size=5)
+    second.load_state_dict(first.state_dict())
+    assert (second.epoch, len(samples(second))) == (1, 2)
+
+
+def test_a_look_at_the_first_batch_takes_nothing_away() -> None:
+    loaded = loader(TEN, batch_size=5)
+    next(iter(loaded))
+    assert samples(loaded) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert (len(loaded), loaded.epoch) == (2, 1)
+
+
+class Noisy:
+    """Draws at random for each sample, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, _: int) -> torch.Tensor:
+        return torch.rand(1) + np.random.rand() + random.random()
+
+
+def test_what_a_sample_draws_depends_on_the_sample_and_the_epoch() -> None:
+    """Ranks of one replica drew differently, and trained on different batches."""
+    options: Any = {"batch_size": 3, "shuffle": True}
+    alone = loader(Noisy(), **options)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    one, other = torch.cat(list(alone)), torch.cat(list(alone))
+    assert torch.equal(torch.get_rng_state(), state), "the model's own numbers go on as before"
+    assert not set(one[:, 0].tolist()) & set(other[:, 0].tolist())
+    parts = [list(loader(Noisy(), replica=r, replicas=2, **options)) for r in range(2)]
+    assert torch.equal(torch.cat([torch.cat(rows) for rows in zip(*parts, strict=True)]), one)
+
+
+def test_a_collate_function_and_datasets_that_are_read_at_once() -> None:
+    batches = list(loader(Subset(TEN, range(4)), batch_size=2, collate_fn=len))  # type: ignore[arg-type]
+    assert batches == [2, 2]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 1, "replicas": 2}, "batch_size=1 for 2 replicas: .* use at least 2"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer, at least 1"),
+        ({"batch_size": 4, "replica": 2, "replicas": 2}, "replica=2 of replicas=2: must be below it"),
+        ({"batch_size": 20, "drop_last": True}, "the dataset has 10 samples: no batch of 20"),
+        ({"batch_size": 4, "sampler": []}, "sampler: the loader chooses the samples of each rank itself"),
+        (
+            {"batch_size": 3, "engine": Plan(0, 2, needs_samples=True)},
+            "the last batch .* 1 of 10",
+        ),
+        ({"batch_size": 2, "dataset": Stream()}, "dataset is a Stream: must have a length"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        loader(**{"dataset": TEN, **arguments})
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    state = loader(TEN, batch_size=5, shuffle=True).state_dict()
+    with pytest.raises(UserError, match="batch_size=5: this loader has 2") as refusal:
+        loader(TEN, batch_size=2).load_state_dict(state)
+    assert [error.split("=")[0] for error in refusal.value.errors] == ["batch_size", "shuffle"]
