@@ -1,6 +1,7 @@
 """Weights from Hugging Face folders and back, part by part."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -231,3 +232,44 @@ def test_a_rank_that_cannot_write_brings_the_rest() -> None:
     stream.fetch("a")
     stream.finish()
     assert assembly.names == ["a", "b", "c", "d"]
+
+
+def written_pretrained(plan: str, target: Path) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    with parallelize(llama(), plan, optimizer=torch.optim.SGD) as engine:
+        tokens = torch.arange(24).view(2, 12)
+        engine.step(engine.local({"input_ids": tokens, "labels": tokens}))
+        engine.save_pretrained(target)
+        return engine.full_state_dict()
+
+
+SAVED = ["pipeline=2", "data=2 zero=3", "tensor=2"]
+
+
+@pytest.mark.parametrize(
+    "plan", [SAVED[0], *(pytest.param(plan, marks=pytest.mark.slow) for plan in SAVED[1:])]
+)
+def test_save_pretrained_writes_what_transformers_writes(
+    plan: str, tmp_path: Path, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    weights, _ = warm_ranks(2).run(written_pretrained, plan, tmp_path / "ours")
+    model = llama()
+    model.load_state_dict(weights)
+    model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    ours, theirs = ({path.name for path in (tmp_path / each).iterdir()} for each in ("ours", "theirs"))
+    assert ours == theirs == {"config.json", "generation_config.json", "model.safetensors"}
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
+            (tmp_path / "theirs" / name).read_text()
+        )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_save_pretrained_is_for_models_of_transformers(tmp_path: Path) -> None:
+    with (
+        parallelize(build(CONFIG), "data=1", optimizer=torch.optim.SGD, loss=cross_entropy) as engine,
+        pytest.raises(UserError, match=r"GPT is not a model of transformers; engine.export\(folder\)"),
+    ):
+        engine.save_pretrained(tmp_path)

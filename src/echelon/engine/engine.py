@@ -22,7 +22,7 @@ from echelon.engine.agreement import check_same_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
-from echelon.engine.export import export
+from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
@@ -269,6 +269,14 @@ class Engine:
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
         """
         export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
+
+    def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+        """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
+
+        All ranks must call this; see `export`.
+        """
+        check_pretrained(self.module)
+        self.export(folder, shard_bytes=shard_bytes)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

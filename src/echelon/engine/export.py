@@ -6,8 +6,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from echelon.assembly import Assembly, Key
-from echelon.errors import raise_errors
-from echelon.huggingface import config_json, weight_layout
+from echelon.errors import UserError, raise_errors
+from echelon.huggingface import config_json, is_pretrained, weight_layout, write_generation_config
 from echelon.launching.group import check_on_every_rank
 from echelon.ownership import VALUE, StateNames
 from echelon.weight_files import write_folder
@@ -27,11 +27,21 @@ def export(
             if rank == 0:
                 entries = layout.entries({name: tensor.dtype for name, tensor in state.items()})
                 config = config_json(model, entries[0].dtype)
+                write_generation_config(model, folder)
                 write_folder(folder, entries, layout.joined(stream.fetch), config, shard_bytes)
         finally:
             stream.finish()  # ranks bring their parts of all tensors, whether these are written or not
 
     check_on_every_rank(write)
+
+
+def check_pretrained(model: nn.Module) -> None:
+    """Refuse a model that transformers has no names for."""
+    if not is_pretrained(model):
+        raise UserError(
+            f"save_pretrained: {type(model).__name__} is not a model of transformers; engine.export(folder) "
+            "writes the weights of any model"
+        )
 
 
 def _whole_state(model: nn.Module, names: StateNames, assembly: Assembly) -> dict[str, Tensor]:

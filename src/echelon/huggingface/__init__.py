@@ -21,6 +21,7 @@ from echelon.huggingface.modules import (
     draws_by_function,
     draws_by_head,
     initializer,
+    is_pretrained,
     is_transposed,
 )
 from echelon.huggingface.own_loss import (
@@ -32,7 +33,12 @@ from echelon.huggingface.own_loss import (
     unsplit_causal_cross_entropy,
 )
 from echelon.huggingface.tensor_tables import TENSOR_TABLES
-from echelon.huggingface.weight_layouts import config_json, open_weights, weight_layout
+from echelon.huggingface.weight_layouts import (
+    config_json,
+    open_weights,
+    weight_layout,
+    write_generation_config,
+)
 
 __all__ = [
     "FAMILIES",
@@ -47,6 +53,7 @@ __all__ = [
     "frequencies",
     "initializer",
     "is_plain_causal_loss",
+    "is_pretrained",
     "is_transposed",
     "layer_inputs",
     "layers_of",
@@ -57,4 +64,5 @@ __all__ = [
     "shifts_labels",
     "unsplit_causal_cross_entropy",
     "weight_layout",
+    "write_generation_config",
 ]

@@ -72,6 +72,12 @@ def config_json(model: Any, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
+def write_generation_config(model: Any, folder: str | Path) -> None:
+    """How a model of transformers generates text, if it does."""
+    if is_pretrained(model) and model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
 class _Matches(NamedTuple):
     """What transformers makes of the names in files."""
 
