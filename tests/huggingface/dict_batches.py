@@ -47,7 +47,16 @@ MODELS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**_BERT)),
     "classifier": lambda: BertForSequenceClassification(BertConfig(**_BERT, num_labels=3)),
     "t5": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, dropout_rate=0.0)
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=16,
+            d_kv=4,
+            d_ff=24,
+            num_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
     ),
 }
 
