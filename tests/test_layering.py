@@ -95,3 +95,33 @@ def test_modules_that_no_layer_calls_are_named() -> None:
     model.third = nn.Linear(2, 2)
     model.layers = lambda: [model.first, nn.Sequential(model.second)]  # type: ignore[assignment]
     assert list(outside_layers(model)) == ["", "third"]
+
+
+class Numbered(nn.Module):
+    """Its layers() is a method for something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def layers(self, count: int) -> int:
+        return count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))  # type: ignore[no-any-return]
+
+
+def test_layers_that_need_arguments_are_no_list() -> None:
+    """Every plan called it, and ended in a TypeError."""
+    assert listed_layers(Numbered()) == []
+    with pytest.raises(UserError, match=r"its layers\(\) needs count, and is called without arguments"):
+        even_boundaries(Numbered(), 2)
+
+
+def test_layers_must_be_modules() -> None:
+    class Names(Numbered):
+        def layers(self, count: int = 2) -> list[str]:  # type: ignore[override]
+            return ["one", "two"][:count]
+
+    with pytest.raises(UserError, match=r"layers\(\) of Names returns a str: must be the modules"):
+        listed_layers(Names())

@@ -3,20 +3,21 @@
 from collections.abc import Mapping
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from echelon.engine.batch import Loss
 from echelon.errors import UserError
 from echelon.huggingface import (
+    ReplacedLoss,
     causal_cross_entropy,
+    causal_loss,
     counts_labels,
     is_plain_causal_loss,
+    mean_as_total,
     shifts_labels,
     unsplit_causal_cross_entropy,
 )
 from echelon.plan import Plan
-from echelon.targets import IGNORED_TARGET
 
 
 def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
@@ -28,15 +29,15 @@ def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
     if loss is not None:
         return loss
     if is_plain_causal_loss(model):
-        return unsplit_causal_cross_entropy if plan.precision == "fp64" else causal_cross_entropy
+        return causal_loss(model, in_float64=plan.precision == "fp64")
     return OwnLoss(model)
 
 
 def takes_next_labels(loss: Loss) -> bool:
     """Whether a loss counts, at each position, the label of the next one."""
-    return loss in (causal_cross_entropy, unsplit_causal_cross_entropy) or (
-        isinstance(loss, OwnLoss) and loss.shifts
-    )
+    if isinstance(loss, OwnLoss):
+        return loss.shifts
+    return isinstance(loss, ReplacedLoss) or loss in (causal_cross_entropy, unsplit_causal_cross_entropy)
 
 
 @final
@@ -55,9 +56,7 @@ class OwnLoss:
         is_counted = self._counts and isinstance(labels, Tensor) and not labels.is_floating_point()
         if not is_counted or not isinstance(loss, Tensor):
             return loss
-        count = (labels != IGNORED_TARGET).sum()
-        # The mean of no labels is not a number, and its gradient is zero.
-        return torch.where(count > 0, loss, 0) * count, count
+        return mean_as_total(loss, labels)
 
 
 def find_loss(output: Any) -> Any:

@@ -25,9 +25,12 @@ from echelon.huggingface.modules import (
     is_transposed,
 )
 from echelon.huggingface.own_loss import (
+    ReplacedLoss,
     causal_cross_entropy,
+    causal_loss,
     counts_labels,
     is_plain_causal_loss,
+    mean_as_total,
     shift,
     shifts_labels,
     unsplit_causal_cross_entropy,
@@ -43,8 +46,10 @@ from echelon.huggingface.weight_layouts import (
 __all__ = [
     "FAMILIES",
     "TENSOR_TABLES",
+    "ReplacedLoss",
     "casts_to_float32",
     "causal_cross_entropy",
+    "causal_loss",
     "config_json",
     "counts_labels",
     "draws_by_function",
@@ -57,6 +62,7 @@ __all__ = [
     "is_transposed",
     "layer_inputs",
     "layers_of",
+    "mean_as_total",
     "modules_outside",
     "open_weights",
     "reason_not_listed",

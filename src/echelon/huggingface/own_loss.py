@@ -6,8 +6,9 @@ that the parts add up. Which labels a model counts is told by its class and by t
 
 import inspect
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
 
 
 def is_plain_causal_loss(model: Any) -> bool:
-    """Whether the model's own loss is the cross-entropy of its logits and the next labels, and no more.
+    """Whether the model's own loss is a function of its logits and the next labels, and no more.
 
     Then it can be computed wherever the logits are: the last stage of a pipeline, a part of the vocabulary.
     """
@@ -40,6 +41,38 @@ def is_plain_causal_loss(model: Any) -> bool:
     has_auxiliary = bool(getattr(model.config, "output_router_logits", False))
     additions = [what for what in _ADDED_TO_LOSS.findall(text) if has_auxiliary or "aux_loss" not in what]
     return len(_PLAIN_LOSS.findall(text)) == 1 and not additions
+
+
+def causal_loss(model: Any, *, in_float64: bool) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
+    """The own loss of a model for which `is_plain_causal_loss` holds; it takes labels that are shifted."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    own = getattr(model, "_loss_function", None)  # what the user has set
+    if own is not None and own is not ForCausalLMLoss:
+        return ReplacedLoss(own)
+    return unsplit_causal_cross_entropy if in_float64 else causal_cross_entropy
+
+
+@final
+class ReplacedLoss:
+    """A causal model's loss function that the user has replaced: a mean over the next labels."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """It shifts labels itself. The first one, which is not there any more, predicts nothing."""
+        logits = output.logits.contiguous()
+        labels = torch.nn.functional.pad(targets[..., :-1], (1, 0), value=IGNORED_TARGET)
+        mean = self._function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+        return mean_as_total(mean, targets)
+
+
+def mean_as_total(mean: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Total and count of a mean over the labels that are not ignored."""
+    count = (labels != IGNORED_TARGET).sum()
+    # The mean of no labels is not a number, and its gradient is zero.
+    return torch.where(count > 0, mean, 0) * count, count
 
 
 def causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,8 +113,8 @@ def shifts_labels(model: Any) -> bool:
     text = _source(type(model).forward)
     if "self.loss_function(" not in text:
         return "labels[..., 1:]" in text or "labels[:, 1:]" in text
-    own = getattr(model, "_loss_function", None)  # the property would warn where it falls back
-    return (own or LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss)) is ForCausalLMLoss
+    # The property `loss_function` would warn where it falls back.
+    return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
 
 
 def _check_reduction(model: Any) -> None:
