@@ -120,7 +120,8 @@ def _by_sample(tensor: Tensor, dim: int, samples: int) -> Tensor:
     """[samples, numbers of each]."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     each = plain.shape[dim] // samples
-    return plain.detach().unflatten(dim, (samples, each)).movedim(dim, 0).reshape(samples, -1)
+    rows: Tensor = plain.detach().unflatten(dim, (samples, each)).movedim(dim, 0).reshape(samples, -1)
+    return rows
 
 
 def _distances(rows: Tensor, other_rows: Tensor) -> tuple[Tensor, Tensor]:

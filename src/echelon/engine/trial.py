@@ -22,7 +22,7 @@ from echelon.engine.step_runner import StepRunner
 from echelon.engine.untouched import GeneratorStates, untouched
 from echelon.errors import UserError
 from echelon.mesh import Mesh
-from echelon.runtime import Interpreter, LocalStages, Microbatch, Stage
+from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Stage
 
 _FAILED = "(failed)"
 Scope = Callable[[], AbstractContextManager[None]]
@@ -168,7 +168,7 @@ class _TrialRuntime:
         self._layers, self._failures = layers, failures
         self.outcome: Outcome | None = None
 
-    def loss(self, output: Any, microbatch: Microbatch) -> tuple[Tensor, float]:
+    def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
         """Keeps what the loss would see."""
         targets: LocalTargets = microbatch.targets
         if not _has_failed(output):
@@ -176,7 +176,7 @@ class _TrialRuntime:
                 self.outcome = Outcome(*self._layers.without_padding(output, targets), targets.share)
             except UserError as error:  # which the step itself raises, of all its samples
                 self._failures.append(_headline(error))
-        return torch.zeros(()), 0.0
+        return MicrobatchLoss(torch.zeros(()), 0.0, 1.0)
 
     def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         return microbatch.scope()
