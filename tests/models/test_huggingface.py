@@ -1,6 +1,8 @@
 """Against transformers itself, on small random models. Nothing is downloaded."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +213,14 @@ def test_presets_are_what_transformers_would_build(name):
     expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}
     shapes = {name: tensor.shape for name, tensor in to_hf_state(config, model.state_dict()).items()}
     assert shapes == expected
+
+
+def test_files_have_the_permissions_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    # Weights were readable by their owner alone, as temporary files are, beside a config that all could read.
+    before = os.umask(0o027)
+    try:
+        save_hf(build("gpt-tiny"), tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert modes == {"config.json": 0o640, "model.safetensors": 0o640}

@@ -308,3 +308,12 @@ def test_the_same_answer_whatever_the_hash_seed() -> None:
     answers = {determinism_of(seed) for seed in ("0", "1", "77")}
     assert len(answers) == 1
     assert len(json.loads(answers.pop())) == 3
+
+
+@pytest.mark.parametrize(("workers", "memory"), [(120, None), (12, 1e12)])
+def test_progress_rises_to_its_end(workers: int, memory: float | None) -> None:
+    done: list[float] = []
+    nodes = [Node(str(number), 1.0 + number, 1.0, 1.0, 1.0, 1.0) for number in range(4)]
+    partition(chain(nodes), workers, 1e3, memory=memory, progress=done.append)
+    assert done == sorted(done)
+    assert 0 <= done[0] <= done[-1] <= 1

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.cli.options import Json, console, print_json, read_count
+from echelon.cli.waiting import Waiting
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.quantities import read_bytes, show_bytes, show_seconds
 
@@ -73,7 +74,16 @@ def partition(
     assert layers is not None
     assert counts is not None
     assert rates is not None
-    split = solve(layers, counts, rates, cost_model=model, memory=size, straight=straight)
+    with Waiting(f"splitting over {workers} workers", "levels, like 8x256, take less") as wait:
+        split = solve(
+            layers,
+            counts,
+            rates,
+            cost_model=model,
+            memory=size,
+            straight=straight,
+            progress=wait.progress,
+        )
     if as_json:
         print_json(split.to_dict())
     else:

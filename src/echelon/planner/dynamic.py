@@ -13,7 +13,10 @@ import numpy as np
 from echelon.planner.cost import StagePosition
 from echelon.planner.states import Floats
 
-_SAME = 1 + 1e-12  # costs this close are equal: sums were rounded
+SAME = 1 + 1e-12  # costs this close are equal: sums were rounded
+
+
+Progress = Callable[[float], None]
 
 
 class Costs(NamedTuple):
@@ -40,10 +43,13 @@ class Team(NamedTuple):
             yield StagePosition(replicas, workers - replicas, self.outside)
 
 
-def least_bottleneck(costs: Costs, team: Team, columns: list[int]) -> Floats:
+def least_bottleneck(
+    costs: Costs, team: Team, columns: list[int], progress: Progress = lambda _: None
+) -> Floats:
     """[i, c]: the least bottleneck from state i to state `columns[c]` with the whole team.
 
-    The level above adds the cost of what enters at i and of what leaves at the last state.
+    The level above adds the cost of what enters at i and of what leaves at the last state. `progress` is
+    told which part of the work is done.
     """
     rest: list[Floats] = []  # rest[m]: with m workers, and what enters at i charged
     for workers in range(team.workers + 1):
@@ -54,6 +60,7 @@ def least_bottleneck(costs: Costs, team: Team, columns: list[int]) -> Floats:
             best = np.minimum(best, cost)
             entered = np.minimum(entered, np.maximum(cost, costs.enter(position.replicas)[:, None]))
         rest.append(entered)
+        progress((workers / team.workers) ** 2)
     return best
 
 
@@ -69,13 +76,19 @@ def _min_max(first: Floats, rest: Floats) -> Floats:
 
 
 def fewest_stages(
-    costs: Costs, team: Team, begin: int, end: int, limit: float, traffic: Floats
+    costs: Costs,
+    team: Team,
+    begin: int,
+    end: int,
+    limit: float,
+    traffic: Floats,
+    progress: Progress = lambda _: None,
 ) -> list[tuple[int, int, StagePosition]]:
     """The stages (from, to, position) of a split whose costs are all within `limit`.
 
     The fewest stages win; then the least `traffic` over the states where it cuts; then the first.
     """
-    limit *= _SAME
+    limit *= SAME
     tie = traffic / (1.0 + team.workers * traffic.max(initial=0.0))  # a whole split's is less than a stage
     tie[begin] = 0.0
     rest = [np.full(len(traffic), np.inf)]  # rest[m][i]: the score from i with m workers
@@ -91,6 +104,7 @@ def fewest_stages(
 
     for workers in range(1, team.workers + 1):
         rest.append(np.min([scores(position).min(axis=1) for position in team.positions(workers)], axis=0))
+        progress((workers / team.workers) ** 2)
     stages: list[tuple[int, int, StagePosition]] = []
     state, workers = begin, team.workers
     while workers:

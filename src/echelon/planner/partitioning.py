@@ -1,7 +1,7 @@
 """`partition` finds the fastest split of a profile over a cluster: stages, each with replicas."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from echelon.errors import UserError, raise_errors
 from echelon.planner.assess import assess
@@ -24,11 +24,13 @@ def partition(
     cost_model: CostModel | None = None,
     memory: float | None = None,
     straight: bool = False,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Partition:
     """Split a profile over all workers so that a microbatch takes the least time once the pipeline is full.
 
     `workers` and `bandwidth` (bytes per second) are innermost first: 4 GPUs in each of 2 machines are (4, 2).
-    `memory` bounds the bytes on each worker; `straight` forbids replicas.
+    `memory` bounds the bytes on each worker; `straight` forbids replicas; `progress` is told which part of
+    the work is done, from 0 to 1.
 
     partition(profile(model, batch), workers=4, bandwidth=1e9).plan  ->  'pipeline=3-1'
     """
@@ -40,10 +42,10 @@ def partition(
     states = find_states(profile, MOST_STATES if len(levels) == 1 else MOST_STATES_OF_PAIRS)
     problem = Problem(states, levels, model, memory, straight)
     solver = TimeSolver(problem)
-    best = solver.best()
+    best = solver.best(lambda done: progress(done / 2))
     if math.isinf(best):
         _refuse(problem)
-    stages = assess(problem, profile, solver.split(best))
+    stages = assess(problem, profile, solver.split(best, lambda done: progress((1 + done) / 2)))
     return Partition(
         stages,
         pipeline_seconds=max(stage.seconds for stage in stages),

@@ -12,8 +12,11 @@ import numpy as np
 
 from echelon.planner.cluster import Level
 from echelon.planner.cost import Bytes, CostModel, StagePosition
-from echelon.planner.dynamic import Costs, Team, fewest_stages, least_bottleneck
+from echelon.planner.dynamic import Costs, Progress, Team, fewest_stages, least_bottleneck
+from echelon.planner.many_workers import MOST_NUMBERS, CostTable
 from echelon.planner.states import Floats, States
+
+MANY_WORKERS = 100  # from here on, the table of `many_workers` is faster
 
 
 class Piece(NamedTuple):
@@ -54,11 +57,11 @@ class _Solver(ABC):
     def costs(self, depth: int) -> Costs:
         """The costs of level `depth`."""
 
-    def best(self) -> float:
+    def best(self, progress: Progress = lambda _: None) -> float:
         """The least bottleneck over all levels; infinite if no split is allowed."""
         depth = len(self.problem.levels) - 1
         last = len(self.problem.states.masks) - 1
-        return float(least_bottleneck(self.costs(depth), self.team(depth, 0.0), [last])[0, 0])
+        return float(least_bottleneck(self.costs(depth), self.team(depth, 0.0), [last], progress)[0, 0])
 
     def team(self, depth: int, outside: float) -> Team:
         workers = self.problem.levels[depth].workers
@@ -86,6 +89,20 @@ class TimeSolver(_Solver):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._stages: dict[tuple[int, int, bool, float], Floats] = {}
+        self._table = self._outermost_table()
+
+    def _outermost_table(self) -> CostTable | None:
+        """The costs of the outermost level, for many workers without a limit of memory, if they fit."""
+        problem, depth = self.problem, len(self.problem.levels) - 1
+        team = self.team(depth, 0.0)
+        numbers = len(problem.states.masks) ** 2 // 2 * team.workers
+        if problem.memory is not None or team.most_replicas < MANY_WORKERS or numbers > MOST_NUMBERS:
+            return None
+        seconds = Costs(lambda position: self._seconds(depth, position), self.costs(depth).enter)
+        return CostTable(seconds, team)  # without the cache of stages, which would be as large again
+
+    def best(self, progress: Progress = lambda _: None) -> float:
+        return super().best(progress) if self._table is None else self._table.least_bottleneck(progress)
 
     def costs(self, depth: int) -> Costs:
         return Costs(
@@ -120,13 +137,26 @@ class TimeSolver(_Solver):
             seconds = np.maximum(seconds, self._transfer(depth, position.replicas)[None, :])
         return seconds
 
-    def split(self, limit: float) -> tuple[Piece, ...]:
+    def split(self, limit: float, progress: Progress = lambda _: None) -> tuple[Piece, ...]:
         """A split that takes no longer than `limit`, with the fewest stages."""
-        return self._split(len(self.problem.levels) - 1, 0, len(self.problem.states.masks) - 1, 0.0, limit)
+        depth, last = len(self.problem.levels) - 1, len(self.problem.states.masks) - 1
+        if self._table is None:
+            return self._split(depth, 0, last, 0.0, limit, progress)
+        return self._pieces(depth, self._table.fewest(limit, self.problem.states.crossing))
 
-    def _split(self, depth: int, begin: int, end: int, outside: float, limit: float) -> tuple[Piece, ...]:
-        crossing = self.problem.states.crossing
-        stages = fewest_stages(self.costs(depth), self.team(depth, outside), begin, end, limit, crossing)
+    def _split(
+        self,
+        depth: int,
+        begin: int,
+        end: int,
+        outside: float,
+        limit: float,
+        progress: Progress = lambda _: None,
+    ) -> tuple[Piece, ...]:
+        costs, team, crossing = self.costs(depth), self.team(depth, outside), self.problem.states.crossing
+        return self._pieces(depth, fewest_stages(costs, team, begin, end, limit, crossing, progress))
+
+    def _pieces(self, depth: int, stages: list[tuple[int, int, StagePosition]]) -> tuple[Piece, ...]:
         return tuple(Piece(*stage, self._inner(depth, *stage)) for stage in stages)
 
     def _inner(self, depth: int, begin: int, end: int, position: StagePosition) -> tuple[Piece, ...]:
