@@ -30,7 +30,7 @@ class Launched:
             text=True,
             start_new_session=True,
         )
-        all_started = wait_until(lambda: len(list(notes.glob("rank-?"))) == 3, 30)
+        all_started = wait_until(lambda: len(list(notes.glob("rank-?"))) == 3, 300)
         self.pids = [int(pid) for note in notes.glob("rank-?") for pid in note.read_text().split()]
         assert all_started, "the ranks did not start"
 

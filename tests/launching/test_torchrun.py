@@ -130,6 +130,8 @@ def run_agents(folder: Path, master: str, prefixes: Sequence[list[str]], interfa
         for agent in agents:
             agent.terminate()  # an agent ends its ranks then
             agent.wait()
+            assert agent.stdout is not None
+            agent.stdout.close()  # open still after a timeout; a later test would be blamed
     assert [agent.returncode for agent in agents] == [0] * NODES, "\n".join(printed)
     assert "Warning" not in "".join(printed)
 
