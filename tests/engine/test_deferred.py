@@ -246,7 +246,7 @@ def test_after_a_refused_step_training_goes_on_alike_wherever_it_was_refused() -
 
 @pytest.mark.parametrize(
     ("plan", "first"),
-    [("data=2 precision=fp64", 0), ("pipeline=2 microbatches=2 precision=fp64", 2)],
+    [("data=2 precision=fp64", 0), ("pipeline=2 precision=fp64", 2)],
 )
 def test_after_a_refused_step_ranks_go_on_together(warm_ranks: Warm, plan: str, first: int) -> None:
     # On the CPU a pipeline raised in the middle of its program, and had to be started again.

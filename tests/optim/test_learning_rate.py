@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from echelon import UserError
 from echelon.optim import LearningRate, cosine, wsd
+from echelon.optim.learning_rate import Factor
 
 
 def make_optimizer() -> torch.optim.Optimizer:
@@ -55,3 +57,26 @@ def test_the_rate_is_what_the_optimizer_uses() -> None:
         optimizer.step()
         factors.append(before - weight.item())
     assert factors == pytest.approx([1.0, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_step", "match"),
+    [(cosine(total=10), True, "both set the learning rate"), (None, False, "updates of several steps")],
+)
+def test_a_scheduler_of_torch_is_refused_where_it_would_not_be_heard(
+    schedule: Factor | None, by_step: bool, match: str
+) -> None:
+    """The schedule overwrote the rates of the scheduler without a word."""
+    optimizer = make_optimizer()
+    rate = LearningRate(optimizer, schedule, by_step=by_step)
+    rate.set(0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UserError, match=match):
+        rate.set(0)
+
+
+def test_a_scheduler_of_torch_alone_sets_the_rates() -> None:
+    optimizer = make_optimizer()
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)
+    LearningRate(optimizer, None).set(3)
+    assert rates_of(optimizer) == [0.25, 0.125]

@@ -70,7 +70,7 @@ class AsyncUpdate(Update):
         else:
             trained: list[nn.Parameter] = [parameter for _, parameter in parameter_set.trained]
             self.optimizer = make_local(make, trained, {}, in_parts=False)
-        self._learning_rate = LearningRate(self.optimizer, schedule)
+        self._learning_rate = LearningRate(self.optimizer, schedule, by_step=False)
         self._step = 0
         self._messages: dist.ProcessGroup | None = None
         self._tally = (0.0, 0.0)
@@ -79,6 +79,9 @@ class AsyncUpdate(Update):
         weakref.finalize(self, self._port.leave).atexit = False
         # At the end the last to register is the first to be called: while the process group is still there.
         atexit.register(_leave_at_exit, weakref.ref(self._port))
+
+    def set_learning_rate(self, step: int) -> None:  # noqa: ARG002 (the server sets that of each version)
+        self._learning_rate.check_scheduler()
 
     def start_step(self) -> None:
         self._port.pull(self._step, self._gradients.weights)

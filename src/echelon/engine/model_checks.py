@@ -32,7 +32,7 @@ def check_wrappers(model: nn.Module) -> None:
 def check_content(model: nn.Module, plan: Plan) -> None:
     """Refuse what is in `model`, all of it at once, where `plan` cannot be equal to one device."""
     errors = [
-        *_form_errors(model),
+        *_form_errors(model, plan),
         *_lookup_errors(model, plan),
         *_iteration_errors(model, plan),
         *_adapter_errors(model, plan),
@@ -56,8 +56,8 @@ def _wrapper_errors(model: nn.Module) -> Iterator[str]:
             )
 
 
-def _form_errors(model: nn.Module) -> Iterator[str]:
-    """Weights without a shape, or that somebody else has divided."""
+def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Weights without a shape, of a type that the plan lacks, or that somebody else has divided."""
     lazy = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -67,6 +67,13 @@ def _form_errors(model: nn.Module) -> Iterator[str]:
         yield (
             f"{', '.join(lazy)}: of a lazy module, and without a shape until it is called; call the model "
             "once, with a batch of any size, before you give it to parallelize"
+        )
+    is_low = plan.precision not in ("fp32", "fp64")
+    mixed = [name for name, p in model.named_parameters() if is_low and p.is_complex()]
+    if mixed:
+        yield (
+            f"{', '.join(mixed)}: complex, and precision={plan.precision} has no complex numbers; use "
+            "precision=fp32"
         )
     divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if divided:

@@ -7,9 +7,10 @@ from torch import nn
 
 from echelon.async_training import AsyncUpdate, WorkerGradients
 from echelon.engine.arguments import check_optimizer
+from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
-from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.precision import DTYPES, DirectStepper, MasterStepper
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
 
@@ -24,7 +25,7 @@ def make_update(
     """The update of all ranks together, or each worker's own (sync=async)."""
     plan = mesh.plan
     stepper_kind = MasterStepper if DTYPES[plan.precision].itemsize < 4 else DirectStepper
-    make = _checked(optimizer, whole=plan.stages == 1, tensor=plan.tensor)
+    make = _checked(optimizer, plan)
     if plan.sync == "async":
         gradients = local.sharings[0]  # all stages of a worker have the same
         assert isinstance(gradients, WorkerGradients)
@@ -56,14 +57,23 @@ def reads_late(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _checked(make: Make, *, whole: bool, tensor: int) -> Make:
-    """`make`, with a check of what it makes. Unless `whole`, it is given a part of the model; its matrices
-    are split over `tensor` ranks."""
+def _checked(make: Make, plan: Plan) -> Make:
+    """`make`, with a check of what it makes. In a pipeline it is given a part of the model."""
 
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
         optimizer = make(given)
-        check_optimizer(optimizer, given, whole=whole, tensor=tensor)
+        check_optimizer(optimizer, given, whole=plan.stages == 1, tensor=plan.tensor)
+        _check_sparse(optimizer, plan)
         return optimizer
 
     return make_and_check
+
+
+def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer that takes sparse gradients alone, where ranks sum them."""
+    if isinstance(optimizer, torch.optim.SparseAdam) and plan.ranks > plan.stages:
+        raise UserError(
+            f"the optimizer SparseAdam with plan '{plan}': it takes sparse gradients alone, and ranks sum "
+            "dense ones; use an Adam for all parameters and sparse=False, or one replica"
+        )

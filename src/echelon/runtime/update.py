@@ -119,7 +119,7 @@ class SynchronousUpdate(Update):
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
         self.optimizer = stepper.optimizer
-        self._learning_rate = LearningRate(self.optimizer, schedule)
+        self._learning_rate = LearningRate(self.optimizer, schedule, by_step=steady)
         self._last_count: Number | None = None
         self._has_published = False
 
