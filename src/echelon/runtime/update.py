@@ -191,7 +191,7 @@ class SynchronousUpdate(Update):
             slices = sharing.slices(local)
             for part, value in self.stepper.state(local).items():
                 owned += own_state(part, value, slices)
-        normaliser = torch.as_tensor(1.0 if self._last_count is None else self._last_count).double()
+        normaliser = torch.as_tensor(0.0 if self._last_count is None else self._last_count).double()
         return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
 
     def storages(self) -> dict[str, list[Tensor]]:
