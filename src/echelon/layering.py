@@ -11,7 +11,16 @@ from typing import Any
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.huggingface import FAMILIES, find_family, layers_of, modules_outside, reason_not_listed
+from echelon.huggingface import (
+    ENCODERS,
+    FAMILIES,
+    find_encoder,
+    find_family,
+    is_encoder_decoder,
+    layers_of,
+    modules_outside,
+    reason_not_listed,
+)
 from echelon.wrapping import replaced_forward
 
 
@@ -26,7 +35,7 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
         return [] if _reason_own_forward(model) else _check_modules(model, list(listing()))
     if isinstance(model, nn.Sequential):
         return [] if _reason_own_forward(model) else list(model)
-    family = find_family(model)
+    family = find_family(model) or find_encoder(model)
     return layers_of(model, family) if family is not None and not reason_not_listed(model) else []
 
 
@@ -42,7 +51,7 @@ def _check_modules(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]
 
 def how_to_list(model: nn.Module) -> str:
     """How to change a model that lists no layers, so that it does."""
-    if find_family(model) is not None:
+    if find_family(model) is not None or find_encoder(model) is not None:
         return reason_not_listed(model)
     if _listing(model) is not None or isinstance(model, nn.Sequential):
         return _reason_own_forward(model)
@@ -52,9 +61,15 @@ def how_to_list(model: nn.Module) -> str:
             f"its layers() needs {', '.join(_required_arguments(layers))}, and is called without arguments; "
             "give them defaults, or rename it if it lists something else"
         )
+    if is_encoder_decoder(model):
+        return (
+            "it is an encoder and a decoder, and every layer of the decoder takes what the encoder returned, "
+            "which no chain of layers passes on; use data, zero and tensor"
+        )
     return (
         "make it an nn.Sequential, or give it layers() -> list[nn.Module], each layer taking what the one "
-        f"before returned; these models of transformers work as they are: {', '.join(FAMILIES)}"
+        "before returned; these models of transformers work as they are: "
+        f"{', '.join([*FAMILIES, *ENCODERS])}"
     )
 
 

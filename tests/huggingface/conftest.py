@@ -6,12 +6,20 @@ from echelon.launching import preload
 
 collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
 
-preload(
-    "transformers.models.auto",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mistral.modeling_mistral",
-    "transformers.models.mixtral.modeling_mixtral",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
+_FAMILIES = (
+    *(
+        "bert",
+        "bloom",
+        "deepseek_v2",
+        "deepseek_v3",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "gpt_neox",
+    ),
+    *("llama", "mistral", "mixtral", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "t5", "vit"),
 )
+
+preload("transformers.models.auto", *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES))

@@ -1,5 +1,7 @@
 """Tables: which style a name has, which numbers a pattern matches, and which lines match nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -20,8 +22,39 @@ class GPT(nn.Module):
 def test_words_are_read_and_printed() -> None:
     for text in (*MODULE_WORDS, *NUMBER_WORDS, "column/3"):
         assert str(Style.read("x", text)) == text
-    assert Style.read("x", "column/3") == Style("column", 3)
+    assert Style.read("x", "column/3") == Style("column", (1, 1, 1))
     assert str(Style.read("x", "column/1")) == "column"
+
+
+def test_heads_are_numbers_or_names_of_the_config() -> None:
+    config = SimpleNamespace(heads=8, groups=2, ratio=0.5)
+    style = Style.read("x", "column:heads,groups, 2", config)
+    assert style == Style("column", (8, 2, 2), heads=True)
+    shared = Style.read("x", "column:heads,1 whole,1 whole", config)
+    assert shared == Style("column", (8, 1, 1), heads=True, whole=(1, 2))
+    assert (str(style), str(shared)) == ("column:8,2,2", "column:8,1 whole,1 whole")
+    assert Style.read("a(bias)", "heads:heads", config) == Style("heads", (8,), heads=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["column:", "column:8,0", "column:8,ratio", "column:8,depth", "column:8 half"]
+)
+def test_other_heads_are_refused_with_the_part_that_is_wrong(text: str) -> None:
+    config = SimpleNamespace(ratio=0.5)
+    part = text.partition(":")[2].split(",")[-1]
+    with pytest.raises(UserError, match=f"'a': '{text}' in the table: '{part}' must be a number of heads"):
+        Style.read("a", text, config)
+
+
+@pytest.mark.parametrize("text", ["heads", "row", "column:8"])
+def test_an_argument_has_heads(text: str) -> None:
+    with pytest.raises(UserError, match=r"'a\(bias\)': .* an argument of a forward can only be 'heads:8'"):
+        Style.read("a(bias)", text)
+
+
+def test_a_module_has_no_number_of_heads() -> None:
+    with pytest.raises(UserError, match=r"'heads:8' in the table must be one of"):
+        Style.read("a", "heads:8")
 
 
 @pytest.mark.parametrize("text", ["rows", "row/2", "", "Column", "columns/3"])
@@ -31,8 +64,9 @@ def test_other_words_are_refused_with_all_that_there_are(text: str) -> None:
 
 
 def test_every_word_of_the_known_tables_can_be_read() -> None:
+    numbers = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, n_head=4)
     for table in TABLES.values():
-        assert all(Style.read(pattern, text) for pattern, text in table.items())
+        assert all(Style.read(pattern, text, numbers) for pattern, text in table.items())
 
 
 def test_the_users_table_comes_before_that_of_the_class() -> None:

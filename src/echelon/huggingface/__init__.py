@@ -1,6 +1,8 @@
 """Everything that echelon knows of the classes of transformers.
 
-families        causal language models as lists of layers, known by their class
+families        models as lists of layers, known by their class
+encoders        those of them that are not causal
+alibi           what decoder layers with biases by distance take
 layers          the wrappers around a model's own modules that are listed
 inputs          the arguments of a forward, for layers
 attention       attention over a sequence that several ranks share
@@ -13,16 +15,28 @@ config_check    whether the config.json of a folder is that of a model
 transformers itself is imported only where a model of it is at hand.
 """
 
-from echelon.huggingface.families import FAMILIES, find_family, frequencies, layers_of, reason_not_listed
+from echelon.huggingface.encoders import ENCODERS
+from echelon.huggingface.families import (
+    FAMILIES,
+    find_encoder,
+    find_family,
+    frequencies,
+    layers_of,
+    reason_not_listed,
+)
 from echelon.huggingface.inputs import layer_inputs
 from echelon.huggingface.layers import modules_outside
 from echelon.huggingface.modules import (
     casts_to_float32,
     draws_by_function,
     draws_by_head,
+    embedding_scale,
     initializer,
+    is_encoder_decoder,
+    is_plain_matrix,
     is_pretrained,
     is_transposed,
+    rms_epsilon,
 )
 from echelon.huggingface.own_loss import (
     ReplacedLoss,
@@ -35,7 +49,7 @@ from echelon.huggingface.own_loss import (
     shifts_labels,
     unsplit_causal_cross_entropy,
 )
-from echelon.huggingface.tensor_tables import TENSOR_TABLES
+from echelon.huggingface.tensor_tables import CONFIG_LINES, TENSOR_TABLES
 from echelon.huggingface.weight_layouts import (
     config_json,
     open_weights,
@@ -44,6 +58,8 @@ from echelon.huggingface.weight_layouts import (
 )
 
 __all__ = [
+    "CONFIG_LINES",
+    "ENCODERS",
     "FAMILIES",
     "TENSOR_TABLES",
     "ReplacedLoss",
@@ -54,10 +70,14 @@ __all__ = [
     "counts_labels",
     "draws_by_function",
     "draws_by_head",
+    "embedding_scale",
+    "find_encoder",
     "find_family",
     "frequencies",
     "initializer",
+    "is_encoder_decoder",
     "is_plain_causal_loss",
+    "is_plain_matrix",
     "is_pretrained",
     "is_transposed",
     "layer_inputs",
@@ -66,6 +86,7 @@ __all__ = [
     "modules_outside",
     "open_weights",
     "reason_not_listed",
+    "rms_epsilon",
     "shift",
     "shifts_labels",
     "unsplit_causal_cross_entropy",

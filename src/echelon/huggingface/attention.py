@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.sequence import View
 
 NAME = "echelon"
@@ -25,10 +26,27 @@ def attend(
     *,
     view: View,
     scaling: float | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out."""
-    return view.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    """Attention as transformers calls it: [batch, heads, …] in, [batch, sequence, heads, width] out.
+
+    Values may have another width than queries and keys (DeepSeek): zeros fill up the narrower ones.
+    """
+    if softcap is not None:
+        raise UserError(
+            f"attention whose scores are capped (attn_logit_softcapping={softcap}) cannot share its sequence "
+            f"over {view.parts} ranks; set attn_logit_softcapping to None, or use context=1"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = max(query.shape[-1], value.shape[-1])
+    output = view.attend(_fill(query, width), _fill(key, width), _fill(value, width), scale)
+    output = output[..., : value.shape[-1]]
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _fill(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 @contextmanager
@@ -62,10 +80,17 @@ def check_shared_sequence(block: Any, config: Any, window: int | None, length: i
             "gradient_checkpointing of transformers runs a layer again without its view; call "
             "model.gradient_checkpointing_disable()"
         )
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        errors.append(
-            f"rope_type={kind} depends on the last position, which differs between ranks; use another "
-            "rope_type, or context=1"
-        )
+    errors += [
+        f"rope_type={kind} depends on the last position, which differs between ranks; use another rope_type, "
+        "or context=1"
+        for kind in _rope_types(config)
+        if kind in ("dynamic", "longrope")
+    ]
     raise_errors(f"{type(block).__name__} with its sequence over {view.parts} ranks", errors)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary positions, of all layers or of each kind of them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return {each["rope_type"] for each in kinds if "rope_type" in each}

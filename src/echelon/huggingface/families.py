@@ -1,18 +1,32 @@
-"""Causal language models of transformers as lists of layers.
+"""Models of transformers as lists of layers.
 
 A model is known by its class. The listed layers are wrappers around the model's own modules (layers.py). They
 have no weights or buffers of their own, so that names stay as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from echelon.huggingface.alibi import BloomInputs, FalconInputs
+from echelon.huggingface.encoders import ENCODERS, Encoder, encoder_layers
 from echelon.huggingface.layers import DecoderLayer, Embedding, Head, LayerInputs
 from echelon.huggingface.modules import is_of_transformers
 from echelon.wrapping import replaced_forward
+
+Known = TypeVar("Known")
+
+
+class Names(NamedTuple):
+    """What the modules of a trunk are called."""
+
+    tokens: str = "embed_tokens"
+    positions: str = ""  # learned ones, if there are
+    after: str = ""  # what follows the embedding: a dropout, a norm
+    blocks: str = "layers"
+    norm: str = "norm"
 
 
 class Family(NamedTuple):
@@ -21,6 +35,8 @@ class Family(NamedTuple):
     trunk: str  # the attribute that holds everything but the head
     output: str  # the class that its forward returns
     has_window: Callable[[Any, int], bool]  # whether a layer, by config and number, has a sliding window
+    names: Names = Names()
+    inputs: type[LayerInputs] = LayerInputs  # what decoder layers take beside hidden states
 
 
 def _never(config: Any, index: int) -> bool:  # noqa: ARG001
@@ -35,13 +51,34 @@ def _by_config(config: Any, index: int) -> bool:  # noqa: ARG001
     return config.sliding_window is not None
 
 
+_PAST, _MOE, _CROSS = (
+    "CausalLMOutputWithPast",
+    "MoeCausalLMOutputWithPast",
+    "CausalLMOutputWithCrossAttentions",
+)
+_GPT2 = Names("wte", "wpe", "drop", "h", "ln_f")
+_NEOX = Names("embed_in", after="emb_dropout", norm="final_layer_norm")
+_FALCON = Names("word_embeddings", blocks="h", norm="ln_f")
+_BLOOM = _FALCON._replace(after="word_embeddings_layernorm")
+
 FAMILIES = {
-    "LlamaForCausalLM": Family("model", "CausalLMOutputWithPast", _never),
-    "Qwen2ForCausalLM": Family("model", "CausalLMOutputWithPast", _by_layer),
-    "Qwen3ForCausalLM": Family("model", "CausalLMOutputWithPast", _by_layer),
-    "MistralForCausalLM": Family("model", "CausalLMOutputWithPast", _by_config),
-    "MixtralForCausalLM": Family("model", "MoeCausalLMOutputWithPast", _by_config),
-    "GPT2LMHeadModel": Family("transformer", "CausalLMOutputWithCrossAttentions", _never),
+    "LlamaForCausalLM": Family("model", _PAST, _never),
+    "Qwen2ForCausalLM": Family("model", _PAST, _by_layer),
+    "Qwen3ForCausalLM": Family("model", _PAST, _by_layer),
+    "MistralForCausalLM": Family("model", _PAST, _by_config),
+    "MixtralForCausalLM": Family("model", _MOE, _by_config),
+    "GPT2LMHeadModel": Family("transformer", _CROSS, _never, _GPT2),
+    "GemmaForCausalLM": Family("model", _PAST, _never),
+    "Gemma2ForCausalLM": Family("model", _PAST, _by_layer),
+    "Gemma3ForCausalLM": Family("model", _PAST, _by_layer),
+    "Phi3ForCausalLM": Family("model", _PAST, _by_config),
+    "OlmoForCausalLM": Family("model", _PAST, _never),
+    "Olmo2ForCausalLM": Family("model", _PAST, _never),
+    "GPTNeoXForCausalLM": Family("gpt_neox", _PAST, _never, _NEOX),
+    "FalconForCausalLM": Family("transformer", _CROSS, _never, _FALCON, FalconInputs),
+    "BloomForCausalLM": Family("transformer", _CROSS, _never, _BLOOM, BloomInputs),
+    "DeepseekV2ForCausalLM": Family("model", _MOE, _never),
+    "DeepseekV3ForCausalLM": Family("model", _MOE, _never),
 }
 
 # Options that return something of every layer, which no single stage has.
@@ -50,10 +87,19 @@ _OUTPUTS_OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "outpu
 
 def find_family(model: nn.Module) -> Family | None:
     """The family of a transformers model; None for a subclass with a forward of its own."""
+    return _find(model, FAMILIES)
+
+
+def find_encoder(model: nn.Module) -> Encoder | None:
+    """The same for encoders, which are not causal."""
+    return _find(model, ENCODERS)
+
+
+def _find(model: nn.Module, known: Mapping[str, Known]) -> Known | None:
     own: Any = type(model)
     for cls in own.__mro__:
-        if cls.__module__.startswith("transformers.") and cls.__name__ in FAMILIES:
-            return FAMILIES[cls.__name__] if own.forward is cls.forward else None
+        if cls.__module__.startswith("transformers.") and cls.__name__ in known:
+            return known[cls.__name__] if own.forward is cls.forward else None
     return None
 
 
@@ -82,7 +128,7 @@ def reason_not_listed(model: Any) -> str:
     from transformers import __version__
     from transformers.masking_utils import create_causal_mask
 
-    config, family = model.config, find_family(model)
+    config, family = model.config, find_family(model) or find_encoder(model)
     assert family is not None
     modules = {"": model, f"{family.trunk}.": getattr(model, family.trunk)}
     replaced = [f"{name}forward" for name, module in modules.items() if _has_other_forward(module)]
@@ -97,8 +143,17 @@ def reason_not_listed(model: Any) -> str:
             f"its config asks for {', '.join(wanted)}, which needs all layers in one place; set "
             f"{' and '.join(f'model.config.{name} = False' for name in wanted)}"
         )
+    if isinstance(family, Encoder):
+        is_decoder = getattr(config, "is_decoder", False)
+        return (
+            "its config has is_decoder=True, and is that of an encoder here; set it to False"
+            if is_decoder
+            else ""
+        )
     if not getattr(config, "is_causal", True):
         return "its config has is_causal=False, and only causal attention is supported; set it to True"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its config has use_bidirectional_attention=True, and only causal attention is supported"
     if not _takes_our_arguments(create_causal_mask):
         return f"transformers {__version__} makes masks in another way; install transformers>=5.22"
     return ""
@@ -112,20 +167,27 @@ def _takes_our_arguments(make_mask: Callable[..., Any]) -> bool:
     return required <= passed <= parameters.keys()
 
 
-def layers_of(model: Any, family: Family) -> list[nn.Module]:
-    """The embedding, every decoder layer, the head."""
+def layers_of(model: Any, family: Family | Encoder) -> list[nn.Module]:
+    """The embedding, every layer, the head."""
+    if isinstance(family, Encoder):
+        return encoder_layers(model, family)
     from transformers import modeling_outputs
 
-    trunk, config = getattr(model, family.trunk), model.config
-    learns_positions = hasattr(trunk, "wpe")  # GPT-2; all others have rotary positions
-    if learns_positions:
-        first = Embedding(trunk.wte, trunk.wpe, trunk.drop)
-        blocks, rotary, norm = trunk.h, None, trunk.ln_f
-    else:
-        first = Embedding(trunk.embed_tokens, None, None)
-        blocks, rotary, norm = trunk.layers[: config.num_hidden_layers], trunk.rotary_emb, trunk.norm
+    trunk, config, names = getattr(model, family.trunk), model.config, family.names
+    parts: list[Any] = [getattr(trunk, name) if name else None for name in names]
+    first, positions, after, blocks, norm = parts
+    if family.trunk == "model":
+        blocks = blocks[: config.num_hidden_layers]
     middle = [
-        DecoderLayer(block, LayerInputs(config, rotary, has_window=family.has_window(config, index)))
-        for index, block in enumerate(blocks)
+        DecoderLayer(block, _inputs(trunk, config, family, index)) for index, block in enumerate(blocks)
     ]
-    return [first, *middle, Head(norm, model.lm_head, getattr(modeling_outputs, family.output))]
+    output = getattr(modeling_outputs, family.output)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return [Embedding(first, positions, after), *middle, Head(norm, model.lm_head, output, cap)]
+
+
+def _inputs(trunk: Any, config: Any, family: Family, index: int) -> LayerInputs:
+    rotary, has_window = getattr(trunk, "rotary_emb", None), family.has_window(config, index)
+    asks_type = rotary is not None and "layer_type" in signature(rotary.forward).parameters
+    layer_type = config.layer_types[index] if asks_type else None
+    return family.inputs(config, rotary, has_window=has_window, layer_type=layer_type)

@@ -1,9 +1,13 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
 from collections.abc import Callable
+from functools import cache
+from inspect import getsource
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+_JITTER = "jitter_noise"
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -16,6 +20,10 @@ def is_pretrained(model: nn.Module) -> bool:
     return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in bases)
 
 
+def is_encoder_decoder(model: Any) -> bool:
+    return is_pretrained(model) and bool(model.config.is_encoder_decoder)
+
+
 def initializer(module: nn.Module) -> Callable[[], object] | None:
     """What gives all of a model of transformers its initial values; None for any other module."""
     return getattr(module, "initialize_weights", None) if is_pretrained(module) else None
@@ -26,36 +34,94 @@ def is_transposed(module: nn.Module) -> bool:
     return is_of_transformers(module) and type(module).__name__ == "Conv1D"
 
 
+def is_plain_matrix(module: nn.Module) -> bool:
+    """Whether it computes what nn.Linear does, although it has a forward of its own."""
+    return is_of_transformers(module) and type(module).__name__ == "FalconLinear"
+
+
+def embedding_scale(module: Any) -> Tensor | float | None:
+    """What an embedding of transformers multiplies its rows by; None for all others."""
+    if not is_of_transformers(module) or not type(module).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    scale: Tensor | float = module.embed_scale
+    return scale.to(module.weight.dtype) if isinstance(scale, Tensor) else scale
+
+
+def rms_epsilon(module: Any) -> float | None:
+    """The ε of a root-mean-square norm that multiplies by its weight alone; None for all others."""
+    is_known = is_of_transformers(module) and type(module).__name__ in _PLAIN_RMS_NORMS
+    return float(module.variance_epsilon) if is_known else None
+
+
+# Gemma's multiply by 1 + weight.
+_PLAIN_RMS_NORMS = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "Olmo2RMSNorm",
+    "Olmo3RMSNorm",
+    "OlmoeRMSNorm",
+    "Qwen3RMSNorm",
+)
+
+
 def draws_by_function(module: Any) -> bool:
     """Whether it draws random numbers in its own forward, not in dropout modules inside it.
 
-    Such modules keep their rates as numbers (attention_dropout). GPT-2's attention has a dropout module but
-    reads only its rate, unless it computes in the order of Megatron.
+    Such modules keep their rates as numbers (attention_dropout), or have a dropout module and read only its
+    rate.
     """
     if not is_of_transformers(module):
         return False
-    rates = [value for name, value in vars(module).items() if "dropout" in name or name == "jitter_noise"]
-    if any(isinstance(rate, float) and rate > 0 for rate in rates):
-        return True
-    dropout = getattr(module, "attn_dropout", None)
-    return isinstance(dropout, nn.Dropout) and dropout.p > 0 and not _calls_dropout_module(module)
+    return any(rate > 0 for rate in _rates(module).values()) or any(
+        isinstance(dropout, nn.Dropout) and dropout.p > 0 and _reads_only_rate(module, name)
+        for name, dropout in module.named_children()
+    )
 
 
-def _calls_dropout_module(attention: Any) -> bool:
-    reordered = getattr(attention, "reorder_and_upcast_attn", False)
-    return bool(reordered) and attention.config._attn_implementation == "eager"
+def _rates(module: Any) -> dict[str, float]:
+    """The rates that a module keeps as numbers."""
+    rates = {name: value for name, value in vars(module).items() if "dropout" in name or name == _JITTER}
+    if type(module).__name__ == "FalconDecoderLayer" and not module.config.parallel_attn:
+        rates["hidden_dropout in the residual"] = module.config.attention_dropout
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float)}
+
+
+def _reads_only_rate(attention: Any, name: str) -> bool:
+    """Whether attention reads the rate of its dropout module, and does not call the module.
+
+    GPT-2's does, unless it computes in the order of Megatron; Falcon's, unless it is "eager" or has no alibi.
+    """
+    if name == "attn_dropout":
+        is_reordered = bool(getattr(attention, "reorder_and_upcast_attn", False))
+        return not (is_reordered and attention.config._attn_implementation == "eager")
+    if type(attention).__name__.startswith("Falcon"):
+        return bool(attention.config.alibi) and attention.config._attn_implementation != "eager"
+    return f"self.{name}.p" in _forward_source(type(attention))
+
+
+@cache
+def _forward_source(cls: type) -> str:
+    forward: Any = vars(cls).get("forward")
+    try:
+        return getsource(forward)
+    except (OSError, TypeError):  # made at run time
+        return ""
 
 
 def draws_by_head(module: nn.Module) -> bool:
     """Whether what it draws is for single attention heads only. Ranks that split heads may draw separately.
 
-    Of the modules that draw by a function, only routers (jitter_noise) draw for all ranks.
+    Of the modules that draw by a function, routers (jitter_noise) and those that drop hidden states draw for
+    all ranks.
     """
-    return is_of_transformers(module) and not getattr(module, "jitter_noise", 0.0)
+    if not is_of_transformers(module):
+        return False
+    return not any(
+        rate > 0 and (name == _JITTER or "hidden" in name) for name, rate in _rates(module).items()
+    )
 
 
 def casts_to_float32(module: nn.Module) -> bool:
     """Whether it computes in float32 whatever the type of its input: norms, routers, "eager" attention."""
-    if not is_of_transformers(module):
-        return False
-    return type(module).__name__.endswith(("RMSNorm", "Router")) or hasattr(module, "num_key_value_groups")
+    names = ("RMSNorm", "LayerNorm", "Router", "Attention")
+    return is_of_transformers(module) and type(module).__name__.endswith(names)

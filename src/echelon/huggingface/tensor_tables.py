@@ -1,9 +1,15 @@
 """How tensor parallelism splits the families of transformers.
 
-The words of the tables are those of tensor_parallel.styles.
+The words of the tables are those of tensor_parallel.styles. Query, key and value in one matrix may lie head
+by head (GPT-NeoX, Bloom, most of Falcon): a rank's heads are consecutive rows there, so it is a plain column.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from echelon.errors import UserError
+
+Table = Mapping[str, str]
 
 _LLAMA = {
     "config.num_attention_heads": "divisible",
@@ -18,6 +24,47 @@ _LLAMA = {
     "model.layers.*.mlp.down_proj": "row",
     "model.layers.*.mlp.gate": "replicated",
     "model.layers.*.mlp.experts": "experts",
+    "model.layers.*_layernorm": "replicated",
+    "model.norm": "replicated",
+    "lm_head": "vocabulary",
+}
+
+# Its norms of queries and keys are over all heads together.
+_OLMO2 = _LLAMA | {"model.layers.*.self_attn.[qk]_norm": "norm"}
+
+_PHI3 = {
+    "config.num_attention_heads": "divisible",
+    "config.num_key_value_heads": "divisible",
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn": "region",
+    "model.layers.*.self_attn.qkv_proj": "column:num_attention_heads,num_key_value_heads,num_key_value_heads",
+    "model.layers.*.self_attn.config.num_attention_heads": "divided",
+    "model.layers.*.self_attn.num_key_value_heads": "divided",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate_up_proj": "column/2",
+    "model.layers.*.mlp.down_proj": "row",
+    "model.layers.*_layernorm": "replicated",
+    "model.layers.*_dropout": "replicated",
+    "model.norm": "replicated",
+    "lm_head": "vocabulary",
+}
+
+# Low-rank projections before the heads are whole, and so is the part of the keys that all heads share.
+_DEEPSEEK = {
+    "config.num_attention_heads": "divisible",
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn": "enclosed",
+    "model.layers.*.self_attn.q_proj": "column",
+    "model.layers.*.self_attn.q_a_*": "heads",
+    "model.layers.*.self_attn.q_b_proj": "column",
+    "model.layers.*.self_attn.kv_a_*": "heads",
+    "model.layers.*.self_attn.kv_b_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate": "replicated",
+    "model.layers.*.mlp.experts": "experts",
+    "model.layers.*.mlp.*gate_proj": "column",
+    "model.layers.*.mlp.*up_proj": "column",
+    "model.layers.*.mlp.*down_proj": "row",
     "model.layers.*_layernorm": "replicated",
     "model.norm": "replicated",
     "lm_head": "vocabulary",
@@ -42,12 +89,154 @@ _GPT2 = {
     "lm_head": "vocabulary",
 }
 
+_GPT_NEOX = {
+    "config.num_attention_heads": "divisible",
+    "gpt_neox.embed_in": "vocabulary",
+    "gpt_neox.emb_dropout": "replicated",
+    "gpt_neox.layers.*.attention": "region",
+    "gpt_neox.layers.*.attention.query_key_value": "column",
+    "gpt_neox.layers.*.attention.dense": "row",
+    "gpt_neox.layers.*.mlp.dense_h_to_4h": "column",
+    "gpt_neox.layers.*.mlp.dense_4h_to_h": "row",
+    "gpt_neox.layers.*_layernorm": "replicated",
+    "gpt_neox.layers.*_dropout": "replicated",
+    "gpt_neox.final_layer_norm": "replicated",
+    "lm_head": "vocabulary",
+}
+
+_BLOOM = {
+    "config.n_head": "divisible",
+    "transformer.word_embeddings": "vocabulary",
+    "transformer.word_embeddings_layernorm": "replicated",
+    "transformer.h.*.self_attention": "region",
+    "transformer.h.*.self_attention(alibi)": "heads:n_head",
+    "transformer.h.*.self_attention.num_heads": "divided",
+    "transformer.h.*.self_attention.query_key_value": "column",
+    "transformer.h.*.self_attention.attention_dropout": "heads",
+    "transformer.h.*.self_attention.dense": "row",
+    "transformer.h.*.mlp.dense_h_to_4h": "column",
+    "transformer.h.*.mlp.dense_4h_to_h": "row",
+    "transformer.h.*_layernorm": "replicated",
+    "transformer.ln_f": "replicated",
+    "lm_head": "vocabulary",
+}
+
+_FALCON = {
+    "config.num_attention_heads": "divisible",
+    "transformer.word_embeddings": "vocabulary",
+    "transformer.h.*.self_attention": "region",
+    "transformer.h.*.self_attention(alibi)": "heads:num_attention_heads",
+    "transformer.h.*.self_attention(attention_mask)": "heads:num_attention_heads",
+    "transformer.h.*.self_attention.num_heads": "divided",
+    "transformer.h.*.self_attention.query_key_value": "column",
+    "transformer.h.*.self_attention.attention_dropout": "heads",
+    "transformer.h.*.self_attention.dense": "row",
+    "transformer.h.*.mlp.dense_h_to_4h": "column",
+    "transformer.h.*.mlp.dense_4h_to_h": "row",
+    "transformer.h.*_layernorm": "replicated",
+    "transformer.h.*.ln_*": "replicated",
+    "transformer.ln_f": "replicated",
+    "lm_head": "vocabulary",
+}
+
+_BERT = {
+    "config.num_attention_heads": "divisible",
+    "bert.embeddings.word_embeddings": "vocabulary",
+    "bert.embeddings.*": "replicated",
+    "bert.encoder.layer.*.attention.self": "region",
+    "bert.encoder.layer.*.attention.self.query": "column",
+    "bert.encoder.layer.*.attention.self.key": "column",
+    "bert.encoder.layer.*.attention.self.value": "column",
+    "bert.encoder.layer.*.attention.self.dropout": "heads",
+    "bert.encoder.layer.*.intermediate.dense": "column",
+    "bert.encoder.layer.*.output.dense": "row",
+    "bert.encoder.layer.*.output.*": "replicated",
+    "bert.pooler.dense": "replicated",
+    "cls.predictions": "tied",
+    "cls.predictions.transform.*": "replicated",
+    "cls.predictions.decoder": "vocabulary",
+    "dropout": "replicated",
+    "classifier": "replicated",
+}
+
+_VIT = {
+    "config.num_attention_heads": "divisible",
+    "vit.embeddings": "replicated",
+    "vit.embeddings.*": "replicated",
+    "vit.layers.*.attention": "region",
+    "vit.layers.*.attention.[qkv]_proj": "column",
+    "vit.layers.*.attention.o_proj": "row",
+    "vit.layers.*.mlp.fc1": "column",
+    "vit.layers.*.mlp.fc2": "row",
+    "vit.layers.*.layernorm_*": "replicated",
+    "vit.layers.*.dropout": "replicated",
+    "vit.layernorm": "replicated",
+    "classifier": "replicated",
+}
+
+_T5 = {
+    "config.num_heads": "divisible",
+    "shared": "vocabulary",
+    "*coder.embed_tokens": "vocabulary",
+    "*Attention.n_heads": "divided",
+    "*Attention.[qkv]": "column",
+    "*Attention.o": "row",
+    "*Attention.relative_attention_bias": "column",  # a number for each head
+    "*DenseReluDense.wi*": "column",
+    "*DenseReluDense.dropout": "inner",
+    "*DenseReluDense.wo": "row",
+    "*coder.*layer_norm": "replicated",
+    "*coder.*dropout": "replicated",
+    "lm_head": "vocabulary",
+}
+
+
+def _bloom(config: Any) -> Table:
+    """Nothing more, if it calls all its matrices."""
+    if config.pretraining_tp > 1 and config.slow_but_exact:
+        raise UserError(
+            f"tensor: Bloom with pretraining_tp={config.pretraining_tp} and slow_but_exact=True reads the "
+            "weights of matrices without calling them; set config.slow_but_exact = False"
+        )
+    return {}
+
+
+def _falcon(config: Any) -> Table:
+    """Query, key and value of Falcon lie group by group, head by head, or there is one key for all heads."""
+    if config.multi_query and not config.new_decoder_architecture:
+        one_key = "column:num_attention_heads,1 whole,1 whole"
+        return {"transformer.h.*.self_attention.query_key_value": one_key}
+    return {"config.num_kv_heads": "divisible", "transformer.h.*.self_attention.num_kv_heads": "divided"}
+
+
+# Lines that depend on a model's config, and come before those of its table.
+CONFIG_LINES: Mapping[str, Callable[[Any], Table]] = {
+    "FalconForCausalLM": _falcon,
+    "BloomForCausalLM": _bloom,
+}
+
 # By the name of a model's class.
-TENSOR_TABLES: Mapping[str, Mapping[str, str]] = {
+TENSOR_TABLES: Mapping[str, Table] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "GPT2LMHeadModel": _GPT2,
+    "GemmaForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _LLAMA,
+    "Gemma3ForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": _PHI3,
+    "OlmoForCausalLM": _LLAMA,
+    "Olmo2ForCausalLM": _OLMO2,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+    "FalconForCausalLM": _FALCON,
+    "BloomForCausalLM": _BLOOM,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "BertForMaskedLM": _BERT,
+    "BertForSequenceClassification": _BERT,
+    "BertForTokenClassification": _BERT,
+    "ViTForImageClassification": _VIT,
+    "T5ForConditionalGeneration": _T5,
 }

@@ -1,6 +1,7 @@
 """Tensor parallelism: the matrices of a model split over ranks, by a table of its modules.
 
 styles    what a table can say of a module, and the tables of known models
+numbers   integers that modules compute with
 shards    which part of a parameter a rank holds
 moves     collectives: gather and sum
 columns   matrices of one input: the sum of its gradient runs behind other work
@@ -9,6 +10,8 @@ entries   what happens there, as nodes of autograd's graph
 in_graph  the same inside the graphs of torch.compile
 operators collectives that torch.compile records
 modules   the forward passes of split modules
+norms     norms over features that are split
+head_arguments  arguments of attention with a part for each head
 loss      the cross-entropy of logits that are split by vocabulary
 checks    what cannot be split, and why
 split     applies a table to a model

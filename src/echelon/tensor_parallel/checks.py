@@ -12,16 +12,17 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.dropout import drops_each_element
-from echelon.huggingface import is_transposed
+from echelon.huggingface import embedding_scale, is_plain_matrix, is_transposed
 from echelon.layering import listed_layers
-from echelon.tensor_parallel.modules import SplitModule, is_matrix
+from echelon.tensor_parallel.modules import SplitModule, is_matrix, num_outputs
+from echelon.tensor_parallel.norms import is_norm
 from echelon.tensor_parallel.shards import cuts
 from echelon.tensor_parallel.styles import MODULE_WORDS, NUMBER_WORDS, Style, Styles
 from echelon.wrapping import find_wrapper, replaced_forward
 
 StyleOf = Mapping[nn.Module, Style]  # for every module that has a style
 
-_SPLIT = ("column", "row", "vocabulary", "experts")
+_SPLIT = ("column", "row", "vocabulary", "experts", "norm")
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _OVER_POSITIONS = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, nn.GroupNorm, _NormBase)
 _FEED_FORWARDS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # linear1 · dropout · linear2
@@ -152,8 +153,12 @@ def _misfit(module: Any, style: Style) -> str:
     """Why a module cannot have a style, and the fix; empty if it can."""
     if style.word in _SPLIT:
         return _unsplittable(module, style)
-    if style.word == "region" and any(True for _ in module.parameters(recurse=False)):
+    own = set(module.parameters(recurse=False))
+    if style.word in ("region", "enclosed") and own:
         return ", which is for modules without weights of their own; give the weights a module of their own"
+    inside = {p for child in module.children() for p in child.parameters()}
+    if style.word == "tied" and not own <= inside:
+        return ", which is for weights that modules inside it share; make it 'replicated'"
     if style.word == "inner" and isinstance(module, _OVER_FEATURES):
         return ", since it needs all features together; make it 'replicated', and the matrices around it too"
     if style.word == "inner" and isinstance(module, _DropoutNd) and not drops_each_element(module):
@@ -163,17 +168,17 @@ def _misfit(module: Any, style: Style) -> str:
 
 def _unsplittable(module: Any, style: Style) -> str:
     """Why a module cannot be split, and the fix; empty if it can."""
-    if style.word == "experts":
-        is_right_kind = hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
-    else:
-        is_right_kind = is_matrix(module) or (style.word == "vocabulary" and isinstance(module, nn.Embedding))
-    if not is_right_kind:
+    if not _is_right_kind(module, style):
         return f"; make it {_REPLICATED}"
     if find_wrapper(module, SplitModule) is not None:
         return ": another engine has split it already; close that engine first"
-    if replaced_forward(module) is not None or (style.word != "experts" and not _is_plain(module)):
+    if replaced_forward(module) is not None or (
+        style.word not in ("experts", "norm") and not _is_plain(module)
+    ):
         plain = "nn.Embedding" if isinstance(module, nn.Embedding) else "nn.Linear"
         return f": its own forward would be lost; make it 'replicated', or a plain {plain}"
+    if isinstance(module, nn.Embedding) and style.word == "column" and module.max_norm is not None:
+        return ", since max_norm needs all features of a row; leave it out, or make it 'replicated'"
     computed = [cut.name for cut in cuts(module, style) if cut.name not in module._parameters]
     if computed:
         return (
@@ -183,24 +188,54 @@ def _unsplittable(module: Any, style: Style) -> str:
     return ""
 
 
+def _is_right_kind(module: nn.Module, style: Style) -> bool:
+    if style.word == "experts":
+        return hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+    if style.word == "norm":
+        return is_norm(module)
+    by_rows_or_features = style.word == "vocabulary" or style == Style("column")
+    return is_matrix(module) or (by_rows_or_features and isinstance(module, nn.Embedding))
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether its class computes what a split module does."""
-    return is_transposed(module) or type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+    if is_transposed(module) or is_plain_matrix(module) or embedding_scale(module) is not None:
+        return True
+    return type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
 
 
 def _indivisible(name: str, module: nn.Module, style: Style, ranks: int) -> Iterator[str]:
     if style.word == "vocabulary":  # it is padded
         return
-    for parameter, dim, parts in cuts(module, style):
-        value, divisor = getattr(module, parameter), parts * ranks
-        if value is None or value.shape[dim] % divisor == 0:
+    if style.heads:
+        yield from _indivisible_heads(name, module, style, ranks)
+        return
+    for cut in cuts(module, style):
+        value, divisor = getattr(module, cut.name), sum(cut.parts) * ranks
+        if value is None or value.shape[cut.dim] % divisor == 0:
             continue
-        size = value.shape[dim]
+        size = value.shape[cut.dim]
         next_size = -(-size // divisor) * divisor
         yield (
-            f"{name}.{parameter}: its split dim of {size} is not divisible by {divisor}; make it "
+            f"{name}.{cut.name}: its split dim of {size} is not divisible by {divisor}; make it "
             f"{next_size}, or use fewer ranks"
         )
+
+
+def _indivisible_heads(name: str, module: nn.Module, style: Style, ranks: int) -> Iterator[str]:
+    """Errors of a column whose heads are in the table: a rank must have heads, not parts of them."""
+    size, heads = num_outputs(module), sum(style.parts)
+    if size % heads:
+        yield (
+            f"{name}: '{style}' in the table is {heads} heads, and its {size} outputs are not divisible by "
+            f"{heads}; fix the numbers in the table"
+        )
+    for index, part in enumerate(style.parts):
+        if part % ranks and index not in style.whole:
+            yield (
+                f"{name}: {part} heads of '{style}' in the table are not divisible by {ranks} ranks; use "
+                f"tensor={_largest_divisor(part, ranks)}, or '{part} whole', if every rank uses all of them"
+            )
 
 
 def _dropout_between(model: nn.Module, style_of: StyleOf) -> Iterator[str]:
@@ -228,7 +263,8 @@ def _ties(
             yield f"{name} is '{style}' in the table, and '{used_style}' by another name; give it one style"
         module_cuts = cuts(module, used_style) if used_style else []
         cut_of = {getattr(module, cut.name, None): cut[1:] for cut in module_cuts}
-        for parameter in module.parameters(recurse=False):
+        is_tied = used_style is not None and used_style.word == "tied"
+        for parameter in () if is_tied else module.parameters(recurse=False):
             cut, is_partial = cut_of.get(parameter), parameter not in cut_of and module in partial
             before, cut_before, partial_before = first_use.setdefault(parameter, (name, cut, is_partial))
             if cut != cut_before:
@@ -261,7 +297,7 @@ def _sequence_errors(
 
 def _indivisible_numbers(styles: Styles, ranks: int) -> Iterator[str]:
     for word in NUMBER_WORDS:
-        values = {name: getattr(owner, attribute) for name, owner, attribute in styles.numbers(word)}
+        values = {number.name: number.value for number in styles.numbers(word)}
         for name, value in sorted(values.items()):
             if value is None:
                 continue

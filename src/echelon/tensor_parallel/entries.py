@@ -55,6 +55,9 @@ class Entries:
         split = self._sequence and dim is not None
         return _call(_Scatter, x, self._moves, dim) if split else _call(_Leave, x, self._moves)
 
+    def total(self, x: Tensor) -> Tensor:
+        return _call(_Total, x, self._moves)
+
     def part(self, x: Tensor) -> Tensor:
         return _call(_Part, x, self._moves, 1)
 
@@ -124,6 +127,23 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(_: FunctionCtx, gradient: Tensor | None) -> Any:
         return gradient, None
+
+
+class _Total(torch.autograd.Function):
+    """Every rank goes on with the sum, so its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moves: Moves) -> Tensor:
+        ctx.moves = moves
+        ctx.set_materialize_grads(False)
+        return moves.summed(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None
+        return ctx.moves.summed(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _AlongDim(torch.autograd.Function):

@@ -44,6 +44,10 @@ def leave(x: Tensor, number: Tensor, ranks: int, rank: int, sequence: bool, dim:
     return _entries(number, ranks, rank, sequence).leave(x, dim)
 
 
+def total(x: Tensor, number: Tensor, ranks: int, rank: int) -> Tensor:
+    return _entries(number, ranks, rank, False).total(x)
+
+
 def join_logits(logits: Tensor, number: Tensor, ranks: int, rank: int) -> Tensor:
     return _entries(number, ranks, rank, False).join_logits(logits)
 
@@ -55,5 +59,5 @@ def _entries(number: Tensor, ranks: int, rank: int, sequence: bool) -> Entries:
 @cache
 def _allow_in_graph() -> None:
     """Not when this is imported: it imports the compiler, which takes seconds."""
-    for function in (enter, leave, join_logits):
+    for function in (enter, leave, total, join_logits):
         torch.compiler.allow_in_graph(function)

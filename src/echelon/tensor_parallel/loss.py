@@ -6,12 +6,14 @@ Ranks exchange three numbers per token: the largest logit, then the sum of power
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Reduction
 from echelon.entropy import VocabularyPart, summed_cross_entropy
 from echelon.errors import UserError
 from echelon.targets import IGNORED_TARGET
+from echelon.tensor_parallel.modules import is_masked
 
 _SUBJECT = "loss"
 
@@ -30,9 +32,21 @@ def vocabulary_cross_entropy(
             f"cross_entropy: targets must have the shape of the logits without the last dim, "
             f"{list(logits.shape[:-1])}, and have {list(targets.shape)}; reshape them"
         )
+    logits = _without_padding(logits, group, vocabulary)
     part = _part(logits.shape[-1], group, vocabulary)
     total = summed_cross_entropy(logits.flatten(0, -2), targets.flatten(), part)
     return total, (targets != IGNORED_TARGET).sum()
+
+
+def _without_padding(logits: Tensor, group: Group, vocabulary: int) -> Tensor:
+    """Logits of padding are −inf where they leave the head. A model may change them behind it, as Gemma's cap
+    does: then they are −inf again, in a copy."""
+    columns = logits.shape[-1]
+    num_padded = min(columns, max(0, columns * (group.rank + 1) - vocabulary))
+    if num_padded == 0 or is_masked(logits):
+        return logits
+    is_padding = torch.arange(columns, device=logits.device) >= columns - num_padded
+    return logits.masked_fill(is_padding, -torch.inf)
 
 
 def _part(columns: int, group: Group, vocabulary: int) -> VocabularyPart:

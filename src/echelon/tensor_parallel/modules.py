@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from echelon.errors import UserError
-from echelon.huggingface import is_transposed
+from echelon.huggingface import embedding_scale, is_transposed
 from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.operators import check_tokens, checked_tokens
 from echelon.tensor_parallel.regions import Region
-from echelon.tensor_parallel.shards import share_of
+from echelon.tensor_parallel.shards import rows_of_rank, share_of
+from echelon.tensor_parallel.styles import Style
 from echelon.wrapping import Wrapper, find_wrapper
 
 
@@ -50,20 +51,28 @@ class Column(SplitModule):
     """A matrix with its outputs split. `joined`: the outputs of all ranks are gathered at once.
 
     `vocabulary`: the outputs are logits, so many over all ranks. Those behind them are padding: −inf in this
-    rank's part, and not among all.
+    rank's part, and not among all. Without `enters`, a module around it has entered already.
     """
 
     def __init__(
-        self, module: nn.Module, region: Region, *, joined: bool = False, vocabulary: int | None = None
+        self,
+        module: nn.Module,
+        region: Region,
+        *,
+        joined: bool = False,
+        vocabulary: int | None = None,
+        enters: bool = True,
     ) -> None:
         super().__init__(module, region)
-        self.joined, self.vocabulary = joined, vocabulary
+        self.joined, self.vocabulary, self.enters = joined, vocabulary, enters
         group, share = region.group, share_of(vocabulary or 0, region.group.size)
         self.is_padded = vocabulary is not None and share * group.size > vocabulary
         self.num_padded = min(share, max(0, share * (group.rank + 1) - (vocabulary or 0)))  # of this rank
         self.matrix, self.layer = Matrix(module, is_transposed(module)), 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not self.enters:
+            return apply_matrix(self.module, x, getattr(self.module, "bias", None))
         output = self._with_others(x)
         if output is None:
             bias: Any = self.module.bias
@@ -79,6 +88,30 @@ class Column(SplitModule):
         if not region.overlaps or region.has_entered(x) or not can_share(x):
             return None
         return region.shared_input.multiply(self, x, region.group, sequence=region.sequence)
+
+
+@final
+class PartlyWhole(SplitModule):
+    """A column of several matrices, of which every rank uses some whole: one key and value for all heads.
+
+    Every rank holds all of it, and computes with the rows for its heads and those of the whole matrices. It
+    has a part of the gradient.
+    """
+
+    def __init__(self, module: nn.Module, region: Region, style: Style, *, enters: bool = True) -> None:
+        super().__init__(module, region)
+        group, self.enters = region.group, enters
+        self.spans = rows_of_rank(style, num_outputs(module), group.rank, group.size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        assert isinstance(weight, Tensor)
+        entered = self.region.enter(x, to_matrices=True) if self.enters else x
+        rows = weight.T if is_transposed(self.module) else weight
+        return F.linear(entered, self._taken(rows), None if bias is None else self._taken(bias))
+
+    def _taken(self, whole: Tensor) -> Tensor:
+        return torch.cat([whole[begin:end] for begin, end in self.spans])
 
 
 def prepare_compiling(model: nn.Module) -> None:
@@ -121,7 +154,7 @@ class VocabularyEmbedding(SplitModule):
                 "sparse; leave them out, or make it 'replicated'"
             )
         super().__init__(module, region)
-        self.vocab = module.weight.shape[0]
+        self.vocab, self.is_scaled = module.weight.shape[0], embedding_scale(module) is not None
         self.rows = share_of(self.vocab, region.group.size)  # the last of them may be padding
         self.begin = self.rows * region.group.rank
         padding = -1 if module.padding_idx is None else module.padding_idx - self.begin
@@ -135,7 +168,9 @@ class VocabularyEmbedding(SplitModule):
         elsewhere = (rows < 0) | (rows >= self.rows)
         weight: Any = self.module.weight
         embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight, self.padding)
-        return self.region.leave(embedded.masked_fill(elsewhere[..., None], 0), dim=None)
+        whole = self.region.leave(embedded.masked_fill(elsewhere[..., None], 0), dim=None)
+        scale = embedding_scale(self.module) if self.is_scaled else None
+        return whole if scale is None else whole * scale
 
     def _checked(self, tokens: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -153,6 +188,11 @@ def _mask_last(logits: Tensor, columns: int) -> Tensor:
     function: Any = _MaskLast.apply
     masked: Tensor = function(logits, columns)
     return masked
+
+
+def is_masked(logits: Tensor) -> bool:
+    """Whether they are what a head has returned, with its padding at −inf."""
+    return type(logits.grad_fn).__name__ == f"{_MaskLast.__name__}Backward"
 
 
 class _MaskLast(torch.autograd.Function):
@@ -188,15 +228,21 @@ class Experts(SplitModule):
 
 @final
 class EnterFirst:
-    """A forward pre-hook: the hidden states enter the split part before the module sees them."""
+    """A forward pre-hook: the hidden states enter the split part before the module sees them.
 
-    def __init__(self, region: Region) -> None:
-        self.region = region
+    `encloses`: nothing inside enters again, and they may be used by more than matrices.
+    """
+
+    def __init__(self, region: Region, *, encloses: bool = False) -> None:
+        self.region, self.encloses = region, encloses
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.region.overlaps and not self.region.sequence:
+        if self.region.overlaps and not self.region.sequence and not self.encloses:
             return args, kwargs  # entering changes no shape here: the columns inside enter together
         if args:
-            return (self.region.enter(args[0], to_matrices=True), *args[1:]), kwargs
+            return (self._enter(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
-        return args, {**kwargs, first: self.region.enter(kwargs[first], to_matrices=True)}
+        return args, {**kwargs, first: self._enter(kwargs[first])}
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return self.region.enter(x, to_matrices=not self.encloses)

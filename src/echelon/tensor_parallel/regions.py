@@ -5,6 +5,7 @@
 Without sequence parallelism, hidden states are whole on every rank:
     enter   forward: nothing                     backward: all-reduce of the gradients
     leave   forward: all-reduce                  backward: nothing
+    total   forward: all-reduce                  backward: all-reduce, for sums inside the split part
 
 With it, every rank has a part of the sequence (dim 1), and the same bytes are sent:
     enter   forward: all-gather                  backward: reduce-scatter
@@ -69,6 +70,16 @@ class Region:
     @untraced
     def _leave(self, x: Tensor, dim: int | None) -> Tensor:
         return self._entries.leave(x, dim)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks of what each computes from its own part, for all of them to go on with."""
+        if self._recorded_group is not None and torch.compiler.is_compiling():
+            return in_graph.total(x, *self._recorded_group)
+        return self._total(x)
+
+    @untraced
+    def _total(self, x: Tensor) -> Tensor:
+        return self._entries.total(x)
 
     @untraced
     def part(self, x: Tensor) -> Tensor:

@@ -10,22 +10,30 @@ from echelon.collectives import Group
 from echelon.dropout import split_features
 from echelon.errors import raise_errors
 from echelon.tensor_parallel.checks import find_errors
+from echelon.tensor_parallel.head_arguments import TakeHeads
 from echelon.tensor_parallel.modules import (
     Column,
     EnterFirst,
     Experts,
+    PartlyWhole,
     Row,
     SplitModule,
     VocabularyEmbedding,
     is_matrix,
     num_outputs,
 )
+from echelon.tensor_parallel.norms import SplitNorm
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.shards import Shard, cuts
 from echelon.tensor_parallel.styles import Style, Styles, Table
 from echelon.wrapping import Wrapping
 
 _INSIDE = ("heads", "inner")  # whole on every rank, and used for this rank's part of the work
+
+
+def _is_inside(style: Style) -> bool:
+    """Whether its weights are whole on every rank, and used for this rank's part of the work."""
+    return style.word in _INSIDE or bool(style.whole)
 
 
 class Sharded(NamedTuple):
@@ -67,7 +75,7 @@ def split_over(
     styles = Styles(model, table)
     style_of = _styles_by_module(model, styles)
     whole = set(whole_sequence) if sequence else set(model.modules())
-    inside = {module for module, style in style_of.items() if style.word in _INSIDE}
+    inside = {module for module, style in style_of.items() if _is_inside(style)}
     partial = {module for module in model.modules() if module not in whole or module in inside}
     errors = find_errors(
         model, styles, style_of, group.size, partial=partial, whole_sequence=whole if sequence else None
@@ -79,11 +87,16 @@ def split_over(
     vocabulary = _vocabulary_of_logits(style_of)
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = _assign_parameters(model, style_of, partial, group)
+    enclosed = _enclosed(style_of)
     for module in model.modules():
         style = style_of.get(module, Style("replicated"))
         if style.word == "inner":
             split_features(module, group.rank, group.size)
-        _wrap(module, style, first if module in whole else region, join_logits, wrapping)
+        entered = first if module in whole else region
+        _wrap(module, style, entered, join_logits, wrapping, enters=module not in enclosed)
+    for module, argument, heads in styles.arguments():
+        take = TakeHeads(module, argument, heads, group.rank, group.size)
+        wrapping.before("tensor", module, take, with_kwargs=True)
     _leave_fused_paths(model, style_of, wrapping)
     _replace(model, {parameter: _part_of(parameter, shard) for parameter, shard in parameters.split.items()})
     return Sharded(
@@ -121,10 +134,11 @@ def _assign_parameters(
     split: dict[nn.Parameter, Shard] = {}
     is_partial: dict[nn.Parameter, bool] = {}
     for module in model.modules():
-        shards = dict(_shards(module, style_of[module], group)) if module in style_of else {}
+        style = style_of.get(module, Style("replicated"))
+        shards = dict(_shards(module, style, group))
         split |= shards
         for parameter in module.parameters(recurse=False):
-            if parameter not in shards:
+            if parameter not in shards and style.word != "tied":
                 is_partial[parameter] = module in partial
     return _Parameters(
         split,
@@ -162,18 +176,41 @@ def _replace(model: nn.Module, parts: dict[nn.Parameter, nn.Parameter]) -> None:
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:
     """The parameters of a module that are split, and their shards."""
-    for name, dim, parts in cuts(module, style):
-        parameter = getattr(module, name)
+    for cut in cuts(module, style):
+        parameter = getattr(module, cut.name)
         if parameter is not None:
-            size = parameter.shape[dim] // parts  # only a vocabulary may be padded, and it is one part
-            yield parameter, Shard(dim, (size,) * parts, group.rank, group.size)
+            yield parameter, Shard(cut.dim, cut.sizes(parameter), group.rank, group.size)
 
 
-def _wrap(module: nn.Module, style: Style, region: Region, join_logits: bool, wrapping: Wrapping) -> None:
+def _enclosed(style_of: dict[nn.Module, Style]) -> set[nn.Module]:
+    """The modules inside of those whose input enters for all of them."""
+    return {
+        inside
+        for module, style in style_of.items()
+        if style.word == "enclosed"
+        for inside in module.modules()
+    }
+
+
+def _wrap(
+    module: nn.Module,
+    style: Style,
+    region: Region,
+    join_logits: bool,
+    wrapping: Wrapping,
+    *,
+    enters: bool,
+) -> None:
     """Make the module compute with its part of the weights."""
     wrapper: SplitModule | None = None
-    if style.word == "column":
-        wrapper = Column(module, region)
+    if style.word == "column" and isinstance(module, nn.Embedding):
+        return  # it looks up its features of a row, as it is
+    if style.whole:
+        wrapper = PartlyWhole(module, region, style, enters=enters)
+    elif style.word == "column":
+        wrapper = Column(module, region, enters=enters)
+    elif style.word == "norm":
+        wrapper = SplitNorm(module, region)
     elif style.word == "row":
         wrapper = Row(module, region)
     elif style.word == "experts":
@@ -182,8 +219,9 @@ def _wrap(module: nn.Module, style: Style, region: Region, join_logits: bool, wr
         wrapper = VocabularyEmbedding(module, region)
     elif style.word == "vocabulary":
         wrapper = Column(module, region, joined=join_logits, vocabulary=num_outputs(module))
-    elif style.word == "region":
-        wrapping.before("tensor", module, EnterFirst(region), with_kwargs=True)
+    elif style.word in ("region", "enclosed"):
+        enter = EnterFirst(region, encloses=style.word == "enclosed")
+        wrapping.before("tensor", module, enter, with_kwargs=True)
     if wrapper is not None:
         wrapping.wrap(wrapper)
 
@@ -201,7 +239,5 @@ def _nothing(_: nn.Module, __: Any) -> None:
 
 
 def _divide_numbers(styles: Styles, ranks: int, wrapping: Wrapping) -> None:
-    for _, owner, attribute in styles.numbers("divided"):
-        value = getattr(owner, attribute)
-        if value is not None:
-            wrapping.assign(owner, attribute, value // ranks)
+    for number in styles.numbers("divided"):
+        number.divide(ranks, wrapping)

@@ -1,7 +1,9 @@
 """The tables of tensor parallelism: from the names of modules to what is done with them.
 
-    column          a matrix with its outputs split; its input is whole
-    column/3        the same, where it is three matrices in one (fused query, key and value)
+    column          a matrix with its outputs split; its input is whole. An embedding by its features
+    column/3        the same, where it is three equal matrices in one (fused query, key and value)
+    column:8,2,2    the same, where they have so many heads (of query, key and value); numbers, or names of
+                    the model's config. '1 whole': every rank uses that part whole (one key for all heads)
     row             a matrix with its inputs split; its output is summed over the ranks
     vocabulary      an embedding, or the projection to logits, split by vocabulary
     experts         the matrices of many experts, each split as column and row
@@ -10,56 +12,113 @@
                     [batch, heads, …], whose dim 1 counts them
     inner           whole on every rank, for this rank's features, between a column and a row: a dropout of
                     [batch, …, features], in the order of one matrix, or one weight for all (PReLU)
+    norm            a norm over all features behind a column: its weight is split, ranks add up its sums
     region          no weights of its own: its input is the input of all columns inside it
+    enclosed        no weights of its own: its input enters once, and all inside it is for this rank's heads
+    tied            its weights are those of modules inside it, which have styles
+
+for an argument of a module's forward, `blocks.*.attention(bias)`:
+
+    heads:8         it has a part for each of 8 heads: [batch, heads, …], or [batch · heads, …] of three dims
 
 and for integers of a module, or of the model's config:
 
-    divided         the module computes with this rank's part of it
+    divided         the module computes with this rank's part of it; `blocks.*.attention.config.heads`: the
+                    module reads it from a config, which stays as it is for all others
     divisible       it must be a multiple of the ranks
 
 Names are patterns: `blocks.*.mlp.up`. The first that matches counts. Where hidden states are split along the
 sequence, all replicated modules behind the first layer work on a part of it.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from echelon.errors import UserError, did_you_mean
-from echelon.huggingface import TENSOR_TABLES
+from echelon.huggingface import CONFIG_LINES, TENSOR_TABLES
+from echelon.tensor_parallel.numbers import Number, find_numbers
 
 Table = Mapping[str, str]
 
-MODULE_WORDS = ("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "region")
+MODULE_WORDS = (
+    *("column", "row", "vocabulary", "experts", "replicated", "heads", "inner", "norm", "region", "enclosed"),
+    "tied",
+)
 NUMBER_WORDS = ("divided", "divisible")
+_WORDS = (*MODULE_WORDS, *NUMBER_WORDS)
+_PART = re.compile(r"(?P<count>\w+)(?P<whole> whole)?")
+_ARGUMENT = re.compile(r"(?P<module>.*)\((?P<argument>\w+)\)")
 
 
 class Style(NamedTuple):
-    """A word of a table; a column may be `parts` matrices in one."""
+    """A word of a table.
+
+    A column may be several matrices in one, with sizes in the proportions of `parts`. These are numbers of
+    heads, if `heads`; every rank uses those of them whole that are in `whole`.
+    """
 
     word: str
-    parts: int = 1
+    parts: tuple[int, ...] = (1,)
+    heads: bool = False
+    whole: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.word if self.parts == 1 else f"{self.word}/{self.parts}"
+        if self.heads:
+            marked = [f"{n} whole" if i in self.whole else str(n) for i, n in enumerate(self.parts)]
+            return f"{self.word}:{','.join(marked)}"
+        return self.word if len(self.parts) == 1 else f"{self.word}/{len(self.parts)}"
 
     @classmethod
-    def read(cls, pattern: str, text: str) -> "Style":
-        word, slash, parts = str(text).partition("/")
-        words = (*MODULE_WORDS, *NUMBER_WORDS)
-        if word not in words or (slash and word != "column"):
+    def read(cls, pattern: str, text: str, config: object = None) -> "Style":
+        """The style of a line; names of numbers are those of `config`."""
+        word, sign, rest = re.fullmatch(r"([^/:]*)([/:]?)(.*)", str(text), re.DOTALL).groups()  # type: ignore[union-attr]
+        is_argument = _ARGUMENT.fullmatch(pattern) is not None
+        if is_argument and (word != "heads" or sign != ":"):
             raise UserError(
-                f"tensor: '{pattern}': '{text}' in the table must be one of {', '.join(words)} (or column/3 "
-                f"for three matrices in one){did_you_mean(word, words)}"
+                f"tensor: '{pattern}': '{text}' in the table: an argument of a forward can only be "
+                "'heads:8', with the number of all heads, or its name in the model's config"
             )
-        if slash and not (parts.isdecimal() and int(parts)):
+        if word not in _WORDS or (sign and word != "column" and not is_argument):
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table must be one of {', '.join(_WORDS)} (or column/3 "
+                "for three matrices in one, column:8,2,2 for matrices of so many heads)"
+                f"{did_you_mean(word, _WORDS)}"
+            )
+        if sign == ":":
+            return _read_heads(pattern, text, word, rest, config)
+        if sign and not (rest.isdecimal() and int(rest)):
             raise UserError(
                 f"tensor: '{pattern}': '{text}' in the table: a column is 1 matrix or more; write 'column', "
                 "or 'column/3' for three in one"
             )
-        return cls(word, int(parts or 1))
+        return cls(word, (1,) * int(rest or 1))
+
+
+def _read_heads(pattern: str, text: str, word: str, rest: str, config: object) -> Style:
+    """'column:8,2 whole' as a style."""
+    parts, whole = [], []
+    for index, part in enumerate(rest.split(",")):
+        match = _PART.fullmatch(part.strip())
+        count = _count(match["count"], config) if match else None
+        if match is None or count is None:
+            raise UserError(
+                f"tensor: '{pattern}': '{text}' in the table: '{part.strip()}' must be a number of heads, or "
+                "the name of one in the model's config (with ' whole' behind it, if every rank uses all of "
+                "them): 'column:8,2,2'"
+            )
+        parts.append(count)
+        whole += [index] if match["whole"] else []
+    return Style(word, tuple(parts), heads=True, whole=tuple(whole))
+
+
+def _count(text: str, config: object) -> int | None:
+    """A positive number, or that of the config with this name."""
+    value = int(text) if text.isdecimal() else getattr(config, text, None)
+    return value if type(value) is int and value > 0 else None
 
 
 _ECHELON: Table = {
@@ -85,25 +144,52 @@ _ECHELON: Table = {
 TABLES: dict[str, Table] = {"GPT": _ECHELON, "Llama": _ECHELON, **TENSOR_TABLES}
 
 
+def known_table(model: nn.Module) -> Table:
+    """The table of a model's class; empty if there is none."""
+    known = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in TABLES), None)
+    if known is None:
+        return {}
+    lines = CONFIG_LINES[known](getattr(model, "config", None)) if known in CONFIG_LINES else {}
+    return {**lines, **{p: text for p, text in TABLES[known].items() if p not in lines}}
+
+
+class Argument(NamedTuple):
+    """An argument of a module's forward that has a part for each of `heads`."""
+
+    module: nn.Module
+    name: str
+    heads: int
+
+
 class Styles:
     """The styles of a model's modules: by the user's table, then by that of the model's class."""
 
     def __init__(self, model: nn.Module, table: Table | None) -> None:
-        known = next((TABLES[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in TABLES), {})
         self._model = model
-        self._own = {pattern: Style.read(pattern, text) for pattern, text in (table or {}).items()}
-        others = {pattern: Style.read(pattern, text) for pattern, text in known.items()}
+        config = getattr(model, "config", None)
+        self._own = {pattern: Style.read(pattern, text, config) for pattern, text in (table or {}).items()}
+        others = {p: Style.read(p, text, config) for p, text in known_table(model).items()}
         self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
 
     def of(self, name: str) -> Style | None:
         """The style of the module `name`; None if no pattern matches. `*` matches dots too."""
         return next((s for p, s in self._entries if s.word in MODULE_WORDS and fnmatchcase(name, p)), None)
 
-    def numbers(self, word: str) -> list[tuple[str, Any, str]]:
-        """The numbers with style `word`, once each: (name, owner, attribute)."""
+    def numbers(self, word: str) -> list[Number]:
+        """The numbers with style `word`, once each."""
         patterns = [pattern for pattern, style in self._entries if style.word == word]
-        found = [number for pattern in patterns for number in _attributes(self._model, pattern)]
-        return list({(id(owner), attribute): (n, owner, attribute) for n, owner, attribute in found}.values())
+        found = [number for pattern in patterns for number in find_numbers(self._model, pattern)]
+        return list({(id(number.owner), number.attribute): number for number in found}.values())
+
+    def arguments(self) -> list[Argument]:
+        """The arguments of modules that have a part for each head."""
+        return [
+            Argument(module, match["argument"], style.parts[0])
+            for pattern, style in self._entries
+            if (match := _ARGUMENT.fullmatch(pattern))
+            for name, module in self._model.named_modules()
+            if fnmatchcase(name, match["module"])
+        ]
 
     def unused(self) -> list[tuple[str, Style]]:
         """The lines of the user's table that match nothing of the model."""
@@ -111,20 +197,8 @@ class Styles:
 
         def matches(pattern: str, style: Style) -> bool:
             if style.word in NUMBER_WORDS:
-                return any(True for _ in _attributes(self._model, pattern))
-            return any(fnmatchcase(name, pattern) for name in names)
+                return any(True for _ in find_numbers(self._model, pattern))
+            argument = _ARGUMENT.fullmatch(pattern)
+            return any(fnmatchcase(name, argument["module"] if argument else pattern) for name in names)
 
         return [(pattern, style) for pattern, style in self._own.items() if not matches(pattern, style)]
-
-
-def _attributes(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any, str]]:
-    """The numbers that a pattern matches: of modules, or of the model's config."""
-    path, _, attribute = pattern.rpartition(".")
-    if path == "config":
-        config = getattr(model, "config", None)
-        if hasattr(config, attribute):
-            yield pattern, config, attribute
-        return
-    for name, module in model.named_modules():
-        if fnmatchcase(name, path) and hasattr(module, attribute):
-            yield f"{name}.{attribute}", module, attribute
