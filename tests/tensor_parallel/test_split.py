@@ -51,9 +51,17 @@ def refused(model: nn.Module, ranks: int, table: Table | None = None) -> list[st
 
 
 def test_a_module_that_no_table_knows_is_named_with_the_line_to_add() -> None:
-    errors = refused(OwnModel(), 2, {"norm": "replicated"})
-    assert [error.split(" ")[0] for error in errors] == ["inner.0.up", "inner.0.down", "last"]
-    assert "add 'inner.*.up': 'column'" in errors[0]
+    (error,) = refused(OwnModel(), 2, {"norm": "replicated"})
+    assert error.startswith(
+        "no table knows 3 modules (inner.*.up, inner.*.down, last); pass one to parallelize"
+    )
+    assert [line.strip() for line in error.splitlines()[1:6]] == [
+        "tensor_table={",
+        "'inner.*.up': 'column',",
+        "'inner.*.down': 'row',",
+        "'last': 'replicated',",
+        "}",
+    ]
 
 
 @pytest.mark.parametrize("options", [{"tensor_table": TABLE}])
@@ -76,7 +84,7 @@ def test_heads_must_divide() -> None:
 def test_all_errors_are_reported_at_once() -> None:
     errors = refused(OwnModel(), 3, {"inner.*.up": "column", "inner.*.down": "vocabulary", "norm": "row"})
     text = "\n".join(errors)
-    assert "last (Linear): no table knows it" in text
+    assert "no table knows 1 module (last)" in text
     assert "norm (LayerNorm): cannot be 'row'" in text
     assert "inner.0.up.weight: its split dim of 8 is not divisible by 3; make it 9" in text
 

@@ -1,6 +1,6 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from inspect import getsource
 from typing import Any
@@ -100,7 +100,7 @@ def _reads_only_rate(attention: Any, name: str) -> bool:
 
 
 @cache
-def _forward_source(cls: type) -> str:
+def _forward_source(cls: Hashable) -> str:
     forward: Any = vars(cls).get("forward")
     try:
         return getsource(forward)

@@ -14,6 +14,7 @@ norms     norms over features that are split
 head_arguments  arguments of attention with a part for each head
 loss      the cross-entropy of logits that are split by vocabulary
 checks    what cannot be split, and why
+proposal  a table to paste, where there is none
 split     applies a table to a model
 """
 

@@ -1,9 +1,7 @@
 """Models that cannot be split: every reason why a table would not train a model as one device does."""
 
 import difflib
-import re
 from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -16,6 +14,7 @@ from echelon.huggingface import embedding_scale, is_plain_matrix, is_transposed
 from echelon.layering import listed_layers
 from echelon.tensor_parallel.modules import SplitModule, is_matrix, num_outputs
 from echelon.tensor_parallel.norms import is_norm
+from echelon.tensor_parallel.proposal import pattern_of, propose
 from echelon.tensor_parallel.shards import cuts
 from echelon.tensor_parallel.styles import MODULE_WORDS, NUMBER_WORDS, Style, Styles
 from echelon.wrapping import find_wrapper, replaced_forward
@@ -65,7 +64,7 @@ def _unused_lines(model: nn.Module, styles: Styles) -> Iterator[str]:
     for pattern, style in styles.unused():
         is_number = style.word in NUMBER_WORDS
         names = _number_names(model) if is_number else modules
-        near = difflib.get_close_matches(pattern, dict.fromkeys([*map(_pattern, names), *names]), 3, 0.5)
+        near = difflib.get_close_matches(pattern, dict.fromkeys([*map(pattern_of, names), *names]), 3, 0.5)
         yield (
             f"'{pattern}': '{style}' in the table matches no {'number' if is_number else 'module'} of the "
             f"model; drop it, or fix the name{' (near: ' + ', '.join(near) + ')' if near else ''}"
@@ -83,23 +82,31 @@ def _number_names(model: nn.Module) -> list[str]:
 
 
 def _unknown_modules(model: nn.Module, style_of: StyleOf) -> Iterator[str]:
-    """An error for every kind of module that has weights or drops, and that no table knows."""
-    reported: set[tuple[object, ...]] = set()
-    for name, module in model.named_modules():
-        if module in style_of or not _needs_style(module):
-            continue
-        pattern = _pattern(name)
-        matching = [other for path, other in model.named_modules() if fnmatchcase(path, pattern)]
-        if any(other in style_of or _suggestion(other) != _suggestion(module) for other in matching):
-            pattern = name  # the pattern would also match modules of another kind
-        kind = (pattern, *_kind(module))
-        if kind not in reported:
-            reported.add(kind)
-            yield (
-                f"{name or 'the model'} ({type(module).__name__}): no table knows it; add "
-                f"'{pattern}': {_suggestion(module)} to the table that parallelize(tensor_table=…) takes "
-                f"({', '.join(MODULE_WORDS)})"
-            )
+    """One error for all modules that have weights or drop, and that no table knows, with lines for them."""
+    unknown = {
+        module: name
+        for name, module in model.named_modules()
+        if module not in style_of and _needs_style(module)
+    }
+    if not unknown:
+        return
+    patterns = list(dict.fromkeys(pattern_of(name) or "the model" for name in unknown.values()))
+    names = ", ".join(patterns[:4]) + ", …" * (len(patterns) > 4)
+    yield "\n".join(
+        [
+            f"no table knows {_count(len(unknown))} ({names}); pass one to parallelize. From their sizes, "
+            "this may be it; look it over:",
+            "    tensor_table={",
+            *(f"        {p!r}: {word!r}," for p, word in propose(model, unknown.keys()).items()),
+            "    }",
+            f"    The words are {', '.join(MODULE_WORDS)} (docs/tensor.md). A dropout or a weight between a "
+            "column and a row is 'inner' or 'heads'.",
+        ]
+    )
+
+
+def _count(modules: int) -> str:
+    return "1 module" if modules == 1 else f"{modules} modules"
 
 
 def _needs_style(module: nn.Module) -> bool:
@@ -108,16 +115,6 @@ def _needs_style(module: nn.Module) -> bool:
 
 def _drops(module: Any) -> bool:
     return isinstance(module, _DropoutNd) and module.p > 0
-
-
-def _suggestion(module: nn.Module) -> str:
-    if is_matrix(module):
-        return "'column' (with a 'row' behind it) or 'replicated'"
-    return "'vocabulary'" if isinstance(module, nn.Embedding) else _REPLICATED
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
@@ -136,7 +133,7 @@ def _misfits(model: nn.Module, style_of: StyleOf, ranks: int) -> Iterator[str]:
     read_only = {child for attention in attentions for child in attention.children()}
     for name, module in model.named_modules():
         style = style_of.get(module)
-        kind = (_pattern(name), *_kind(module), style)
+        kind = (pattern_of(name), *_kind(module), style)
         if style is None or kind in reported:
             continue
         reported.add(kind)

@@ -64,5 +64,5 @@ def find_numbers(model: nn.Module, pattern: str) -> Iterator[Number]:
 
 
 def _reads_from_config(name: str, module: nn.Module, path: str, attribute: str) -> bool:
-    matches = path.endswith(".config") and fnmatchcase(name, path.removesuffix(".config"))
+    matches = bool(name) and path.endswith(".config") and fnmatchcase(name, path.removesuffix(".config"))
     return matches and hasattr(getattr(module, "config", None), attribute)
