@@ -23,7 +23,8 @@ from echelon.cli.main import app, run
 from echelon.engine import Engine, parallelize
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
-from echelon.huggingface import FAMILIES
+from echelon.huggingface import ENCODERS, FAMILIES, TENSOR_TABLES
+from echelon.huggingface.layers import LayerInputs
 from echelon.launching import Ranks
 from echelon.models import build as build_model
 from echelon.models import cross_entropy, preset, presets
@@ -364,8 +365,13 @@ def imports(package: Path) -> Iterator[tuple[Path, str]]:
 
 def test_the_families_of_transformers_are_documented() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    documented = [name.strip("`") for names, _ in table(page, "class") for name in names.split()]
-    assert documented == list(FAMILIES)
+    rows = {name.strip("`"): row[2:] for row in table(page, "class") for name in row[0].split()}
+    by_view = {name for name, family in FAMILIES.items() if family.inputs is LayerInputs}
+    expected = {
+        name: [True, name in FAMILIES or name in ENCODERS, name in FAMILIES, name in by_view]
+        for name in TENSOR_TABLES.keys() - {"VisionTransformer"}  # which is timm's
+    }
+    assert {name: [column == "yes" for column in columns] for name, columns in rows.items()} == expected
 
 
 def test_imports_point_downward_as_the_picture_shows() -> None:

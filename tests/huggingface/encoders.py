@@ -91,7 +91,7 @@ def batch(kind: str, step: int) -> tuple[Tensor, Tensor]:
 
 
 def label_loss(output: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits, labels)
+    return F.cross_entropy(getattr(output, "logits", output), labels)
 
 
 def case(kind: str, steps: int = 3, **changes: Any) -> Case:

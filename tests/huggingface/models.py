@@ -70,6 +70,7 @@ _DEEPSEEK = _SIZES | {
     "first_k_dense_replace": 1,
     "experts_implementation": "eager",
 }
+OLDER = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "gpt2")  # in every plan
 EAGER_ONLY = ("gemma2", "bloom")
 
 # Windows are shorter than the sequence. Grouped matrix products have no float64, which "eager" experts have.
@@ -92,7 +93,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "falcon-alibi": _FALCON | {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
     "falcon-groups": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "bloom": {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 3, "n_head": 4},
-    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2": _DEEPSEEK | {"q_lora_rank": None},
     "deepseek_v3": _DEEPSEEK | {"n_group": 2, "topk_group": 1, "num_local_experts": 4, "n_routed_experts": 4},
 }
 

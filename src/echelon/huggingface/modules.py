@@ -1,7 +1,6 @@
 """Properties of single modules of transformers that their class or their attributes show."""
 
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections.abc import Callable
 from inspect import getsource
 from typing import Any
 
@@ -96,16 +95,10 @@ def _reads_only_rate(attention: Any, name: str) -> bool:
         return not (is_reordered and attention.config._attn_implementation == "eager")
     if type(attention).__name__.startswith("Falcon"):
         return bool(attention.config.alibi) and attention.config._attn_implementation != "eager"
-    return f"self.{name}.p" in _forward_source(type(attention))
-
-
-@cache
-def _forward_source(cls: Hashable) -> str:
-    forward: Any = vars(cls).get("forward")
     try:
-        return getsource(forward)
+        return f"self.{name}.p" in getsource(type(attention).forward)
     except (OSError, TypeError):  # made at run time
-        return ""
+        return False
 
 
 def draws_by_head(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from echelon.errors import UserError
 
 Table = Mapping[str, str]
 
-_LLAMA = {
+_DENSE = {
     "config.num_attention_heads": "divisible",
     "config.num_key_value_heads": "divisible",
     "model.embed_tokens": "vocabulary",
@@ -22,15 +22,15 @@ _LLAMA = {
     "model.layers.*.mlp.gate_proj": "column",
     "model.layers.*.mlp.up_proj": "column",
     "model.layers.*.mlp.down_proj": "row",
-    "model.layers.*.mlp.gate": "replicated",
-    "model.layers.*.mlp.experts": "experts",
     "model.layers.*_layernorm": "replicated",
     "model.norm": "replicated",
     "lm_head": "vocabulary",
 }
 
+_LLAMA = _DENSE | {"model.layers.*.mlp.gate": "replicated", "model.layers.*.mlp.experts": "experts"}
+
 # Its norms of queries and keys are over all heads together.
-_OLMO2 = _LLAMA | {"model.layers.*.self_attn.[qk]_norm": "norm"}
+_OLMO2 = _DENSE | {"model.layers.*.self_attn.[qk]_norm": "norm"}
 
 _PHI3 = {
     "config.num_attention_heads": "divisible",
@@ -174,6 +174,27 @@ _VIT = {
     "classifier": "replicated",
 }
 
+# timm's, which is known by the name of its class too.
+_TIMM_VIT = {
+    "": "replicated",  # its own positions and class token
+    "patch_embed*": "replicated",
+    "blocks.*.attn.num_heads": "divided",
+    "blocks.*.attn.attn_dim": "divided",
+    "blocks.*.attn.qkv": "column/3",
+    "blocks.*.attn.[qk]_norm": "heads",
+    "blocks.*.attn.attn_drop": "heads",
+    "blocks.*.attn.norm": "norm",
+    "blocks.*.attn.proj": "row",
+    "blocks.*.mlp.fc1": "column",
+    "blocks.*.mlp.drop1": "inner",
+    "blocks.*.mlp.norm": "norm",
+    "blocks.*.mlp.fc2": "row",
+    "blocks.*": "replicated",  # norms, scales, dropouts behind rows
+    "*norm*": "replicated",
+    "*head*": "replicated",
+    "*drop": "replicated",
+}
+
 _T5 = {
     "config.num_heads": "divisible",
     "shared": "vocabulary",
@@ -239,4 +260,5 @@ TENSOR_TABLES: Mapping[str, Table] = {
     "BertForTokenClassification": _BERT,
     "ViTForImageClassification": _VIT,
     "T5ForConditionalGeneration": _T5,
+    "VisionTransformer": _TIMM_VIT,
 }
