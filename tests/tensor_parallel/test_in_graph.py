@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup
 from echelon.tensor_parallel.modules import Column, Row, VocabularyEmbedding, prepare_compiling
+from echelon.tensor_parallel.norms import SplitNorm
 from echelon.tensor_parallel.regions import Region
 from echelon.wrapping import Wrapping
 
@@ -109,3 +110,25 @@ def test_padded_logits_inside_a_graph(*, joined: bool) -> None:
     assert joined or bool(logits[..., -1].isneginf().all())
     if not joined:
         torch.testing.assert_close(logits, expected)
+
+
+class Normed(nn.Module):
+    """A column, a norm over the features of all ranks, and a row."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        wrapping = Wrapping()
+        for wrapper in (Column(self.up, region), SplitNorm(self.norm, region), Row(self.down, region)):
+            wrapping.wrap(wrapper)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(torch.sin(x))))  # type: ignore[no-any-return]
+
+
+def test_a_norm_over_split_features_adds_up_its_sums_in_both_passes() -> None:
+    region = Region(RecordingGroup("tensor", 0, 2, Ledger()), sequence=False)
+    model = Normed(region)
+    expected = talk(region, model)
+    assert len(expected) == 2 + 4  # mean and variance, forward and backward
+    assert talk(region, compiled(model)) == expected
