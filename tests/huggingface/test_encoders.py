@@ -32,6 +32,19 @@ def test_the_layers_in_a_row_are_the_models_own_forward(kind: str, attention: st
     assert parameters == set(model.parameters())
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_goes_on_with_the_hidden_states(attention: str) -> None:
+    model, (inputs, _) = double("bert", attn_implementation=attention).eval(), batch("bert", 0)
+    mask = (torch.arange(inputs.shape[1]) < torch.tensor([[8], [5], [3], [8], [1]])).long()
+    first, *others = listed_layers(model)
+    value = first(input_ids=inputs, attention_mask=mask, token_type_ids=inputs % 2)
+    for layer in others:
+        value = layer(value)
+    own = model(input_ids=inputs, attention_mask=mask, token_type_ids=inputs % 2)
+    assert torch.equal(value.logits, own.logits)
+    assert not torch.allclose(own.logits, model(inputs).logits)
+
+
 def test_a_decoder_of_berts_class_lists_no_layers() -> None:
     with pytest.raises(UserError, match="is_decoder=True, and is that of an encoder here; set it to False"):
         even_boundaries(make("bert-classes", is_decoder=True), 2)

@@ -6,10 +6,13 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.huggingface import frequencies
+from echelon.huggingface.inputs import MASK
 from echelon.layering import listed_layers
 from echelon.models import cross_entropy
 from echelon.pipeline_parallel import even_boundaries, split_model
 from echelon.planner import profile
+from echelon.sequence import View, assign
+from echelon.wrapping import Wrapping
 from tests.huggingface.models import KINDS, chained, double, tokens
 
 ALL = sorted(KINDS)
@@ -84,3 +87,19 @@ def test_more_tokens_than_positions_are_refused() -> None:
     inputs = torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(UserError, match="17 tokens: this model has learned 16 positions"):
         chained(double("gpt2"), inputs)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon-alibi", "falcon"])
+def test_padding_is_seen_by_every_layer(kind: str) -> None:
+    """Biases by distance are those of the tokens, not of the padding between them."""
+    model, inputs = double(kind).eval(), tokens(0)[0]
+    places = torch.arange(inputs.shape[1])
+    mask = ((places == 0) | (places >= torch.tensor([[0], [2], [5], [0], [7]]))).long()
+    view, value = View(), inputs
+    view.shared = {MASK: mask}
+    for layer in listed_layers(model):
+        assign(layer, view, Wrapping())
+        value = layer(value)
+    own = model(inputs, attention_mask=mask).logits
+    assert torch.equal(value.logits[mask.bool()], own[mask.bool()])
+    assert not torch.allclose(own[mask.bool()], model(inputs).logits[mask.bool()])

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.huggingface.layers import LayerInputs
+from echelon.huggingface.inputs import MASK
+from echelon.huggingface.layers import LayerInputs, padded, positions_of
 from echelon.sequence import View
 
 
 class BloomInputs(LayerInputs):
     """Biases and a mask; no positions."""
+
+    masks_take_positions = False
 
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
         refuse_shared(self.config, view)
@@ -33,6 +36,8 @@ class BloomInputs(LayerInputs):
 class FalconInputs(LayerInputs):
     """Biases that are a part of the mask, or rotary positions."""
 
+    masks_take_positions = False
+
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
         refuse_shared(self.config, view)
         common = {"layer_past": None, "use_cache": False}
@@ -40,7 +45,7 @@ class FalconInputs(LayerInputs):
             biases = _biases("falcon", x, self.config.num_attention_heads, view)
             biases = biases.reshape(x.shape[0], -1, *biases.shape[1:])
             return common | {"alibi": biases, "attention_mask": self._biased_mask(x, view, biases)}
-        positions = view.positions(x.shape[1] * view.stretch, x.device)[None]
+        positions = positions_of(view, x.shape[1] * view.stretch, x.device)
         rotated = self.rotary(x, position_ids=positions)
         mask = self._mask(x, view, allow_is_causal_skip=False)
         return common | {"alibi": None, "attention_mask": mask, "position_embeddings": rotated}
@@ -63,6 +68,9 @@ def refuse_shared(config: Any, view: View) -> None:
 def _biases(family: str, x: Tensor, heads: int, view: View) -> Tensor:
     """[batch · heads, 1, keys], as transformers computes them."""
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    keys = torch.ones(x.shape[0], x.shape[1] * view.stretch, dtype=torch.int64, device=x.device)
+    length = x.shape[1] * view.stretch
+    keys = torch.ones(x.shape[0], length, dtype=torch.int64, device=x.device)
+    if MASK in view.shared:  # padding is at no distance
+        keys = padded(view.shared[MASK], length)
     biases: Tensor = modeling.build_alibi_tensor(keys, heads, dtype=x.dtype)
     return biases

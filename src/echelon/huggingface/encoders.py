@@ -1,7 +1,6 @@
 """Encoders of transformers as lists of layers: every position attends to all others.
 
-Layers are made for training without padding, as those of causal models are. No layer has a view, so that
-plans that split a sequence over ranks refuse these models.
+No layer has a view, so that plans that split a sequence over ranks refuse these models.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +8,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+Hidden = Tensor | tuple[Tensor, Tensor]  # hidden states, or these and the padding mask
 
 
 class Encoder(NamedTuple):
@@ -35,30 +36,53 @@ ENCODERS = {
 }
 
 
-class EncoderEmbedding(nn.Module):
-    """Tokens or images to hidden states. Images are cast to the type of the weights."""
+class TextEmbedding(nn.Module):
+    """Tokens to hidden states. A padding mask goes on with them, from layer to layer."""
 
     def __init__(self, embeddings: nn.Module) -> None:
         super().__init__()
         self.embeddings = embeddings
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.is_floating_point():
-            inputs = inputs.to(next(self.embeddings.parameters()).dtype)
-        hidden: Tensor = self.embeddings(inputs)
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Hidden:
+        hidden: Tensor = self.embeddings(input_ids, token_type_ids=token_type_ids, position_ids=position_ids)
+        return hidden if attention_mask is None else (hidden, attention_mask)
+
+
+class ImageEmbedding(nn.Module):
+    """Images to hidden states, in the type of the weights."""
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        hidden: Tensor = self.embeddings(pixel_values.to(next(self.embeddings.parameters()).dtype))
         return hidden
 
 
 class EncoderLayer(nn.Module):
-    """One encoder layer: hidden states to hidden states, without a mask."""
+    """One encoder layer: hidden states to hidden states."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, config: Any) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.config = block, config
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.block(x, attention_mask=None)
-        return hidden
+    def forward(self, value: Hidden) -> Hidden:
+        if isinstance(value, Tensor):
+            output: Tensor = self.block(value, attention_mask=None)
+            return output
+        from transformers.masking_utils import create_bidirectional_mask
+
+        x, padding = value
+        # To look whether there is padding would stop the host.
+        mask = create_bidirectional_mask(self.config, x, padding, allow_is_bidirectional_skip=False)
+        return self.block(x, attention_mask=mask), padding
 
 
 class EncoderHead(nn.Module):
@@ -70,9 +94,9 @@ class EncoderHead(nn.Module):
         super().__init__()
         self.chain, self.output, self.takes_first = nn.ModuleList(modules), output, takes_first
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, value: Hidden) -> Any:
         first, *others = self.chain
-        x = first(x)
+        x = first(value if isinstance(value, Tensor) else value[0])
         x = x[:, 0] if self.takes_first else x
         for module in others:
             x = module(x)
@@ -87,7 +111,7 @@ def encoder_layers(model: Any, encoder: Encoder) -> list[nn.Module]:
     head = [attrgetter(name)(model) for name in encoder.head]
     output = getattr(modeling_outputs, encoder.output)
     return [
-        EncoderEmbedding(trunk.embeddings),
-        *(EncoderLayer(block) for block in attrgetter(encoder.blocks)(trunk)),
+        (ImageEmbedding if model.main_input_name == "pixel_values" else TextEmbedding)(trunk.embeddings),
+        *(EncoderLayer(block, model.config) for block in attrgetter(encoder.blocks)(trunk)),
         EncoderHead(head, output, takes_first=encoder.takes_first),
     ]

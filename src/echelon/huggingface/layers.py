@@ -31,7 +31,7 @@ class LayerInputs:
         self.config, self.rotary, self.has_window, self.layer_type = config, rotary, has_window, layer_type
 
     def arguments(self, x: Tensor, view: View) -> dict[str, Any]:
-        positions = _positions(view, x.shape[1] * view.stretch, x.device)
+        positions = positions_of(view, x.shape[1] * view.stretch, x.device)
         arguments: dict[str, Any] = {"position_ids": positions, "past_key_values": None, "use_cache": False}
         if self.rotary is not None:
             kind = {} if self.layer_type is None else {"layer_type": self.layer_type}
@@ -54,23 +54,23 @@ class LayerInputs:
         if (
             POSITIONS in view.shared and self.masks_take_positions
         ):  # several sequences in a row are told apart by them
-            given["position_ids"] = _padded(view.shared[POSITIONS], shaped.shape[1])
+            given["position_ids"] = padded(view.shared[POSITIONS], shaped.shape[1])
         if MASK in view.shared:  # and there is padding: to look for some would stop the host
             given["allow_is_causal_skip"] = False
-        mask = _padded(view.shared[MASK], shaped.shape[1]) if MASK in view.shared else None
+        mask = padded(view.shared[MASK], shaped.shape[1]) if MASK in view.shared else None
         return make(
             config=self.config, inputs_embeds=shaped, attention_mask=mask, past_key_values=None, **given
         )
 
 
-def _positions(view: View, length: int, device: torch.device) -> Tensor:
+def positions_of(view: View, length: int, device: torch.device) -> Tensor:
     """Those of the batch, or those of the sequence, [1, length]."""
     if POSITIONS in view.shared:
-        return _padded(view.shared[POSITIONS], length)
+        return padded(view.shared[POSITIONS], length)
     return view.positions(length, device)[None]
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
+def padded(values: Tensor, length: int) -> Tensor:
     """[samples, positions] with the last position repeated, as the hidden states are."""
     missing = length - values.shape[1]
     return values if missing == 0 else torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
@@ -97,7 +97,7 @@ class Embedding(nn.Module):
                 f"a sequence of {length} tokens: this model has learned {longest} positions; use sequences "
                 f"of at most {longest} tokens"
             )
-        learned: Tensor = table(_positions(self.view, tokens.shape[1], tokens.device))
+        learned: Tensor = table(positions_of(self.view, tokens.shape[1], tokens.device))
         return learned
 
 
