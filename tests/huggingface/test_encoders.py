@@ -80,7 +80,7 @@ def test_attention_of_bert_reads_only_the_rate_of_its_dropout() -> None:
     [
         ("bert", "tensor=2"),
         ("t5", "tensor=2"),
-        ("vit", "pipeline=2 tensor=2 microbatches=2"),
+        pytest.param("vit", "pipeline=2 tensor=2 microbatches=2", marks=pytest.mark.slow),
         *(
             pytest.param(kind, plan, marks=pytest.mark.slow)
             for kind in ENCODERS

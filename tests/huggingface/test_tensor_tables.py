@@ -60,7 +60,7 @@ def test_the_other_families(kind: str) -> None:
     prove(kind, "tensor=2 sequence=true", steps=4, **VOCABULARY)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "phi3", "falcon", "olmo2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "falcon"])
 def test_attention_of_other_kinds(kind: str) -> None:
     """With a vocabulary that is padded: behind the head, Gemma's cap made the padding of logits finite."""
     prove(kind, "tensor=2", steps=2)
