@@ -13,18 +13,6 @@ from echelon.audit.loss_parts import Batch, LossParts, candidates, num_special, 
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
 
 
-def total_and_count(loss: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(output: Tensor, targets: Tensor) -> tuple[Any, Any]:
-        result = loss(output, targets)
-        return result if isinstance(result, tuple) else (result * len(targets), len(targets))
-
-    return counted
-
-
-def parts_of(loss: Callable[..., Any]) -> LossParts:
-    return LossParts(total_and_count(loss))
-
-
 def batch(targets: list[int], *, dtype: torch.dtype = torch.float32) -> Batch:
     output = torch.randn(len(targets), 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     return Batch(output, torch.tensor(targets), [0], [0], len(targets))
@@ -53,7 +41,7 @@ def in_float32(output: Tensor, targets: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_over_samples_add_up(loss: Callable[..., Any], dtype: torch.dtype) -> None:
-    assert parts_of(loss).difference(batch([0, 1, 2, 1, 2, 0], dtype=dtype)) is None
+    assert LossParts(loss).difference(batch([0, 1, 2, 1, 2, 0], dtype=dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -67,14 +55,14 @@ def test_sums_over_samples_add_up(loss: Callable[..., Any], dtype: torch.dtype) 
     ],
 )
 def test_means_that_weigh_and_losses_of_pairs_do_not(loss: Callable[..., Any], targets: list[int]) -> None:
-    sums = parts_of(loss).difference(batch(targets))
+    sums = LossParts(loss).difference(batch(targets))
     assert sums is not None
     assert "together" in sums.describe()
 
 
 def test_equal_halves_hide_nothing() -> None:
     """Both halves leave out one target, so that their means agree; single samples tell."""
-    assert parts_of(F.cross_entropy).difference(batch([0, -100, -100, 1])) is not None
+    assert LossParts(F.cross_entropy).difference(batch([0, -100, -100, 1])) is not None
 
 
 def test_a_loss_that_takes_no_single_samples_is_not_judged_by_them() -> None:
@@ -82,7 +70,7 @@ def test_a_loss_that_takes_no_single_samples_is_not_judged_by_them() -> None:
         assert len(output) > 1
         return F.cross_entropy(output, targets)
 
-    assert parts_of(loss).difference(batch([0, 1, 2, 1])) is None
+    assert LossParts(loss).difference(batch([0, 1, 2, 1])) is None
 
 
 @pytest.mark.parametrize(
@@ -91,20 +79,21 @@ def test_a_loss_that_takes_no_single_samples_is_not_judged_by_them() -> None:
         (F.cross_entropy, [-100]),
         (nn.CrossEntropyLoss(ignore_index=0), [0]),
         (weighted, [-100, 0, 2]),  # other weights than class 1
+        (nn.CrossEntropyLoss(weight=WEIGHTS), [-100, 0, 2]),  # takes no float64
         (nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=7), [7]),
     ],
 )
 def test_targets_that_a_mean_leaves_out_are_found_before_one_appears(loss: Any, special: list[int]) -> None:
     usual = batch([1, 1, 2, 1])
     values = [*candidates(loss), *usual_values(usual.targets, candidates(loss))]
-    assert parts_of(loss).special_targets(usual, values, usual=1) == special
+    assert LossParts(loss).special_targets(usual, values, usual=1) == special
 
 
 def test_losses_of_classes_that_count_alike_leave_out_nothing() -> None:
     def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
 
-    assert parts_of(loss).special_targets(batch([1, 1, 2, 1]), [-100, 0, 1, 2], usual=1) == []
+    assert LossParts(loss).special_targets(batch([1, 1, 2, 1]), [-100, 0, 1, 2], usual=1) == []
 
 
 def test_special_targets_are_counted_by_sample() -> None:

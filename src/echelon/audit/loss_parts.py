@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from echelon.audit.samples import map_tensors, rounding, select
 from echelon.targets import IGNORED_TARGET
 
-Counted = Callable[[Any, Any], tuple[Any, Any]]  # (output, targets) -> (total, count), as the engine counts
+Loss = Callable[[Any, Any], Any]  # (output, targets) -> a mean over samples, or (total, count)
+Piece = tuple[Any, Any, int]  # an output, its targets, and how many samples they are of
 
 _BYTES = 2**26  # of an output in float64
 _SINGLES = 8  # samples that are asked one by one
@@ -38,9 +39,9 @@ class Batch(NamedTuple):
     target_dims: Sequence[int | None]
     samples: int
 
-    def part(self, begin: int, end: int) -> tuple[Any, Any]:
+    def part(self, begin: int, end: int) -> Piece:
         output = select(self.output, self.dims, begin, end, self.samples)
-        return output, self.targets_of(begin, end)
+        return output, self.targets_of(begin, end), end - begin
 
     def targets_of(self, begin: int, end: int) -> Any:
         return select(self.targets, self.target_dims, begin, end, self.samples)
@@ -66,8 +67,8 @@ class Sums(NamedTuple):
 class LossParts:
     """Compares one loss with itself."""
 
-    def __init__(self, counted: Counted) -> None:
-        self._counted = counted
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
 
     def difference(self, batch: Batch) -> Sums | None:
         """The loss of the batch, and of its samples one by one, if they differ by more than rounding."""
@@ -83,26 +84,29 @@ class LossParts:
     def _compare(self, batch: Batch, count: int, bounds: Iterable[tuple[int, int]]) -> Sums | None:
         whole = batch.part(0, count)
         parts = [batch.part(*each) for each in bounds]
-        try:
-            return compare_sums(self.sums(whole), [self.sums(part) for part in parts], _TOLERANCE)
-        except Exception:  # it takes no float64: in the types that it is used to
-            tolerance = max(rounding(leaf.dtype) for leaf in _tensors(batch.output))
-            return self._compare_as_given(whole, parts, tolerance)
+        return self.compare(whole, parts)
 
-    def _compare_as_given(self, whole: Any, parts: Sequence[Any], tolerance: float) -> Sums | None:
-        try:
-            together = self.sums(whole, wide=False)
-            return compare_sums(together, [self.sums(part, wide=False) for part in parts], tolerance)
-        except Exception:  # it takes no single samples
-            return None
+    def compare(
+        self, whole: Piece, parts: Sequence[Piece], *, widths: Sequence[bool] = (True, False)
+    ) -> Sums | None:
+        """Both, if they differ: in float64, or else (`widths`) in the types that the loss is used to."""
+        for wide in widths:
+            try:
+                sums = self.sums(whole, wide=wide), [self.sums(part, wide=wide) for part in parts]
+            except Exception:  # it takes no float64, no single samples, or no such class
+                continue
+            given = max((rounding(leaf.dtype) for leaf in _tensors(whole[0])), default=_TOLERANCE)
+            return compare_sums(*sums, _TOLERANCE if wide else given)
+        return None
 
     @torch.no_grad()
-    def sums(self, pair: tuple[Any, Any], *, wide: bool = True) -> tuple[float, float]:
+    def sums(self, piece: Piece, *, wide: bool = True) -> tuple[float, float]:
         """(total, count) of an output and its targets, which the loss may change."""
-        output, targets = (map_tensors(_wide if wide else Tensor.clone, each) for each in pair)
+        output, targets = (map_tensors(_wide if wide else Tensor.clone, each) for each in piece[:2])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single samples
-            total, count = self._counted(output, targets)
+            result = self._loss(output, targets)
+        total, count = result if isinstance(result, tuple) else (result * piece[2], piece[2])
         return float(total), float(count)
 
     # Targets that count less than others.
@@ -114,7 +118,7 @@ class LossParts:
         """
         if any(dim is None for dim in (*batch.dims, *batch.target_dims)) or batch.samples < 2:
             return []
-        output, targets = (map_tensors(_to_host, each) for each in batch.part(0, 2))
+        output, targets = (map_tensors(_to_host, each) for each in batch.part(0, 2)[:2])
         pair = Batch(output, targets, batch.dims, batch.target_dims, 2)
         return [value for value in values if value != usual and self._is_special(pair, value, usual)]
 
@@ -130,15 +134,11 @@ class LossParts:
             return made_up
 
         made_up = pair._replace(targets=map_tensors(replace, pair.targets))
-        try:
-            together = self.sums(made_up.part(0, 2))
-            return compare_sums(together, [self.sums(made_up.part(n, n + 1)) for n in range(2)]) is not None
-        except Exception:  # no class of this loss
-            return False
+        return self.compare(made_up.part(0, 2), [made_up.part(n, n + 1) for n in range(2)]) is not None
 
 
 def compare_sums(
-    whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float = _TOLERANCE
+    whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float
 ) -> Sums | None:
     """Both, if total or count of the parts is not that of the whole."""
     totals, counts = ([part[place] for part in parts] for place in range(2))

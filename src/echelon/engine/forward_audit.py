@@ -22,7 +22,7 @@ from echelon.audit.own_forward import (
 )
 from echelon.audit.samples import map_tensors, rounding
 from echelon.context_parallel import take
-from echelon.engine.batch import Loss, cast, num_samples, take_part, total_and_count
+from echelon.engine.batch import Loss, cast, num_samples, take_part
 from echelon.engine.free_memory import free_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.neighbours import share_samples
@@ -162,7 +162,7 @@ class ForwardAudit:
         try:
             with torch.no_grad():
                 result = loss(outcome.output, outcome.targets)
-                total, count = map(float, total_and_count(result, outcome.targets))
+                total, count = map(float, result if isinstance(result, tuple) else (result, 1))
         except Exception:  # it may know only what layers return
             return None
         share = 1.0 if isinstance(result, tuple) else outcome.share

@@ -14,15 +14,14 @@ from echelon.audit.loss_parts import (
     LossParts,
     Sums,
     candidates,
-    compare_sums,
     message,
     num_special,
     special_message,
     usual_values,
     weights_message,
 )
-from echelon.audit.samples import Part, rounding
-from echelon.engine.batch import Loss, total_and_count
+from echelon.audit.samples import Part
+from echelon.engine.batch import Loss
 from echelon.engine.trial import Outcome
 from echelon.engine.untouched import GeneratorStates, untouched
 from echelon.errors import UserError
@@ -52,7 +51,7 @@ class LossAudit:
         self._is_known = split_loss(user_loss) is not None  # to add up
         self._module = [user_loss] if isinstance(user_loss, nn.Module) else []
         self._candidates = candidates(user_loss)
-        self._parts = LossParts(lambda output, targets: total_and_count(loss(output, targets), targets))
+        self._parts = LossParts(loss)
         self.target_check: TargetCheck | None = None
 
     def check(
@@ -111,14 +110,10 @@ class LossAudit:
 
     def _compare_parts(self, batch: Batch, parts: Sequence[Part]) -> Sums | None:
         """Of an output that cannot be cut into samples: the model's own outputs of the parts."""
-        try:
-            whole = self._parts.sums((batch.output, batch.targets), wide=False)
-            pairs = [(part.output, batch.targets_of(part.begin, part.end)) for part in parts]
-            sums = [self._parts.sums(pair, wide=False) for pair in pairs]
-        except Exception:  # no loss of parts: nothing to compare
-            return None
-        tensors = [leaf for leaf in tree_leaves(batch.output) if isinstance(leaf, Tensor)]
-        return compare_sums(whole, sums, max((rounding(leaf.dtype) for leaf in tensors), default=1e-5))
+        pieces = [
+            (part.output, batch.targets_of(part.begin, part.end), part.end - part.begin) for part in parts
+        ]
+        return self._parts.compare((batch.output, batch.targets, batch.samples), pieces, widths=[False])
 
     def _watch(self, special: list[int], targets: Any) -> None:
         """Let later batches be compared with this one, where the loss leaves out targets."""
