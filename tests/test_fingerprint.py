@@ -29,7 +29,7 @@ def test_one_bit_one_place_and_one_sign_show() -> None:
 def test_a_large_tensor_is_summed_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000, dtype=torch.float64)
     whole = fingerprint(tensor)
-    monkeypatch.setattr(module, "_AT_ONCE", 64)
+    monkeypatch.setattr(module, "_AT_ONCE_ON_CPU", 64)
     assert fingerprint(tensor) == whole
 
 

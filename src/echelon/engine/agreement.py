@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 from echelon.collectives import Group
 from echelon.engine.batch import Batch
 from echelon.errors import UserError
-from echelon.fingerprint import fingerprint, wrapped
+from echelon.fingerprint import fingerprint, measures, near, wrapped
 from echelon.mesh import Mesh
 from echelon.ownership import LocalParameter
 
 _SUBJECT = "checks"
-_AT_ONCE = 1 << 22  # elements
 
 
 def check_same_batch(batch: Batch, mesh: Mesh) -> None:
@@ -63,13 +62,9 @@ def check_same_gradients(
     compared = sorted((each for each in local if each.parameter in whole), key=lambda e: (e.name, e.begin))
     if not compared:
         return
-    measures = _gather(torch.stack([_measures(each.tensor.grad, each.tensor) for each in compared]), group)
-    sizes = measures[..., 1].amax(0)
-    tolerance = max(torch.finfo(each.tensor.dtype).eps for each in compared) ** 0.5
-    # Gradients that are nothing but rounding may be anything up to that of the largest.
-    allowed = tolerance * (sizes + 10 * tolerance * sizes.amax())
-    differs = ((measures.amax(0) - measures.amin(0)) > allowed[:, None]).any(1).tolist()
-    names = [each.name for each, is_different in zip(compared, differs, strict=True) if is_different]
+    gathered = _gather(torch.stack([_measures(each.tensor) for each in compared]), group)
+    is_near = near(gathered, max(torch.finfo(each.tensor.dtype).eps for each in compared)).tolist()
+    names = [each.name for each, is_same in zip(compared, is_near, strict=True) if not is_same]
     if names:
         raise UserError(
             f"tensor={group.size}: ranks have different gradients of {', '.join(dict.fromkeys(names))}, "
@@ -79,19 +74,11 @@ def check_same_gradients(
         )
 
 
-def _measures(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A sum that tells positions apart, and the norm; no gradient is one of zeros."""
-    measures = torch.zeros(2, dtype=torch.float64, device=like.device)
-    if gradient is None:
-        return measures
-    dense = (gradient.to_dense() if gradient.is_sparse else gradient).detach()
-    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).flatten()
-    for part in flat.split(_AT_ONCE):
-        numbers = part.double().nan_to_num(0.0, 0.0, 0.0)  # a loss that overflows does so on all ranks
-        places = torch.arange(len(part), dtype=torch.float64, device=part.device)
-        measures += torch.stack([numbers @ places.cos_(), numbers @ numbers])
-    measures[1].sqrt_()
-    return measures
+def _measures(parameter: nn.Parameter) -> Tensor:
+    """Those of its gradient; no gradient is one of zeros."""
+    gradient = parameter.grad
+    like = torch.zeros((), device=parameter.device)
+    return measures(like if gradient is None else gradient)
 
 
 def _gather(local: Tensor, group: Group) -> Tensor:
