@@ -22,6 +22,7 @@ from echelon.engine.agreement import check_same_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
+from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
@@ -76,6 +77,7 @@ class Engine:
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
+        self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._is_closed = False
 
     # What a training loop needs.
@@ -158,6 +160,7 @@ class Engine:
         numbers = self._runner.train(pair, number)
         self._meter.sample()
         self._counter.add(numbers)
+        self._drift.after_step(number)
         timer.stop()
         beat()
         if not self._update.deferred:
@@ -180,9 +183,12 @@ class Engine:
         In the same call on every rank, whoever has looked at the numbers already: ranks that raised in
         different calls could not go on together.
         """
-        error = self._counter.late_error(but=but)
+        error = self._late_error(but=but)
         if error is not None:
             raise error
+
+    def _late_error(self, *, but: int = 0) -> UserError | None:
+        return self._counter.late_error(but=but) or self._drift.error(before=self._counter.begun - but)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Evaluation:
@@ -333,7 +339,7 @@ class Engine:
         try:
             if not self._runner.is_broken:
                 # Raised at the end: the model is as good as before that step.
-                refused = self._counter.late_error()
+                refused = self._late_error()
                 self.synchronize()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
