@@ -9,6 +9,7 @@ from echelon.audit import AuditEntry, AuditResult, Mode, make_skeleton
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.finite_weights import FiniteWeights
 from echelon.engine.forward_audit import ForwardAudit
+from echelon.engine.layer_audit import layer_audits
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.loss_audit import LossAudit, TargetCheck
 from echelon.engine.sample_audit import SampleAudit
@@ -87,6 +88,7 @@ def make_audit(
     trials = TrialForward(runner, mesh, local, layers, model)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
     entries: list[AuditEntry] = [FiniteWeights(local.owned_weights, trained, agreement)]
+    entries += layer_audits(settings.skeleton, local, layers, mesh, trials)
     loss = LossAudit(layers.loss, layers.user_loss, plan, agreement, mesh.device)
     if plan.data > 1 or plan.microbatches > 1:
         entries.append(SampleAudit(trials, mesh, scopes, agreement, loss, model))

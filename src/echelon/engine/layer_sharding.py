@@ -160,6 +160,11 @@ class LayerSharding:
             first = listed_layers(stages[0])[0]
             wrapping.after("sequence", first, SplitOutput(self.sharded.region.part, self._hidden_padding))
 
+    @property
+    def view(self) -> View:
+        """What layers see of a sequence."""
+        return self._view
+
     def _make_view(self) -> View:
         plan = self._mesh.plan
         shared = AllToAllView if plan.attention == "all-to-all" else RingView
