@@ -4,11 +4,11 @@ Replicas update their copies by the same sums, and ranks along `tensor` theirs b
 for itself. A forward that draws at random by itself, in another way on each rank, makes them different, and
 nothing else would show it.
 
-    step        0        1   2     …   200      201   202
-    device      numbers  ·   ·         numbers  ·     ·        of all copies, compared over ranks
-    host        ·        ·   reads     ·        ·     reads    one number, which has long been there
+    step        0        1   …   200      201   202
+    device      numbers  ·       numbers  ·     ·        of all copies, compared over ranks
+    host        reads    ·       ·        ·     reads    one number, which has long been there
 
-A CPU reads it at the end of the step. Between these steps nothing is done.
+The first step reads other things too, and a CPU has each number at once. Between these steps nothing is done.
 """
 
 import math
@@ -73,13 +73,21 @@ class DriftCheck:
         self._next_step: float = 0 if every and any(each.group.size > 1 for each in copies) else math.inf
         self._compared: list[_Compared] = []
         self._found: HostCopy | None = None
-        self._step = 0
+        self._step, self._is_first = 0, True
 
     def after_step(self, step: int) -> None:
-        """Step number `step` is queued: compare what its update has left, if it is time."""
+        """Step number `step` is queued: compare what its update has left, if it is time. Raises, on every
+        rank, if the first comparison finds a difference; `error` has what later ones find."""
         if step < self._next_step:
             return
         self._next_step, self._step = (step // self._every + 1) * self._every, step
+        self._start()
+        is_first, self._is_first = self._is_first, False
+        error = self.error(before=step + 1) if is_first else None
+        if error is not None:
+            raise error
+
+    def _start(self) -> None:
         self._compared = [each for copies in self._copies if (each := self._compare(copies)) is not None]
         device, everyone = self._mesh.device, self._mesh.group("all")
         found = torch.zeros(1, dtype=torch.float64, device=device)
