@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from echelon.audit import differences
 from echelon.audit.differences import beyond_rounding, compare, tolerance_of
 
 
@@ -25,6 +26,15 @@ def test_infinities_and_nans_are_the_same_where_both_have_them() -> None:
     assert compare("", odd, odd).distance == 0
     assert compare("", odd, odd.flip(0)).distance == torch.inf
     assert compare("", torch.ones(1), torch.zeros(1)).relative == torch.inf
+
+
+def test_large_tensors_are_compared_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = torch.randn(2, 50, dtype=torch.complex128)
+    whole = compare("", one, other)
+    monkeypatch.setattr(differences, "_AT_ONCE", 7)
+    assert compare("", one, other)[1:] == pytest.approx(whole[1:])
+    assert whole.distance == pytest.approx(float((one - other).norm()))
+    assert whole.size == pytest.approx(float(other.norm()))
 
 
 def test_fewer_bits_allow_more() -> None:

@@ -1,10 +1,12 @@
 """Whether two computations of the same numbers differ by more than rounding."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+_AT_ONCE = 1 << 22  # elements that are compared at a time
 _TF32 = 2.0**-10  # to which matrices of float32 may be multiplied on a CUDA device
 
 
@@ -22,14 +24,21 @@ class Difference(NamedTuple):
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> Difference:
     """Where both are infinite alike, or not a number, they are the same."""
-    one, other = actual.detach(), expected.detach()
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    distance = (one - other).masked_fill(same, 0.0).norm()
-    size = other.nan_to_num(0.0, 0.0, 0.0).norm()
-    return Difference(name, float(distance.nan_to_num(torch.inf)), float(size))
+    squares = torch.zeros(2, dtype=torch.float64, device=expected.device)
+    for one, other in zip(_portions(actual), _portions(expected), strict=True):
+        same = (one == other) | (one.isnan() & other.isnan())
+        apart = (one - other).masked_fill(same, 0.0).nan_to_num(torch.inf, torch.inf)
+        size = other.nan_to_num(0.0, 0.0, 0.0)
+        squares += torch.stack([apart.square().sum(), size.square().sum()])
+    distance, size = squares.sqrt().tolist()
+    return Difference(name, distance, size)
+
+
+def _portions(tensor: Tensor) -> Iterator[Tensor]:
+    """All numbers in float64, a few at a time: logits may take gigabytes."""
+    flat = tensor.detach().flatten()
+    real = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    return (part.double() for part in real.split(_AT_ONCE))
 
 
 def tolerance_of(tensor: Tensor) -> float:

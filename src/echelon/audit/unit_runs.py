@@ -46,8 +46,8 @@ def is_real(leaf: Any) -> bool:
 
 def draw_gradient(output: Tensor, number: int) -> Tensor:
     """A gradient of output `number`, the same on every rank."""
-    generator = torch.Generator().manual_seed(_SEED + number)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    generator = torch.Generator(output.device).manual_seed(_SEED + number)
+    return torch.randn(output.shape, generator=generator, dtype=output.dtype, device=output.device)
 
 
 def gradients_of(
