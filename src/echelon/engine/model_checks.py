@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from echelon.engine.arguments import check_model
+from echelon.engine.unwrapping import without_compiling
 from echelon.errors import raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.runtime.power_iteration import iterated_modules
@@ -22,6 +24,15 @@ _Lookup = nn.Embedding | nn.EmbeddingBag
 def is_cut(plan: Plan) -> bool:
     """Whether a forward pass sees a part of the global batch alone."""
     return plan.data > 1 or plan.microbatches > 1 or plan.context > 1
+
+
+def accept_model(model: nn.Module, plan: Plan, clip: float | None) -> nn.Module:
+    """The model as it is trained, without what torch.compile has put around it."""
+    check_wrappers(model)
+    model = without_compiling(model)
+    check_content(model, plan)
+    check_model(model, plan, clip)
+    return model
 
 
 def check_wrappers(model: nn.Module) -> None:

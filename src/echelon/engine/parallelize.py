@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_audit, check_model
+from echelon.engine.arguments import check_arguments, check_audit
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
@@ -18,7 +18,7 @@ from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.first_step import AuditSettings
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.model_checks import check_content, check_wrappers
+from echelon.engine.model_checks import accept_model
 from echelon.engine.own_loss import choose_loss
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
@@ -26,7 +26,6 @@ from echelon.engine.sharing import accumulate_gradients, share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
-from echelon.engine.unwrapping import without_compiling
 from echelon.engine.updates import make_update
 from echelon.launching import join
 from echelon.mesh import Mesh
@@ -73,15 +72,11 @@ def parallelize(
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     check_audit(audit, check_every)
     plan = supported_plan(plan)
-    check_wrappers(model)
-    model = without_compiling(model)
-    check_content(model, plan)
-    check_model(model, plan, clip)
+    model = accept_model(model, plan, clip)
     join()
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
-    sample_batch = read_sample(model, plan, loss, sample_batch)
-    plan, boundaries = resolve(model, plan, sample_batch, boundaries)
+    plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), Wrapping()

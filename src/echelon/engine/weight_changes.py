@@ -17,8 +17,9 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 
 
 def may_change_weights(plan: Plan) -> bool:
-    """Whether a forward pass is all of a step's, and what it leaves in the weights stays there."""
-    return plan.zero < 3 and plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+    """Whether a forward pass is all of a step's, and what it leaves in the weights stays there. With zero=3,
+    where weights come and go, whoever frees one looks whether it was changed (data_parallel/flat.py)."""
+    return plan.zero == 3 or (plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan))
 
 
 @final
@@ -56,11 +57,11 @@ class WeightChanges:
     @torch.no_grad()
     def _states(self) -> list[tuple[int, int]]:
         """Of each weight its version, and the bits of its sum: these tell of changes through `.data`, which
-        versions do not count. With zero=3 weights come and go in between, and have a version alone."""
+        versions do not count."""
         weights: list[Tensor] = [module._parameters[key] for _, module, key in self._places]  # type: ignore[misc]
         versions = [weight._version for weight in weights]
-        if self._plan.zero == 3 or not weights:
-            return [(version, 0) for version in versions]
+        if not weights:
+            return []
         real = [torch.view_as_real(w) if w.is_complex() else w for w in weights]
         sums = torch.stack([weight.sum(dtype=torch.float64) for weight in real])
         return list(zip(versions, sums.view(torch.int64).tolist(), strict=True))
@@ -68,8 +69,8 @@ class WeightChanges:
     def _error(self, changed: str) -> UserError:
         return UserError(
             f"plan '{self._plan}': the forward changes {changed} in place, from what it sees of the batch; "
-            "ranks and microbatches see parts of it, and weights that come and go forget the change; use "
-            "data=1 and microbatches=1 without zero=3, or change weights between steps"
+            "ranks and microbatches see parts of it; use data=1 and microbatches=1, or change weights "
+            "between steps"
         )
 
 
