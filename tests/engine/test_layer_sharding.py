@@ -62,11 +62,13 @@ def test_a_rank_takes_its_positions_of_a_batch() -> None:
     assert sharding_of("tensor=2", 1).take_part((tokens, labels)).inputs is tokens
 
 
-def test_layers_know_the_true_length_while_they_run() -> None:
+def test_layers_know_the_true_length_and_what_they_share_while_they_run() -> None:
     sharding = sharding_of("context=2", 0)
-    with sharding.around(6, nullcontext):
+    with sharding.around(6, {"attention_mask": 1}, nullcontext):
         assert sharding._view.whole_length(4) == 6
+        assert sharding._view.shared == {"attention_mask": 1}
     assert sharding._view.whole_length(4) == 8
+    assert not sharding._view.shared
 
 
 @pytest.mark.parametrize(("attention", "view"), [("ring", RingView), ("all-to-all", AllToAllView)])
