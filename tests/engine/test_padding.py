@@ -65,7 +65,7 @@ def test_without_context_no_batch_is_padded() -> None:
 @pytest.mark.parametrize(("plan", "length"), [("context=2", 6), ("context=3", 7), ("context=4", 9)])
 def test_true_positions_are_counted_once(plan: str, length: int) -> None:
     ranks = Plan.parse(plan).context
-    shares = [padding(plan, rank).targets(None, length) for rank in range(ranks)]
+    shares = [padding(plan, rank).targets(None, length, 1) for rank in range(ranks)]
     assert sum(each.num_true or 0 for each in shares) == length
     assert sum(each.share for each in shares) == pytest.approx(1)
     assert {each.num_positions * ranks for each in shares} == {padding(plan)._padded(length)}

@@ -95,7 +95,7 @@ def parallelize(
         update = make_update(local, mesh, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        reader = BatchReader(model, plan, loss, by_layers=split.by_layers)
+        reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings)
         undo.pop_all()
     return engine
