@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from echelon.inputs import Inputs, call, call_model, shared_inputs
+from echelon.inputs import Inputs, call, call_stage, shared_inputs
 
 
 class Recorder(nn.Module):
@@ -25,13 +25,13 @@ def test_inputs_are_a_structure_of_their_values() -> None:
 
 def test_a_layer_takes_the_arguments_and_a_model_what_layers_share_too() -> None:
     inputs = Inputs(1, mask=3).for_layers({"positions": 4})
-    assert call(Recorder(), inputs) == ((1,), {"mask": 3})
-    assert call_model(Recorder(), inputs) == ((1,), {"mask": 3, "positions": 4})
-    assert call(Recorder(), 5) == call_model(Recorder(), 5) == ((5,), {})
+    assert call_stage(Recorder(), inputs) == ((1,), {"mask": 3})
+    assert call(Recorder(), inputs) == ((1,), {"mask": 3, "positions": 4})
+    assert call_stage(Recorder(), 5) == call(Recorder(), 5) == ((5,), {})
     assert (shared_inputs(inputs), shared_inputs(5)) == ({"positions": 4}, {})
 
 
 def test_a_layer_that_takes_one_value_gets_a_tuple() -> None:
     inputs = Inputs(1, 2).for_layers({}, as_one=True)
-    assert call(Recorder(), inputs) == (((1, 2),), {})
-    assert call_model(Recorder(), inputs) == ((1, 2), {})
+    assert call_stage(Recorder(), inputs) == (((1, 2),), {})
+    assert call(Recorder(), inputs) == ((1, 2), {})

@@ -37,18 +37,18 @@ class Inputs:
         return f"Inputs({', '.join([*map(repr, self.args), *named])})"
 
 
-def call(module: nn.Module, inputs: Any) -> Any:
-    """Call a module, or the first layer of a model, with the inputs of a batch."""
-    if not isinstance(inputs, Inputs):
-        return module(inputs)
-    return module(inputs.args) if inputs.as_one else module(*inputs.args, **inputs.kwargs)
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call(model: nn.Module, inputs: Any) -> Any:
     """Call a model's own forward with the inputs of a batch, also if they were made for its layers."""
     if not isinstance(inputs, Inputs):
         return model(inputs)
     return model(*inputs.args, **inputs.kwargs, **inputs.shared)
+
+
+def call_stage(stage: nn.Module, inputs: Any) -> Any:
+    """Call a stage, or a layer, with the inputs of a batch or what the one before returned."""
+    if not isinstance(inputs, Inputs):
+        return stage(inputs)
+    return stage(inputs.args) if inputs.as_one else stage(*inputs.args, **inputs.kwargs)
 
 
 def shared_inputs(inputs: Any) -> dict[str, Any]:

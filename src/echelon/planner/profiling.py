@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.errors import UserError
-from echelon.inputs import call
+from echelon.inputs import call_stage
 from echelon.layering import how_to_list, listed_layers
 from echelon.planner.graph import Node, Profile, chain
 
@@ -110,7 +110,7 @@ def _untouched(model: nn.Module, value: Any) -> Iterator[None]:
 def _output(name: str, layer: nn.Module, value: Any) -> Any:
     """The output of a layer, detached from its graph."""
     try:
-        output = call(layer, _fresh(value)[0])
+        output = call_stage(layer, _fresh(value)[0])
     except Exception as error:
         raise UserError(
             f"layer {name} ({type(layer).__name__}) fails on its input: {error}; each layer must take the "
@@ -123,7 +123,7 @@ def _time(layer: nn.Module, value: Any) -> tuple[float, float]:
     """Seconds forward and seconds backward."""
     inputs, leaves = _fresh(value)
     begin = _time_after(leaves)
-    output = call(layer, inputs)
+    output = call_stage(layer, inputs)
     forward = _time_after(_tensors(output)) - begin
     results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     if not results:
@@ -167,7 +167,7 @@ def _stash(layer: nn.Module, value: Any) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        output = call(layer, inputs)
+        output = call_stage(layer, inputs)
     for tensor in _tensors(output):
         see(tensor)
     return float(sum(saved.values()))

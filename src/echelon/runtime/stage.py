@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel import Buffers, Problem, Sharing, Storages, sum_tied, sum_within_stage
-from echelon.inputs import call
+from echelon.inputs import call_stage
 from echelon.ownership import LocalParameter, OwnedSlice
 from echelon.program import Program
 from echelon.runtime.power_iteration import iterated_modules, no_iteration
@@ -46,12 +46,12 @@ class Stage:
         self._num_forwards += 1
         if self._num_forwards > 1 and self._iterated:
             with no_iteration(self._iterated):
-                return call(self.module, value)
+                return call_stage(self.module, value)
         if self.first_forward is None or not torch.is_grad_enabled():
-            return call(self.module, value)
+            return call_stage(self.module, value)
         check, self.first_forward = self.first_forward, None
         with check():
-            return call(self.module, value)
+            return call_stage(self.module, value)
 
     def start_backward(self, *, last: bool) -> None:
         for sharing in self.sharings:
