@@ -1,6 +1,5 @@
 """Plain torch models with one oddity each, and adapters of peft and x-transformers around small models."""
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -269,6 +268,6 @@ ODDITIES: dict[str, Foreign] = {
     "max norm": Foreign(_bounded_embedding, _token_batch, _token_loss),
     "scaled by frequency": Foreign(_counted_embedding, _token_batch, _token_loss),
     "spectral norm": Foreign(_spectral, _vectors, F.mse_loss),
-    **(PEFT if importlib.util.find_spec("peft") else {}),
-    **(X_TRANSFORMERS if importlib.util.find_spec("x_transformers") else {}),
+    **PEFT,
+    **X_TRANSFORMERS,
 }

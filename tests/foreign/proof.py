@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 def make_model(case: Foreign) -> nn.Module:
-    """Weights large enough that each of them shows in the output; the same in every process."""
+    """The same in every process; no weight is left at zero or one, where it might hide a mistake."""
     torch.manual_seed(0)
     model = case.model().double()
     generator = torch.Generator().manual_seed(1)
@@ -43,7 +43,8 @@ def make_model(case: Foreign) -> nn.Module:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.add_(0.05 * noise)
+                inputs = parameter[0].numel() if parameter.ndim > 1 else 1
+                parameter.add_(0.1 / (1 + inputs) ** 0.5 * noise)
     return model
 
 

@@ -1,6 +1,5 @@
 """Models of images and sound: of transformers, and of timm and torchvision where these are installed."""
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tests.foreign.vision_packages  # noqa: F401  (before timm and torchvision)
 from tests.foreign.proof import Foreign
 
 SAMPLES, CLASSES = 4, 5
@@ -93,10 +93,22 @@ def _timm(name: str, **options: Any) -> nn.Module:
     return timm.create_model(name, num_classes=CLASSES, **options)
 
 
+def _mixer() -> nn.Module:
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(img_size=16, patch_size=8, num_classes=CLASSES, embed_dim=16, num_blocks=2)
+
+
 def _torchvision(name: str, **options: Any) -> nn.Module:
     from torchvision import models
 
     return models.get_model(name, num_classes=CLASSES, **options)
+
+
+def _torchvision_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(16, 8, 2, 4, 16, 32, num_classes=CLASSES)
 
 
 def _logits_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -107,11 +119,7 @@ _SMALL_VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num
 
 TIMM: dict[str, Foreign] = {
     "timm vit": Foreign(partial(_timm, "vit_tiny_patch16_224", **_SMALL_VIT), images, _logits_loss),
-    "timm mixer": Foreign(
-        partial(_timm, "mixer_s32_224", img_size=16, patch_size=8, embed_dim=16, num_blocks=2),
-        images,
-        _logits_loss,
-    ),
+    "timm mixer": Foreign(_mixer, images, _logits_loss),
     "timm convnext": Foreign(
         partial(_timm, "convnext_atto", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
         partial(images, size=32),
@@ -120,13 +128,7 @@ TIMM: dict[str, Foreign] = {
 }
 
 TORCHVISION: dict[str, Foreign] = {
-    "torchvision vit": Foreign(
-        partial(
-            _torchvision, "vit_b_16", image_size=32, num_layers=2, num_heads=4, hidden_dim=16, mlp_dim=32
-        ),
-        partial(images, size=32),
-        _logits_loss,
-    ),
+    "torchvision vit": Foreign(_torchvision_vit, images, _logits_loss),
     "torchvision resnet": Foreign(
         partial(_torchvision, "resnet18"), partial(images, size=32), _logits_loss
     ),
@@ -141,6 +143,6 @@ VISION: dict[str, Foreign] = {
         for kind, sizes in CLASSIFIERS.items()
     },
     "whisper": Foreign(_whisper, sounds),
-    **(TIMM if importlib.util.find_spec("timm") else {}),
-    **(TORCHVISION if importlib.util.find_spec("torchvision") else {}),
+    **TIMM,
+    **TORCHVISION,
 }
