@@ -62,7 +62,8 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "falcon": _SIZES | _STILL | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "bloom": _SIZES | _STILL | {"n_layer": 2, "n_head": 4},
     "gpt2": _SIZES | {"n_embd": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "gptj": _SIZES | {"n_embd": 16, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gptj": _SIZES
+    | {"n_embd": 16, "rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": _SIZES | {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 16},
     "mpt": _SIZES | {"d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 32},
     "stablelm": _GROUPED | _STILL,
@@ -128,7 +129,7 @@ _WITHOUT_MASK = ("mamba", "mistral", "gemma2", "gemma3_text")
 
 LANGUAGE: dict[str, Foreign] = {
     **{
-        kind: _case(kind, "AutoModelForCausalLM", sizes, tokens if kind not in _WITHOUT_MASK else _plain_tokens)
+        kind: _case(kind, "AutoModelForCausalLM", sizes, _plain_tokens if kind in _WITHOUT_MASK else tokens)
         for kind, sizes in CAUSAL.items()
     },
     **{kind: _case(kind, "AutoModelForMaskedLM", sizes) for kind, sizes in MASKED.items()},

@@ -78,11 +78,11 @@ class ListTie(nn.Module):
 
 class ClampedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(_: Any, values: Tensor) -> Tensor:
         return values.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient.clamp(-0.01, 0.01)
 
 

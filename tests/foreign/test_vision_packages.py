@@ -2,10 +2,9 @@
 
 import torch
 
-import tests.foreign.vision_packages  # noqa: F401  (before timm and torchvision)
-
 
 def test_models_of_timm_and_torchvision_can_be_used_beside_transformers() -> None:
+    import tests.foreign.vision_packages  # noqa: F401, I001  (before timm and torchvision)
     import timm
     import torchvision
     from transformers import LlamaForCausalLM

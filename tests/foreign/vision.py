@@ -8,7 +8,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import tests.foreign.vision_packages  # noqa: F401  (before timm and torchvision)
 from tests.foreign.proof import Foreign
 
 SAMPLES, CLASSES = 4, 5
@@ -88,27 +87,35 @@ def sounds(step: int) -> dict[str, Tensor]:
 
 
 def _timm(name: str, **options: Any) -> nn.Module:
+    import tests.foreign.vision_packages  # noqa: F401, I001  (before timm and torchvision)
     import timm
 
     return timm.create_model(name, num_classes=CLASSES, **options)
 
 
 def _mixer() -> nn.Module:
+    import tests.foreign.vision_packages  # noqa: F401, I001  (before timm and torchvision)
     from timm.models.mlp_mixer import MlpMixer
 
     return MlpMixer(img_size=16, patch_size=8, num_classes=CLASSES, embed_dim=16, num_blocks=2)
 
 
 def _torchvision(name: str, **options: Any) -> nn.Module:
+    import tests.foreign.vision_packages  # noqa: F401, I001  (before timm and torchvision)
     from torchvision import models
 
     return models.get_model(name, num_classes=CLASSES, **options)
 
 
 def _torchvision_vit() -> nn.Module:
+    import tests.foreign.vision_packages  # noqa: F401, I001  (before timm and torchvision)
     from torchvision.models import VisionTransformer
 
     return VisionTransformer(16, 8, 2, 4, 16, 32, num_classes=CLASSES)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def _logits_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -129,8 +136,9 @@ TIMM: dict[str, Foreign] = {
 
 TORCHVISION: dict[str, Foreign] = {
     "torchvision vit": Foreign(_torchvision_vit, images, _logits_loss),
+    # AdamW would divide gradients of 1e-16, which are rounding, by their own size.
     "torchvision resnet": Foreign(
-        partial(_torchvision, "resnet18"), partial(images, size=32), _logits_loss
+        partial(_torchvision, "resnet18"), partial(images, size=32), _logits_loss, _sgd
     ),
     "torchvision squeezenet": Foreign(
         partial(_torchvision, "squeezenet1_1", dropout=0.0), partial(images, size=32), _logits_loss

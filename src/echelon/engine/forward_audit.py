@@ -38,6 +38,7 @@ from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice
 from echelon.precision import DTYPES
 from echelon.quantities import show_bytes
+from echelon.runtime.power_iteration import iterated_modules, no_iteration
 
 NAME = "own forward"
 
@@ -135,7 +136,7 @@ class ForwardAudit:
 
     def _call_own(self, skeleton: nn.Module, trial: Trial) -> Outcome:
         inputs, targets = map_tensors(Tensor.clone, to_device(trial.part, self._mesh.device))
-        with trial.scope():
+        with trial.scope(), no_iteration(iterated_modules(skeleton)):
             output = call(skeleton, cast(inputs, DTYPES[self._mesh.plan.precision]))
         return Outcome(output, targets)
 

@@ -9,10 +9,13 @@ from echelon.engine.batch import Loss
 from echelon.errors import UserError
 from echelon.huggingface import (
     ReplacedLoss,
+    adapted_model,
     causal_cross_entropy,
     causal_loss,
     counts_labels,
     is_plain_causal_loss,
+    is_plain_encoder_loss,
+    label_cross_entropy,
     mean_as_total,
     shifts_labels,
     unsplit_causal_cross_entropy,
@@ -23,14 +26,15 @@ from echelon.plan import Plan
 def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
     """The user's loss, or the model's own.
 
-    That of causal language models is computed here, of logits and labels: so it has a meaning in a pipeline,
-    and for parts of a vocabulary or of a sequence.
+    That of causal language models and of known encoders is computed here, of logits and labels: so it has a
+    meaning in a pipeline, and for parts of a vocabulary or of a sequence.
     """
     if loss is not None:
         return loss
-    if is_plain_causal_loss(model):
-        return causal_loss(model, in_float64=plan.precision == "fp64")
-    return OwnLoss(model)
+    inner = adapted_model(model)
+    if is_plain_causal_loss(inner):
+        return causal_loss(inner, in_float64=plan.precision == "fp64")
+    return label_cross_entropy if is_plain_encoder_loss(inner) else OwnLoss(inner)
 
 
 def takes_next_labels(loss: Loss) -> bool:

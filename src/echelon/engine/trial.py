@@ -85,6 +85,8 @@ class TrialForward:
         device = self._mesh.device
         self._failures.clear()
         self._has_drawn = False
+        for stage in self._local.stages.values():  # trials are compared with each other
+            stage.hold_iterations()
         marks = self._marks()
         with self._quiet(), untouched(self._local.modules, self._modules, device):
             for module in self._modules if not training else evaluating:

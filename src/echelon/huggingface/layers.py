@@ -26,8 +26,6 @@ class LayerInputs:
 
     masks_take_positions = True  # positions that start again separate sequences in a row
 
-    masks_take_positions = True  # positions that start again separate sequences in a row
-
     def __init__(self, config: Any, rotary: Any, *, has_window: bool, layer_type: str | None = None) -> None:
         """`layer_type`: the kind of layer that rotary positions ask for (Gemma 3)."""
         self.config, self.rotary, self.has_window, self.layer_type = config, rotary, has_window, layer_type

@@ -12,8 +12,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from echelon.errors import UserError
+from echelon.huggingface.encoders import ENCODERS
 from echelon.huggingface.modules import is_pretrained
 from echelon.targets import IGNORED_TARGET
 from echelon.wrapping import replaced_forward
@@ -25,6 +27,12 @@ _PLAIN_LOSS = re.compile(
     r"\s*(?:vocab_size=)?(?:self\.[\w.]*vocab_size|logits\.shape\[-1\]),\s*\*\*kwargs,?\s*\)"
 )
 _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
+
+
+def adapted_model(model: Any) -> Any:
+    """The model of transformers inside of adapters (peft), or the model itself."""
+    has_adapters = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if has_adapters else model
 
 
 def is_plain_causal_loss(model: Any) -> bool:
@@ -91,6 +99,28 @@ def unsplit_causal_cross_entropy(output: Any, targets: Tensor) -> tuple[Tensor, 
     transformers rounds logits to float32. In a float64 training only the same rounding gives its loss.
     """
     return causal_cross_entropy(output, targets)
+
+
+def is_plain_encoder_loss(model: Any) -> bool:
+    """Whether the own loss of an encoder is the cross entropy of its logits and labels, and no more."""
+    if type(model).__name__ not in ENCODERS or replaced_forward(model) is not None:
+        return False
+    config = model.config
+    kind = getattr(config, "problem_type", None)
+    is_class = config.num_labels > 1 and kind in (None, "single_label_classification")
+    return is_class or not type(model).__name__.endswith(("SequenceClassification", "ImageClassification"))
+
+
+def label_cross_entropy(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Total and count of the own loss of an encoder for which `is_plain_encoder_loss` holds."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        form = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise UserError(
+            f"loss=None: labels are {form}: the own loss of this model takes the number of a class, as an "
+            "integer; convert them, or give parallelize a loss"
+        )
+    total = F.cross_entropy(output.logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return total, (labels != IGNORED_TARGET).sum()
 
 
 def shift(labels: Tensor) -> Tensor:

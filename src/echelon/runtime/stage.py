@@ -42,6 +42,10 @@ class Stage:
     def start_step(self) -> None:
         self._num_forwards = 0
 
+    def hold_iterations(self) -> None:
+        """Forward passes before the next step iterate nothing."""
+        self._num_forwards = 1
+
     def forward(self, value: Any) -> Any:
         self._num_forwards += 1
         if self._num_forwards > 1 and self._iterated:

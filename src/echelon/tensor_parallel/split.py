@@ -111,11 +111,12 @@ def split_over(
 
 
 def _styles_by_module(model: nn.Module, styles: Styles) -> dict[nn.Module, Style]:
-    """The style of every module that has one, by any of its names."""
+    """The style of every module that has one, by any of its names. nn.Identity stands for a module that the
+    model was made without, and needs none."""
     style_of: dict[nn.Module, Style] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         style = styles.of(name)
-        if style is not None:
+        if style is not None and type(module) is not nn.Identity:
             style_of.setdefault(module, style)
     return style_of
 
