@@ -10,7 +10,10 @@ from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 from tests.contract_models import class_loss, vectors
 
-pytestmark = pytest.mark.usefixtures("warm_contract")
+pytestmark = [
+    pytest.mark.usefixtures("warm_contract"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # in evaluation
+]
 
 
 class Block(nn.Module):

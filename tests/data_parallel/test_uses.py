@@ -41,7 +41,7 @@ class Log:
 
 
 def wanting_input() -> Tensor:
-    return torch.ones(1, 2, requires_grad=True)
+    return torch.ones(1, 2, requires_grad=True).clone()  # not a leaf
 
 
 def test_units_are_held_during_the_forward_and_again_during_the_backward() -> None:
@@ -202,3 +202,13 @@ def test_removed_hooks_are_gone() -> None:
     log.wrapping.remove()
     module(wanting_input()).sum().backward()
     assert log.events == []
+
+
+def test_a_leaf_does_not_say_that_a_module_is_through() -> None:
+    """Its gradient may come before those of the weights; the inputs of a reentrant checkpoint are leaves."""
+    model = nn.Linear(2, 2)
+    log = Log(model)
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert log.events == ["F0", "f0", "B0"]
+    log.hooks.end_backward(log.uses[0])
+    assert log.text == "F0 f0 B0 b0"

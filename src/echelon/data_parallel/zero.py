@@ -58,9 +58,10 @@ class Zero(Sharing):
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
         self._flats = [_flatten(unit, self._shard_group, level, separate) for unit in units]
-        self._agreement = GatherAgreement(
-            self._shard_group, [unit.name for unit in units], parameter_set.device, is_open=level == 3
-        )
+        # One of several groups that stops in the middle of a step would leave the others waiting.
+        compares = level == 3 and self._copies_group.size == 1
+        names = [unit.name for unit in units]
+        self._agreement = GatherAgreement(self._shard_group, names, parameter_set.device, is_open=compares)
         self.residency = Residency(
             self._flats, self._needs, prefetch, self._group.ledger, _root(units), self._agreement
         )
