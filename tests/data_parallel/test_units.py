@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.units import divide_units
+from echelon.pipeline_parallel import split_model
 
 
 def described(model: nn.Module, **options: int) -> list[tuple[str, list[str], list[int]]]:
@@ -106,6 +107,12 @@ def test_what_is_used_outside_of_its_unit_needs_that_unit() -> None:
         ("trunk.norm", [], [0]),
         ("", ["other.weight", "other.bias"], [0, 3]),
     ]
+
+
+def test_a_stage_needs_no_unit_beside_its_layers() -> None:
+    """It names the parameters of its layers as its own, and would keep all of them gathered."""
+    (stage,), _ = split_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])
+    assert [needs for _, _, needs in described(stage)] == [[0], [1]]
 
 
 class Block(nn.Module):

@@ -91,14 +91,17 @@ def _tied_outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     tied to an embedding, or a small module that is used inside and outside of a unit."""
     owned = {p for unit in units for p in unit.parameters()}
     callable_modules = (m for m in _outside(model, units) if not isinstance(m, _PARAMETER_LISTS))
-    return [
-        m for m in callable_modules if m is not model and not owned.isdisjoint(m.parameters(recurse=False))
-    ]
+    return [m for m in callable_modules if m is not model and not owned.isdisjoint(_direct_parameters(m))]
 
 
 def _outside_parameters(model: nn.Module, units: list[nn.Module]) -> list[nn.Parameter]:
     """What is read while no unit runs."""
-    return [p for module in _outside(model, units) for p in module.parameters(recurse=False)]
+    return [p for module in _outside(model, units) for p in _direct_parameters(module)]
+
+
+def _direct_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those that are in no child; a stage names the parameters of all of its layers as its own."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def _outside(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
