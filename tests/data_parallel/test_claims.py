@@ -78,7 +78,6 @@ def train_frozen_later() -> list[float]:
 
 
 def test_a_parameter_that_is_frozen_later_keeps_its_value_and_its_state(warm_ranks: Warm) -> None:
-    """At zero=1 and 2 the whole weights could not be put together any more."""
     for distances in warm_ranks(2).run(train_frozen_later):
         assert max(distances) < 1e-12
 

@@ -260,3 +260,13 @@ def test_what_other_stages_hold_too_is_sharded_by_itself(is_trained: bool) -> No
     sharing = Zero(parameter_set, 3, Wrapping())
     names = [[name for name, _ in flat.parameters] for unit in sharing._flats for flat in unit]
     assert names == [["other", "own"], ["tied"]]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_what_is_frozen_later_is_owned_as_before(level: int) -> None:
+    """It was owned twice, in parts and whole: with tensor parallelism boxes overlapped then."""
+    model = nn.Linear(4, 4)
+    zero = Zero(set_of(model, RecordingGroup("data", 0, 2)), level, Wrapping())
+    before = [owned.slice for owned in zero.owned()]
+    model.requires_grad_(False)
+    assert [owned.slice for owned in zero.owned()] == before
