@@ -8,7 +8,7 @@ got each other's weights refuse the step (`Residency.compare`).
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
@@ -21,16 +21,25 @@ from echelon.errors import UserError
 
 @final
 class GatherAgreement:
-    """What the ranks of a group are about to do. `is_open`: they compare it first."""
+    """What the ranks that shard one copy are about to do, until it is closed.
 
-    def __init__(self, group: Group, units: Sequence[str], device: torch.device, *, is_open: bool) -> None:
-        self._group, self._device = group, device
+    `replicas`: all ranks of the set. One of several groups that stopped in the middle of a step would leave
+    the others waiting, so all are told at the end of each pass.
+    """
+
+    def __init__(self, group: Group, replicas: Group, units: Sequence[str], device: torch.device) -> None:
+        self._group, self._replicas, self._device = group, replicas, device
         names = [f"module '{unit}'" if unit else "the model itself" for unit in units]
         self._actions = ["has finished a pass"]
         self._actions += [f"gathers the weights of {name}" for name in names]
         self._actions += [f"reduces the gradients of {name}" for name in names]
         self._num_units = len(units)
-        self.is_open = is_open
+        self._is_open = True
+        self._error: UserError | None = None  # is raised again: whoever runs a pass may have caught it
+
+    def close(self) -> None:
+        """All ranks agree: compare no more."""
+        self._is_open = False
 
     def gather(self, unit: int) -> None:
         self._compare(1 + unit)
@@ -40,11 +49,15 @@ class GatherAgreement:
 
     def finish_pass(self) -> None:
         self._compare(0)
+        if self._is_open and self._is_told(False):
+            self._fail(Problem.DIFFERENT_UNITS.value)
 
     def _compare(self, action: int) -> None:
         """Raise, on every rank of the group, unless all are about to do the same."""
-        if not self.is_open:
+        if not self._is_open:
             return
+        if self._error is not None:
+            raise self._error
         with self._group.ledger.about("agreement"):
             extremes = torch.tensor([action, -action], device=self._device)
             self._group.all_reduce(extremes, "max")
@@ -52,7 +65,21 @@ class GatherAgreement:
             if highest != -lowest:
                 actions = torch.empty(self._group.size, dtype=torch.int64, device=self._device)
                 self._group.all_gather(actions, torch.tensor([action], device=self._device))
-                raise UserError(self._difference(actions))
+                self._is_told(True)
+                self._fail(self._difference(actions))
+
+    def _is_told(self, has_difference: bool) -> bool:
+        """Whether any group has found a difference; once per pass on each rank."""
+        if self._replicas.size == self._group.size:
+            return False
+        flag = torch.tensor([has_difference], dtype=torch.uint8, device=self._device)
+        with self._replicas.ledger.about("agreement"):
+            self._replicas.all_reduce(flag, "max")
+        return bool(flag.item())
+
+    def _fail(self, message: str) -> NoReturn:
+        self._error = UserError(message)
+        raise self._error
 
     def _difference(self, actions: Tensor) -> str:
         numbers = actions.tolist()

@@ -58,10 +58,11 @@ class Zero(Sharing):
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
         self._flats = [_flatten(unit, self._shard_group, level, separate) for unit in units]
-        # One of several groups that stops in the middle of a step would leave the others waiting.
-        compares = level == 3 and self._copies_group.size == 1
-        names = [unit.name for unit in units]
-        self._agreement = GatherAgreement(self._shard_group, names, parameter_set.device, is_open=compares)
+        self._agreement = GatherAgreement(
+            self._shard_group, self._group, [unit.name for unit in units], parameter_set.device
+        )
+        if level < 3:
+            self._agreement.close()
         self.residency = Residency(
             self._flats, self._needs, prefetch, self._group.ledger, _root(units), self._agreement
         )
@@ -135,7 +136,7 @@ class Zero(Sharing):
 
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
-        self._agreement.is_open = False
+        self._agreement.close()
         self.share_first_weights()
         if not self._observed and self._reduced:
             self._observed = True
