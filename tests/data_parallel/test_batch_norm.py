@@ -42,6 +42,19 @@ def convolution() -> nn.Module:
     )
 
 
+class WithActivation(nn.BatchNorm1d):
+    """Its forward does more than to normalise, as timm's BatchNormAct2d does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def activated() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), WithActivation(8), nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 5)
+    )
+
+
 def stages() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5))
 
@@ -52,6 +65,7 @@ def stages() -> nn.Module:
         (Normalised, vectors, "data=2"),
         (Normalised, vectors, "data=3 zero=3"),
         (convolution, images, "data=2 zero=1"),
+        (activated, vectors, "data=2"),
         (stages, vectors, "pipeline=2 data=2"),
         pytest.param(Normalised, vectors, "data=2 zero=2", marks=pytest.mark.slow),
         pytest.param(convolution, images, "data=4", marks=pytest.mark.slow),

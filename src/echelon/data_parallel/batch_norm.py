@@ -9,11 +9,16 @@ the others, and training with batch statistics is refused.
 """
 
 from collections.abc import Iterable
+from inspect import Parameter, signature
+from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from echelon.collectives import Group
 from echelon.errors import UserError
@@ -53,9 +58,9 @@ class WholeBatchNorm(Wrapper):
         super().__init__(module)
         self.group, self._parts = group, parts
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training and self.module.running_mean is not None:
-            return self.inner(x)
+            return self.inner(*args, **kwargs)
         if self._parts > 1:
             raise UserError(
                 f"{type(self.module).__name__} takes its statistics over the whole batch, and the plan cuts "
@@ -63,26 +68,58 @@ class WholeBatchNorm(Wrapper):
                 "(and the same number of replicas for every stage), call eval() on these modules to keep "
                 "their statistics as they are, or use GroupNorm"
             )
-        return self._normalise(x)
+        return self._call_synchronized(*args, **kwargs)
 
     @untraced
-    def _normalise(self, x: Tensor) -> Tensor:
-        norm: Any = self.module
-        norm._check_input_dim(x)
-        mean, variance, number = _Statistics.apply(x, self.group)  # type: ignore[no-untyped-call]
-        if norm.training and norm.track_running_stats:
-            self._track(mean.detach(), variance.detach(), number)
-        return _scale(x, mean, variance, norm.eps, norm.weight, norm.bias)
+    def _call_synchronized(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of its class, which may do more than to normalise; torch's own synchronised norm would
+        ask all ranks there are."""
+        is_torchs = isinstance(self.module, nn.SyncBatchNorm)
+        forward = MethodType(_BatchNorm.forward, self.module) if is_torchs else self.inner
+        with _Synchronized(self.group):
+            return forward(*args, **kwargs)
 
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
-        """As torch does: the running variance is that of a sample, divided by number − 1."""
-        norm: Any = self.module
-        norm.num_batches_tracked.add_(1)
-        rate = 1 / norm.num_batches_tracked.to(mean.dtype) if norm.momentum is None else norm.momentum
+
+class _Synchronized(TorchFunctionMode):
+    """Inside, `F.batch_norm` with the statistics of the batch takes those of all replicas."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            arguments = _ARGUMENTS.bind(*args, **(kwargs or {})).arguments
+            if arguments.get("training", False):
+                return _normalise(self._group, **{**_DEFAULTS, **arguments})
+        return func(*args, **(kwargs or {}))
+
+
+_ARGUMENTS = signature(F.batch_norm)
+_DEFAULTS = {
+    name: each.default for name, each in _ARGUMENTS.parameters.items() if each.default is not Parameter.empty
+}
+
+
+def _normalise(
+    group: Group,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    **_: Any,
+) -> Tensor:
+    """As `F.batch_norm` in training: the running variance is that of a sample, divided by number − 1."""
+    mean, variance, number = _Statistics.apply(input, group)
+    with torch.no_grad():
         unbiased = variance * (number / (number - 1))
-        for running, new in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-            running.add_((new.to(running.dtype) - running) * rate)
+        for running, new in ((running_mean, mean), (running_var, unbiased)):
+            if running is not None:
+                running.add_((new.to(running.dtype) - running) * momentum)
+    return _scale(input, mean, variance, eps, weight, bias)
 
 
 class _Statistics(torch.autograd.Function):
@@ -111,6 +148,7 @@ class _Statistics(torch.autograd.Function):
         return mean, variance, total
 
     @staticmethod
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, d_mean: Tensor, d_variance: Tensor, _: Any) -> tuple[Tensor, None]:
         x, mean, total = ctx.saved_tensors
         summed = torch.stack([d_mean, d_variance])
