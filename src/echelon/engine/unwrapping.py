@@ -8,7 +8,8 @@ def without_compiling(model: nn.Module) -> nn.Module:
     """The model, with no module of it compiled."""
     model = _original(model)
     for module in list(model.modules()):
-        module._compiled_call_impl = None  # of model.compile()
+        if module._compiled_call_impl is not None:  # model.compile()
+            module._compiled_call_impl = None
         for name, child in module._modules.items():
             if child is not None:
                 module._modules[name] = _original(child)
