@@ -76,11 +76,11 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def warm_ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`warm_ranks(4).run(fn, …)`: one set of ranks for all tests. Do not let fn fail in it."""
+    """`warm_ranks(4).run(fn, …)`: one set of ranks for all tests, but a new one after fn has failed."""
     sets: dict[int, Ranks] = {}
 
     def ranks(count: int) -> Ranks:
-        if count not in sets:
+        if count not in sets or not sets[count]._is_open:
             sets[count] = WarmRanks(count, deadline=300.0).__enter__()
         return sets[count]
 

@@ -116,7 +116,7 @@ def test_what_would_be_wrong_is_refused(make: Make, plan: str, match: str) -> No
     ("make", "plan"),
     [
         (changing, "microbatches=2"),
-        (changing, "zero=3"),
+        (changing, "zero=3 microbatches=2"),
         (changing, "schedule=pipedream"),
         (changing_through_data, "microbatches=2"),
         (changing_through_data, "schedule=pipedream"),

@@ -16,6 +16,7 @@ from echelon.huggingface.own_loss import (  # noqa: E402
     causal_cross_entropy,
     counts_labels,
     is_plain_causal_loss,
+    label_cross_entropy,
     shift,
     shifts_labels,
     unsplit_causal_cross_entropy,
@@ -103,7 +104,8 @@ def test_which_loss_is_chosen() -> None:
     assert choose_loss(llama, None, Plan()) is causal_cross_entropy
     assert choose_loss(llama, None, Plan.parse("precision=fp64")) is unsplit_causal_cross_entropy
     assert takes_next_labels(choose_loss(llama, None, Plan()))
-    assert isinstance(choose_loss(make("BertForMaskedLM"), None, Plan()), OwnLoss)
+    assert choose_loss(make("BertForMaskedLM"), None, Plan()) is label_cross_entropy
+    assert isinstance(choose_loss(nn.Linear(2, 2), None, Plan()), OwnLoss)
     output = SimpleNamespace(logits=torch.zeros(1, 2, 16))
     targets = torch.tensor([[3, -100]])
     assert unsplit_causal_cross_entropy(output, targets) == causal_cross_entropy(output, targets)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon import entropy
+from echelon.huggingface import causal_cross_entropy
 from echelon.launching import Ranks
 from echelon.mesh import Mesh
 from echelon.models import cross_entropy
@@ -73,7 +74,9 @@ def test_it_is_computed_in_float32_at_least(warm_ranks: Warm) -> None:
 def test_the_loss_of_the_models_is_known_by_its_name() -> None:
     assert split_loss(cross_entropy) is vocabulary_cross_entropy
     assert split_loss(value_and_gradient) is None
-    assert list(SPLIT_LOSSES) == [f"{cross_entropy.__module__}.{cross_entropy.__qualname__}"]
+    for loss in (cross_entropy, causal_cross_entropy):
+        assert f"{loss.__module__}.{loss.__qualname__}" in SPLIT_LOSSES
+    assert len(SPLIT_LOSSES) == 2
 
 
 def wrong_target(ranks: int) -> str:

@@ -70,7 +70,8 @@ class DriftCheck:
 
     def __init__(self, copies: Sequence[Copies], mesh: Mesh, every: int) -> None:
         self._copies, self._mesh, self._every = copies, mesh, every
-        self._next_step: float = 0 if every and any(each.group.size > 1 for each in copies) else math.inf
+        # All ranks take part, also one that has a copy of nothing: a stage without replicas beside one with.
+        self._next_step: float = 0 if every and copies and mesh.plan.ranks > 1 else math.inf
         self._compared: list[_Compared] = []
         self._found: HostCopy | None = None
         self._step, self._is_first = 0, True

@@ -1,6 +1,8 @@
 """The audit as a step runs it: which entries a plan has, and when they are asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from torch import nn
@@ -16,9 +18,11 @@ from echelon.engine.sample_audit import SampleAudit
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.trial import TrialForward
+from echelon.engine.weight_changes import WeightChanges, frees_weights, kept_weights, may_change_weights
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
 from echelon.pipeline_parallel import StageModule
+from echelon.plan import Plan
 from echelon.runtime import LocalStages
 
 _ASKED_AGAIN = 3  # steps in which an entry may ask for another batch
@@ -40,8 +44,15 @@ class AuditSettings(NamedTuple):
 class Audit:
     """Asks all entries before the first step; those that could not tell, before the next ones too."""
 
-    def __init__(self, entries: Sequence[AuditEntry], mode: Mode, loss: LossAudit | None = None) -> None:
-        self._loss = loss
+    def __init__(
+        self,
+        entries: Sequence[AuditEntry],
+        mode: Mode,
+        loss: LossAudit | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`around`: what is watched while entries run the model."""
+        self._loss, self._around = loss, around
         self._is_repeated = mode == "always"
         self._open = dict(enumerate(entries))
         self._num_asked = 0
@@ -60,12 +71,13 @@ class Audit:
     def ask(self, batch: Any) -> None:
         """Raise a UserError, on every rank, if the plan would train something else than one device."""
         self._num_asked += 1
-        for number, entry in list(self._open.items()):
-            result = entry(batch)
-            self.results[number : number + 1] = [result]
-            is_given_up = self._num_asked >= _ASKED_AGAIN
-            if not self._is_repeated and (result.is_final or is_given_up):
-                del self._open[number]
+        with self._around():
+            for number, entry in list(self._open.items()):
+                result = entry(batch)
+                self.results[number : number + 1] = [result]
+                is_given_up = self._num_asked >= _ASKED_AGAIN
+                if not self._is_repeated and (result.is_final or is_given_up):
+                    del self._open[number]
 
 
 def make_audit(
@@ -99,7 +111,26 @@ def make_audit(
                 trials, mesh, layers, scopes, agreement, model, settings.skeleton, owned, speaks=speaks
             )
         )
-    return Audit(entries, settings.mode, loss)
+    return Audit(entries, settings.mode, loss, partial(_unchanged_weights, local, plan, agreement))
+
+
+@contextmanager
+def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement) -> Iterator[None]:
+    """Raise, on every rank, if trials have changed weights: the first step would not find out any more. Where
+    a forward may change them, they are put back. With zero=3, whoever frees a weight looks."""
+    if may_change_weights(plan) and not frees_weights(plan):
+        with kept_weights(local.modules):
+            yield
+        return
+    changes = [WeightChanges(module, plan) for module in local.modules] if not frees_weights(plan) else []
+    before = [change.states() for change in changes]
+    yield
+
+    def check() -> None:
+        for change, states in zip(changes, before, strict=True):
+            change.check(states)
+
+    agreement.check(check)
 
 
 def _is_compared(mesh: Mesh, local: LocalStages) -> bool:

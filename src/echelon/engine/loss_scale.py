@@ -71,7 +71,7 @@ class LossScale:
             return Counts(*(number * workers for number in local))
         row = torch.cat([_on_device(number, device) for number in local])
         rows = row.new_empty(group.size, len(row))
-        with group.ledger.about("samples"):
+        with group.ledger.about("loss counts"):
             group.all_gather(rows, row)
         # A stage may have several ranks of each replica in its group, one after the other.
         summed = rows[:: group.size // plan.data].sum(0)

@@ -4,12 +4,13 @@ On one device such a change is made once per step, from the whole batch. Ranks a
 of it would make others, each its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from echelon.engine.model_checks import is_cut
 from echelon.errors import UserError
@@ -19,7 +20,23 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 def may_change_weights(plan: Plan) -> bool:
     """Whether a forward pass is all of a step's, and what it leaves in the weights stays there. With zero=3,
     where weights come and go, whoever frees one looks whether it was changed (data_parallel/flat.py)."""
-    return plan.zero == 3 or (plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan))
+    return frees_weights(plan) or (plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan))
+
+
+def frees_weights(plan: Plan) -> bool:
+    """Whether weights come and go."""
+    return plan.zero == 3 and plan.data > 1
+
+
+@contextmanager
+def kept_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What is done to the weights of `modules` inside is undone."""
+    weights = [weight for module in modules for weight in module.parameters()]
+    copies = [weight.detach().clone() for weight in weights]
+    yield
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(weights)):
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.copy_(copy)
 
 
 @final
@@ -40,22 +57,24 @@ class WeightChanges:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        before = self._states()
+        before = self.states()
         try:
             yield
         except RuntimeError as error:
             if "_OfVersion is a view" in str(error):  # torch forbids to change a version in place
                 raise self._error("weights") from error
             raise
-        after = self._states()
-        changed = [
-            place[0] for place, one, other in zip(self._places, before, after, strict=True) if one != other
-        ]
+        self.check(before)
+
+    def check(self, before: list[tuple[int, int]]) -> None:
+        """Raise if any weight is not as it was."""
+        pairs = zip(self._places, before, self.states(), strict=True)
+        changed = [place[0] for place, one, other in pairs if one != other]
         if changed:
             raise self._error(", ".join(dict.fromkeys(changed)))
 
     @torch.no_grad()
-    def _states(self) -> list[tuple[int, int]]:
+    def states(self) -> list[tuple[int, int]]:
         """Of each weight its version, and the bits of its sum: these tell of changes through `.data`, which
         versions do not count."""
         weights: list[Tensor] = [module._parameters[key] for _, module, key in self._places]  # type: ignore[misc]
@@ -69,8 +88,8 @@ class WeightChanges:
     def _error(self, changed: str) -> UserError:
         return UserError(
             f"plan '{self._plan}': the forward changes {changed} in place, from what it sees of the batch; "
-            "ranks and microbatches see parts of it; use data=1 and microbatches=1, or change weights "
-            "between steps"
+            "ranks, microbatches and the audit of the first step see parts of it; change weights between "
+            "steps, or use data=1 and microbatches=1 with audit='off'"
         )
 
 

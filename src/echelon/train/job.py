@@ -99,6 +99,7 @@ class Job:
     evaluate_batches: int = 4
     out: str = "runs"
     name: str = "train"
+    audit: str = "first"
     model: ModelJob = field(default_factory=ModelJob)
     data: DataJob = field(default_factory=DataJob)
     optimizer: OptimizerJob = field(default_factory=OptimizerJob)

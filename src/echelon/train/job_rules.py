@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from echelon.audit import MODES
 from echelon.data import Corpus, corpus_errors, open_corpus
 from echelon.engine.auto import ranks_here
 from echelon.engine.support import refuse_unsupported
@@ -93,6 +94,8 @@ def _check_counts(job: "Job", findings: _Findings) -> None:
 
 
 def _check_names(job: "Job", findings: _Findings) -> None:
+    if job.audit not in MODES:
+        findings.add(f"audit={job.audit!r}: must be one of {', '.join(MODES)}", "audit")
     if "/" in job.name:
         findings.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
     if not job.name:

@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
+from echelon.audit import Mode
 from echelon.collectives import StepMoves
 from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
@@ -45,6 +46,7 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
         seed=job.seed,
         sample_batch=batches.at(0, (0, 1)) if measures else None,
         weights=None if measures else job.model.weights,
+        audit=cast(Mode, job.audit),
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
