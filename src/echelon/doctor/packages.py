@@ -10,6 +10,8 @@ import echelon
 from echelon.doctor.report import Finding, Section, section
 
 _OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)  # that echelon is tested with
+_TESTED = "tested with: 2.11 to 2.13"
+_TORCH_ADVICE = f'required: pip install "torch>=2.11" ({_TESTED})'
 _OLDEST_PYTHON = (3, 11)
 
 # What echelon depends on, in the order of pyproject.toml, without torch, whose version is judged too.
@@ -69,11 +71,11 @@ def judge_python(installed_version: str) -> Finding:
 
 
 def judge_torch(installed_version: str | None) -> Finding:
-    if installed_version is None or _OLDEST_TORCH <= _numbers(installed_version)[:2] <= _NEWEST_TORCH:
-        return judge_needed("torch", installed_version)
-    if _numbers(installed_version) < _OLDEST_TORCH:
-        return Finding("torch", installed_version, "warn", 'required: pip install "torch>=2.11"')
-    return Finding("torch", installed_version, "note", "newer than what echelon is tested with, 2.11 to 2.13")
+    if installed_version is None or _numbers(installed_version) < _OLDEST_TORCH:
+        return Finding("torch", installed_version or "missing", "warn", _TORCH_ADVICE)
+    if _numbers(installed_version)[:2] <= _NEWEST_TORCH:
+        return Finding("torch", installed_version)
+    return Finding("torch", installed_version, "note", f"newer than echelon was {_TESTED}")
 
 
 def judge_needed(name: str, installed_version: str | None) -> Finding:
