@@ -78,6 +78,13 @@ def test_no_size(text: str) -> None:
         read_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["１２GB", "1.٣"])
+def test_digits_of_other_scripts_are_refused(text: str) -> None:
+    for read in (read_bytes, read_rate):
+        with pytest.raises(ValueError, match=f"'{text}' must be written with the digits 0 to 9"):
+            read(text)
+
+
 @pytest.mark.parametrize(("text", "rate"), [("10GB/s", 1e10), ("10Gb/s", 1.25e9), ("1e10", 1e10)])
 def test_rates_are_read_in_bytes_or_in_bits(text: str, rate: float) -> None:
     assert read_rate(text) == rate

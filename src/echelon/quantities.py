@@ -16,7 +16,7 @@ _PREFIXES = {
     "gi": GIB,
     "ti": TIB,
 }
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([kmgtKMGT]?i?)"
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([kmgtKMGT]?i?)"
 
 
 def show_bytes(count: float) -> str:
@@ -84,6 +84,8 @@ def read_rate(text: str) -> float:
 
 
 def _value(match: re.Match[str] | None, text: str, rule: str) -> float:
+    if any(each.isdecimal() and not each.isascii() for each in text):
+        raise ValueError(f"'{text}' must be written with the digits 0 to 9")
     if not match or match[2].lower() not in _PREFIXES:
         raise ValueError(f"'{text}' must be {rule}")
     value = float(match[1]) * _PREFIXES[match[2].lower()]

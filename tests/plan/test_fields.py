@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import pytest
 
+from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, AUTO, FIELDS, FLUSHED_SCHEDULES, SCHEDULES
 from tests.plan.examples import errors_of
@@ -89,3 +91,23 @@ def test_other_text_is_refused_with_what_is_allowed(word: str) -> None:
 
 def test_every_schedule_is_flushed_or_asynchronous() -> None:
     assert sorted(SCHEDULES) == sorted({*FLUSHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES})
+
+
+def test_digits_of_other_scripts_are_refused() -> None:
+    # int('２') is 2: the plan was read as data=2.
+    for word in ["data=２", "pipeline=٣-1", "staleness=２", "zero=１", "shard=４", "recompute=budget:２GiB"]:
+        (error,) = errors_of(word)
+        assert error == f"{word}: numbers must be written with the digits 0 to 9"
+    assert Plan.parse("schedule=計画２.txt").schedule == "計画２.txt", "a file may have any name"
+
+
+def test_a_number_beyond_reason_is_refused_at_once() -> None:
+    # pipeline=99999999 made tuples of that length, one for each rule.
+    began = time.monotonic()
+    for word in ["pipeline=99999999", "pipeline=1000000-1", "data=1000000", f"tensor={'9' * 5000}"]:
+        (error,) = errors_of(word)
+        assert error == f"{word}: must be below 1,000,000"
+    with pytest.raises(UserError, match="data=1000000000000: must be below 1,000,000"):
+        Plan(data=10**12)
+    assert Plan.parse("data=999999 microbatches=000004").ranks == 999_999
+    assert time.monotonic() - began < 5

@@ -230,7 +230,6 @@ def _from_name(
     from echelon.cli.schedule_view import ScheduleRequest
     from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
     from echelon.program import add_transfers, asynchronous, build
-    from echelon.train.plan_text import text_errors
 
     errors += _name_errors(name)
     if stages is None and replicas is None:
@@ -239,8 +238,6 @@ def _from_name(
         errors.append("--microbatches is missing: how many microbatches a step has")
     if stages is not None and replicas is not None and len(replicas.split("-")) != stages:
         errors.append(f"--replicas {replicas} --stages {stages}: give one number of replicas for each stage")
-    if wrong := text_errors(f"pipeline={replicas}"):
-        raise_errors(f"schedule '{name}'", [*errors, *wrong])
     # If --microbatches is missing, as many as stages break no further rule.
     number = stages if microbatches is None else microbatches
     fields = {"pipeline": replicas or stages, "microbatches": number, "chunks": chunks}

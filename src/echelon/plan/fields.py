@@ -1,7 +1,7 @@
 """What each field of a plan accepts: how its text is read, printed and explained.
 
 There is one entry per field. A reader returns the value or raises ValueError; the user then sees the entry's
-`allowed` sentence. Rules between fields are in rules.py.
+`allowed` sentence, or that of a NumberError. Rules between fields are in rules.py.
 """
 
 import math
@@ -26,6 +26,11 @@ OFFLOADS = ("optimizer", "parameters", "activations")
 COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
 
 _LARGEST_BUDGET = 2.0**63  # bytes: more than any memory
+_TOO_MANY = 10**6  # ranks, stages or microbatches: rules and schedules look at each
+
+
+class NumberError(ValueError):
+    """Says what a number must be, where the sentence of its field would not explain the refusal."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,26 @@ class Field:
 def _integer(value: Any, minimum: int) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
-    number = int(value)
+    number = int(_plain_digits(value))
     if number < minimum:
         raise ValueError
     return number
+
+
+def _plain_digits(value: Any) -> Any:
+    """The value, unless it is text with digits of another script: int('２') is 2."""
+    if isinstance(value, str) and any(each.isdecimal() and not each.isascii() for each in value):
+        raise NumberError("numbers must be written with the digits 0 to 9")
+    return value
+
+
+def _number_of(value: Any, minimum: int = 1) -> int:
+    """How many of something: a number that a person can mean."""
+    text = _plain_digits(value)
+    is_long = isinstance(text, str) and text.isdecimal() and len(text.lstrip("0")) >= len(str(_TOO_MANY))
+    if is_long or _integer(text, minimum) >= _TOO_MANY:
+        raise NumberError(f"must be below {_TOO_MANY:,}")
+    return int(text)
 
 
 def _stages(value: Any) -> int | tuple[int, ...] | str:
@@ -53,8 +74,8 @@ def _stages(value: Any) -> int | tuple[int, ...] | str:
     if isinstance(value, str) and "-" in value:
         value = value.split("-")
     if not isinstance(value, (list, tuple)):
-        return _integer(value, 1)
-    replicas = tuple(_integer(part, 1) for part in value)
+        return _number_of(value)
+    replicas = tuple(_number_of(part) for part in value)
     if len(replicas) < 2:  # replicas of a single stage are what `data` is for
         raise ValueError
     return len(replicas) if set(replicas) == {1} else replicas
@@ -75,7 +96,7 @@ def _recompute(value: Any) -> str:
     name, _, size_text = text.partition(":")
     if name != "budget":
         raise ValueError
-    size = read_bytes(size_text)
+    size = read_bytes(_plain_digits(size_text))
     if not 1 <= size < _LARGEST_BUDGET:
         raise ValueError
     return f"budget:{round(size)}"
@@ -106,7 +127,7 @@ def _words(options: tuple[str, ...]) -> Field:
 
 
 def _count() -> Field:
-    return Field("must be an integer, at least 1", lambda value: _integer(value, 1))
+    return Field("must be an integer, at least 1", _number_of)
 
 
 def _zero_level(value: Any) -> int:
@@ -114,7 +135,7 @@ def _zero_level(value: Any) -> int:
 
 
 def _shard(value: Any) -> int:
-    ranks = _integer(value, 0)
+    ranks = _number_of(value, minimum=0)
     if ranks == 1:  # a group of one rank shards nothing
         raise ValueError
     return ranks

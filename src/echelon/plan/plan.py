@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
-from echelon.plan.fields import FIELDS
+from echelon.plan.fields import FIELDS, NumberError
 from echelon.plan.rules import broken_rules
 
 
@@ -129,6 +129,8 @@ def _read_fields(texts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
     for name, value in texts.items():
         try:
             values[name] = FIELDS[name].read(value)
+        except NumberError as error:
+            errors[name] = f"{name}={value}: {error}"
         except (ValueError, KeyError, IndexError, TypeError, OverflowError):
             errors[name] = f"{name}={value}: {FIELDS[name].allowed}"
     return values, errors

@@ -21,7 +21,7 @@ from echelon.plan import Plan
 from echelon.train.batches import make_batches
 from echelon.train.memory_fit import host_memory_errors
 from echelon.train.plan_fit import division_errors
-from echelon.train.plan_text import text_errors, work_error
+from echelon.train.plan_work import work_error
 from echelon.train.rank_fit import rank_error, ranks_on_this_host
 from echelon.train.run_folder import place_error
 
@@ -134,8 +134,6 @@ def _check_plan(job: "Job", findings: _Findings) -> Plan | None:
     """The plan, if it is one."""
     if not job.plan.strip():
         findings.add("plan='': must not be empty; data=1 trains on one rank", "plan")
-    for error in text_errors(job.plan):
-        findings.add(f"plan: {error}", "plan")
     if not findings.all_valid("plan"):
         return None
     plan = findings.attempt(lambda: Plan.parse(job.plan), "plan", "plan")

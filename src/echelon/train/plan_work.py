@@ -1,17 +1,8 @@
-"""Numbers in the text of a plan that nobody can mean: digits of other scripts, and far too many of them."""
-
-import re
+"""Plans whose steps have more work than can be scheduled."""
 
 from echelon.plan import AUTO, Plan
 
-_COUNTS = ("data", "tensor", "pipeline", "expert", "context", "shard", "microbatches", "chunks")
-_TOO_LARGE = 10**6
 MOST_WORK = 10**6  # forwards of a pipeline's step
-
-
-def text_errors(plan: str) -> list[str]:
-    """The errors of a plan's words that show before they are read."""
-    return [error for word in plan.split() if (error := _word_error(word)) is not None]
 
 
 def work_error(plan: Plan) -> str | None:
@@ -25,13 +16,3 @@ def work_error(plan: Plan) -> str | None:
         f"plan '{plan}': a step has {forwards:,} forwards (stages × chunks × microbatches), and at most "
         f"{MOST_WORK:,} can be scheduled; use fewer microbatches"
     )
-
-
-def _word_error(word: str) -> str | None:
-    if any(character.isdecimal() and not character.isascii() for character in word):
-        return f"{word}: numbers must be written with the digits 0 to 9"
-    field, _, text = word.partition("=")
-    numbers = re.findall(r"\d+", text) if field in _COUNTS else []
-    if any(len(number.lstrip("0")) > len(str(_TOO_LARGE - 1)) for number in numbers):
-        return f"{word}: must be below {_TOO_LARGE:,}"
-    return None
