@@ -4,8 +4,9 @@ import io
 
 from rich.console import Console
 
+from echelon.audit import held, skipped
 from echelon.train.display import Display, print_summary
-from echelon.train.events import Evaluated, Sampled, Started, Starting, Stepped
+from echelon.train.events import Audited, Evaluated, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
 
@@ -35,6 +36,18 @@ def test_plain_lines_elsewhere() -> None:
     assert "80.0 MiB per rank" in lines[0]
     assert lines[-1].endswith("validation loss 2.2500")
     assert "\x1b" not in text
+
+
+def test_what_the_audit_skipped_is_said_once() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    results = (held("weights"), skipped("layers", "no [memory]"), skipped("samples", "one sample"))
+    with Display(Job(), console) as display:
+        display.show(Audited(results))
+        display.show(Audited((*results[:2], held("samples"))))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "audit of layers: skipped (no [memory]); samples: skipped (one sample)"
+    ]
 
 
 def test_nothing_is_shown_before_there_is_a_run() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from echelon.train.events import Evaluated, Sampled, Started, Starting, Stepped
+from echelon.audit import held, skipped
+from echelon.train.events import Audited, Evaluated, Sampled, Started, Starting, Stepped
 from echelon.train.logbook import Logbook
 from echelon.train.run_folder import RunFolder
 
@@ -21,6 +22,7 @@ def logged(folder: Path, *evaluations: Evaluated) -> tuple[RunFolder, dict[str, 
     logbook = Logbook(run)
     logbook.take(Starting("runs/a"))
     logbook.take(Started(42, 9000, "stdlib", "cpu"))
+    logbook.take(Audited((held("samples"), skipped("layers", "no memory"))))
     for step in (stepped(1, 5.0, 2.0), stepped(2, 4.0, 0.5, memory=300), stepped(3, 3.0, 1.0)):
         logbook.take(step)
     for evaluation in evaluations:
@@ -49,6 +51,10 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
     # The median step: the first one pays for compilation and memory.
     assert (summary["step_seconds"], summary["tokens_per_second"]) == (1.0, 1000.0)
     assert summary["memory_bytes"] == 300
+    assert summary["audit"] == [
+        {"name": "samples", "outcome": "held", "reason": ""},
+        {"name": "layers", "outcome": "skipped", "reason": "no memory"},
+    ]
     assert logged(tmp_path)[1]["validation_loss"] is None
 
 

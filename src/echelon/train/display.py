@@ -12,7 +12,7 @@ from rich.table import Table
 
 from echelon.charts import sparkline
 from echelon.quantities import show_bytes
-from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
+from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import Job
 
 _LINE_SECONDS = 5.0  # between plain lines
@@ -36,6 +36,7 @@ class Display:
         self._evaluated: Evaluated | None = None
         self._last: Stepped | None = None
         self._began = self._last_line = time.monotonic()
+        self._skipped: set[str] = set()  # of the audit, as shown
         self._live = Live(console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Display":
@@ -57,6 +58,8 @@ class Display:
                     markup=False,
                 )
                 self._began = time.monotonic()
+            case Audited():
+                self._show_skipped(event)
             case Stepped():
                 self._last = event
                 self._losses.append(event.loss)
@@ -71,6 +74,13 @@ class Display:
             self._plain_line(event)
         elif isinstance(event, Evaluated):
             self._console.print(f"step {event.step:>6}  validation loss {event.loss:.4f}")
+
+    def _show_skipped(self, event: Audited) -> None:
+        skipped = [str(result) for result in event.results if result.outcome == "skipped"]
+        new = [each for each in skipped if each not in self._skipped]
+        self._skipped.update(new)
+        if new:
+            self._console.print(f"[dim]audit of {escape('; '.join(new))}[/]")
 
     def _head(self, event: Starting) -> None:
         # Not earlier: a refused job has nothing to show, and under torchrun only rank 0 has events.

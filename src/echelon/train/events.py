@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from echelon.audit.report import AuditResult
+
 
 @dataclass(frozen=True)
 class Starting:
@@ -16,6 +18,13 @@ class Started:
     train_tokens: int
     corpus: str
     device: str
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the audit has found so far, one result per entry; again where a later step has told more."""
+
+    results: tuple[AuditResult, ...]
 
 
 @dataclass(frozen=True)
@@ -43,4 +52,4 @@ class Sampled:
     text: str
 
 
-Event = Starting | Started | Stepped | Evaluated | Sampled
+Event = Starting | Started | Audited | Stepped | Evaluated | Sampled

@@ -4,8 +4,9 @@ import dataclasses
 import statistics
 from typing import Any
 
+from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
-from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
@@ -17,12 +18,15 @@ class Logbook:
         self._steps: list[Stepped] = []
         self._evaluations: list[Evaluated] = []
         self._started: Started | None = None
+        self._audit: tuple[AuditResult, ...] = ()
         self._board = _tensorboard(folder)
 
     def take(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
+            case Audited():
+                self._audit = event.results
             case Stepped():
                 self._steps.append(event)
                 self._line("step", event)
@@ -65,6 +69,9 @@ class Logbook:
             "step_seconds": usual,
             "tokens_per_second": steps[-1].tokens / usual,
             "memory_bytes": max(step.memory_bytes for step in steps),
+            "audit": [
+                {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
+            ],
         }
 
     def _line(self, kind: str, event: Stepped | Evaluated) -> None:

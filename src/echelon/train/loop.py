@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from echelon.audit import Mode
+from echelon.audit import AuditResult, Mode
 from echelon.collectives import StepMoves
 from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
@@ -20,7 +20,7 @@ from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
 from echelon.train.batches import make_batches
 from echelon.train.divergence import refuse_divergence
-from echelon.train.events import Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device
 
@@ -53,8 +53,12 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     if first:
         report(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
     unread: deque[_Unread] = deque()
+    audit: list[AuditResult] = []
     for step in range(1, job.steps + 1):
         metrics = engine.step(batches.at(step - 1, part))
+        if first and engine.audit != audit:
+            audit = engine.audit
+            report(Audited(tuple(audit)))
         unread.append(_Unread(step, metrics, _record(engine) if first else None))
         # A look at a step that is not done would leave a GPU idle until the next one is begun.
         while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
