@@ -313,6 +313,25 @@ def weighted_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets, weight=WEIGHTS)
 
 
+def refused_later(plan: str) -> tuple[str, int]:
+    """In a rank: the error of the step in which the last replica has an ignored target, and the steps."""
+    engine = engine_of(plain(), plan, loss=F.cross_entropy)
+    engine.step(engine.local(batch()))
+    inputs, targets = engine.local(batch(1))
+    targets[0] = -100 if engine.replica == 1 else targets[0]
+    with pytest.raises(UserError) as caught:
+        engine.step((inputs, targets))
+    return str(caught.value), engine.steps
+
+
+def test_ignored_targets_of_one_rank_are_refused_by_all(warm_ranks: Warm) -> None:
+    # The other rank went on, and waited for gradients that never came.
+    first, second = warm_ranks(2).run(refused_later, "data=2")
+    assert "leaves out targets of -100, of which one sample has 0 and another 1" in first[0]
+    assert first == second
+    assert first[1] == 1
+
+
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "pipeline=2 microbatches=2"])
 def test_every_rank_is_told(warm_ranks: Warm, plan: str) -> None:
     ranks = warm_ranks(2)

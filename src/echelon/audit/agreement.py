@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.launching.group import check_on_every_rank
@@ -18,6 +19,11 @@ class RankAgreement:
         self._group, self._device = group, device
 
     @property
+    def is_late(self) -> bool:
+        """Whether to read `largest` at once would wait for a device."""
+        return self._device.type == "cuda"
+
+    @property
     def rank(self) -> int:
         return 0 if self._group is None else self._group.rank
 
@@ -26,9 +32,15 @@ class RankAgreement:
         if self._group is None:
             return list(numbers)
         negative = torch.tensor([-number for number in numbers], device=self._device)
-        with self._group.ledger.about("checks"):
-            self._group.all_reduce(negative, "max")
-        return [-int(number) for number in negative.tolist()]
+        return [-int(number) for number in self.largest(negative).tolist()]
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """The largest of each over all ranks, on their device. Nothing is read there."""
+        on_device = numbers.to(self._device, non_blocking=True)
+        if self._group is not None:
+            with self._group.ledger.about("checks"):
+                self._group.all_reduce(on_device, "max")
+        return on_device
 
     def any(self, *flags: bool) -> list[bool]:
         """Which flags are set on some rank."""

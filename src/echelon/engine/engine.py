@@ -188,7 +188,8 @@ class Engine:
             raise error
 
     def _late_error(self, *, but: int = 0) -> UserError | None:
-        return self._counter.late_error(but=but) or self._drift.error(before=self._counter.begun - but)
+        known = self._counter.late_error(but=but) or self._drift.error(before=self._counter.begun - but)
+        return known or (self._audit.late_error() if but == 0 else None)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Evaluation:

@@ -19,6 +19,7 @@ from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.trial import TrialForward
 from echelon.engine.weight_changes import WeightChanges, frees_weights, kept_weights, may_change_weights
+from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
 from echelon.pipeline_parallel import StageModule
@@ -62,6 +63,10 @@ class Audit:
     def target_check(self) -> TargetCheck | None:
         """What looks at the targets of every batch, if the loss makes it necessary."""
         return None if self._loss is None else self._loss.target_check
+
+    def late_error(self) -> UserError | None:
+        """What is known of the last batch's targets only now; all ranks ask together. Waits for the device."""
+        return None if self.target_check is None else self.target_check.late_error()
 
     @property
     def is_over(self) -> bool:

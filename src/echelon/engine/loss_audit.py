@@ -126,38 +126,51 @@ class LossAudit:
             return
         if least != -negative:
             raise UserError(special_message(special, least, -negative, self._plan))
-        self.target_check = TargetCheck(special, least, self._plan)
+        self.target_check = TargetCheck(special, least, self._plan, self._agreement)
 
 
 @final
 class TargetCheck:
-    """Every sample of every batch must have as many targets that the loss leaves out."""
+    """Every sample of every batch must have as many targets that the loss leaves out.
 
-    def __init__(self, special: Sequence[int], number: int, plan: str) -> None:
+    The ranks look together, so that all of them raise in the same call: a rank that went on alone would wait
+    for the others forever. On a CUDA device that is a step late, because to read there is to wait for it.
+    """
+
+    def __init__(self, special: Sequence[int], number: int, plan: str, agreement: RankAgreement) -> None:
         self._special, self._number, self._plan = special, number, plan
-        self._late: list[HostCopy] = []  # of targets that were on a device: read a step later
+        self._agreement = agreement
+        self._unread: HostCopy | None = None
 
     def check(self, batch: Any) -> None:
-        """Raise before the step that would count parts differently; of targets on a device, after it."""
-        extremes = self._extremes(batch[1])
-        if extremes is None:
-            return
-        if not extremes.is_cuda:
-            self._compare(extremes.tolist())
-            return
-        late, self._late = self._late, [HostCopy(extremes)]
-        for copy in late:
-            self._compare(copy.wait())
+        """Raise before the step that would count parts differently; on a CUDA device, before the next."""
+        self._raise_late_error()
+        self._unread = HostCopy(self._agreement.largest(self._extremes(batch[1])))
+        if not self._agreement.is_late:
+            self._raise_late_error()
 
-    def _extremes(self, targets: Any) -> Tensor | None:
+    def late_error(self) -> UserError | None:
+        """What the last call found, once; all ranks ask together. Waits for the device."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return None
+        negative, most = map(int, unread.wait())
+        if (-negative, most) == (self._number, self._number):
+            return None
+        least, most = min(-negative, self._number), max(most, self._number)
+        return UserError(special_message(self._special, least, most, self._plan))
+
+    def _raise_late_error(self) -> None:
+        error = self.late_error()
+        if error is not None:
+            raise error
+
+    def _extremes(self, targets: Any) -> Tensor:
+        """The smallest number of a sample, negated, and the largest; without targets, those that must be."""
         counts = num_special(targets, self._special)
-        return None if counts is None else torch.stack([counts.min(), counts.max()])
-
-    def _compare(self, extremes: Sequence[float]) -> None:
-        least, most = map(int, extremes)
-        if (least, most) != (self._number, self._number):
-            least, most = min(least, self._number), max(most, self._number)
-            raise UserError(special_message(self._special, least, most, self._plan))
+        if counts is None:
+            return torch.tensor([-self._number, self._number])
+        return torch.stack([-counts.min(), counts.max()])
 
 
 def _raise_if(error: str) -> None:
