@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from echelon.audit.loss_parts import Batch, LossParts, candidates, num_special, usual_values
+from echelon.audit import loss_parts
+from echelon.audit.loss_parts import (
+    Batch,
+    LossParts,
+    LossRefusedError,
+    candidates,
+    num_special,
+    usual_values,
+)
 
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
 
@@ -26,15 +34,16 @@ def contrastive(output: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(output @ output.T, torch.arange(len(output)))
 
 
-def in_float32(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets, weight=torch.ones(3))
+def in_own_type(output: Tensor, targets: Tensor) -> Tensor:
+    assert output.dtype != torch.float64
+    return F.cross_entropy(output, targets)
 
 
 @pytest.mark.parametrize(
     "loss",
     [
         F.cross_entropy,
-        in_float32,
+        in_own_type,
         lambda output, targets: (F.cross_entropy(output, targets, reduction="sum"), len(targets)),
         lambda output, targets: F.mse_loss(output.mean(1), targets.to(output.dtype)),
     ],
@@ -71,6 +80,28 @@ def test_a_loss_that_takes_no_single_samples_is_not_judged_by_them() -> None:
         return F.cross_entropy(output, targets)
 
     assert LossParts(loss).difference(batch([0, 1, 2, 1])) is None
+    with pytest.raises(LossRefusedError, match="AssertionError"):
+        LossParts(loss).difference(batch([0, 1]))
+
+
+def test_a_loss_that_takes_no_parts_is_not_taken_for_one_that_adds_up() -> None:
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(4, -1), targets)
+
+    def vector(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output, targets, reduction="none")
+
+    with pytest.raises(LossRefusedError, match=r"^(ValueError|RuntimeError): "):
+        LossParts(loss).difference(batch([0, 1, 2, 1]))
+    with pytest.raises(LossRefusedError, match="neither a number nor"):
+        LossParts(vector).difference(batch([0, 1, 2, 1]))
+
+
+def test_an_error_that_is_not_of_the_loss_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mistake in the audit itself read as "there is nothing to compare".
+    monkeypatch.setattr(loss_parts, "_wide", lambda: None)
+    with pytest.raises(TypeError, match="positional argument"):
+        LossParts(F.cross_entropy).difference(batch([0, 1, 2, 1]))
 
 
 @pytest.mark.parametrize(

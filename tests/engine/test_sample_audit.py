@@ -252,6 +252,16 @@ def test_a_model_that_takes_whole_microbatches_alone_trains() -> None:
     )
 
 
+def test_a_loss_that_takes_whole_microbatches_alone_was_not_asked() -> None:
+    # The entry held, although the loss had refused every part.
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(4, 5), targets)
+
+    assert "samples: skipped (outputs held, but the loss does not take a part of a microbatch: " in outcome(
+        engine_of(plain(), loss=loss)
+    )
+
+
 def test_one_sample_is_asked_again_with_the_next_batch() -> None:
     engine = engine_of(Mixing(MIXES["softmax over samples"]))
     engine.step(batch(samples=1))

@@ -8,6 +8,7 @@ count differently. The first batch may not show it, so a few made-up targets are
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, final
 
 import torch
@@ -63,9 +64,29 @@ class Sums(NamedTuple):
         )
 
 
+class LossRefusedError(Exception):
+    """A loss cannot be called on some part; the text is the headline of its own error."""
+
+
+def call_loss(loss: Loss, output: Any, targets: Any) -> Any:
+    """What the loss returns. Only what it raises itself becomes a LossRefusedError."""
+    try:
+        return loss(output, targets)
+    except Exception as error:  # of whatever a user's loss does
+        raise LossRefusedError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def as_numbers(result: Any) -> tuple[float, float]:
+    """(total, count) of a loss, or (mean, 1)."""
+    pair = result if isinstance(result, tuple) else (result, 1)
+    if len(pair) != 2 or not all(map(_is_number, pair)):
+        raise LossRefusedError("it returns neither a number nor (total, count)")
+    return float(pair[0]), float(pair[1])
+
+
 @final
 class LossParts:
-    """Compares one loss with itself."""
+    """Compares one loss with itself. Methods raise a LossRefusedError where it cannot be asked."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -78,8 +99,18 @@ class LossParts:
         groups = [[(number, number + 1) for number in range(count)]]
         if count > 2:
             groups.append([(0, count // 2), (count // 2, count)])
-        found = (self._compare(batch, count, bounds) for bounds in groups)
-        return next((sums for sums in found if sums is not None), None)
+        refusals: list[LossRefusedError] = []
+        for bounds in groups:
+            try:
+                sums = self._compare(batch, count, bounds)
+            except LossRefusedError as refusal:  # it may take no single samples, but halves
+                refusals.append(refusal)
+                continue
+            if sums is not None:
+                return sums
+        if len(refusals) == len(groups):
+            raise refusals[-1]
+        return None
 
     def _compare(self, batch: Batch, count: int, bounds: Iterable[tuple[int, int]]) -> Sums | None:
         whole = batch.part(0, count)
@@ -90,14 +121,18 @@ class LossParts:
         self, whole: Piece, parts: Sequence[Piece], *, widths: Sequence[bool] = (True, False)
     ) -> Sums | None:
         """Both, if they differ: in float64, or else (`widths`) in the types that the loss is used to."""
-        for wide in widths:
+        *others, last = widths
+        for wide in others:
             try:
-                sums = self.sums(whole, wide=wide), [self.sums(part, wide=wide) for part in parts]
-            except Exception:  # it takes no float64, no single samples, or no such class
+                return self._compare_in(whole, parts, wide=wide)
+            except LossRefusedError:  # of this type; it may take another
                 continue
-            given = max((rounding(leaf.dtype) for leaf in _tensors(whole[0])), default=_TOLERANCE)
-            return compare_sums(*sums, _TOLERANCE if wide else given)
-        return None
+        return self._compare_in(whole, parts, wide=last)
+
+    def _compare_in(self, whole: Piece, parts: Sequence[Piece], *, wide: bool) -> Sums | None:
+        sums = self.sums(whole, wide=wide), [self.sums(part, wide=wide) for part in parts]
+        given = max((rounding(leaf.dtype) for leaf in _tensors(whole[0])), default=_TOLERANCE)
+        return compare_sums(*sums, _TOLERANCE if wide else given)
 
     @torch.no_grad()
     def sums(self, piece: Piece, *, wide: bool = True) -> tuple[float, float]:
@@ -105,14 +140,15 @@ class LossParts:
         output, targets = (map_tensors(_wide if wide else Tensor.clone, each) for each in piece[:2])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of single samples
-            result = self._loss(output, targets)
-        total, count = result if isinstance(result, tuple) else (result * piece[2], piece[2])
-        return float(total), float(count)
+            result = call_loss(self._loss, output, targets)
+        total, count = as_numbers(result)
+        return (total, count) if isinstance(result, tuple) else (total * piece[2], float(piece[2]))
 
     # Targets that count less than others.
 
     def special_targets(self, batch: Batch, values: Iterable[int], usual: int) -> list[int]:
-        """Those of `values` that the loss leaves out, or gives another weight than the `usual` target.
+        """Those of `values` that the loss leaves out, or gives another weight than the `usual` target. It may
+        refuse one of them, as no class; not the targets of the batch.
 
         On the host: a device ends the process where a target is no class.
         """
@@ -120,6 +156,7 @@ class LossParts:
             return []
         output, targets = (map_tensors(_to_host, each) for each in batch.part(0, 2)[:2])
         pair = Batch(output, targets, batch.dims, batch.target_dims, 2)
+        self.compare(pair.part(0, 2), [pair.part(n, n + 1) for n in range(2)])
         return [value for value in values if value != usual and self._is_special(pair, value, usual)]
 
     def _is_special(self, pair: Batch, value: int, usual: int) -> bool:
@@ -134,7 +171,10 @@ class LossParts:
             return made_up
 
         made_up = pair._replace(targets=map_tensors(replace, pair.targets))
-        return self.compare(made_up.part(0, 2), [made_up.part(n, n + 1) for n in range(2)]) is not None
+        try:
+            return self.compare(made_up.part(0, 2), [made_up.part(n, n + 1) for n in range(2)]) is not None
+        except LossRefusedError:
+            return False
 
 
 def compare_sums(
@@ -213,6 +253,12 @@ def usual_values(targets: Any, special: Sequence[int], count: int = 6) -> list[i
 
 def _tensors(structure: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
 
 
 def _wide(leaf: Tensor) -> Tensor:

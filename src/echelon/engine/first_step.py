@@ -65,7 +65,7 @@ class Audit:
         return None if self._loss is None else self._loss.target_check
 
     def late_error(self) -> UserError | None:
-        """What is known of the last batch's targets only now; all ranks ask together. Waits for the device."""
+        """What was not yet known of the last batch; all ranks ask together. Waits for the device."""
         return None if self.target_check is None else self.target_check.late_error()
 
     @property

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult, held, skipped
 from echelon.audit.agreement import RankAgreement
+from echelon.audit.loss_parts import LossRefusedError, as_numbers, call_loss
 from echelon.audit.own_forward import (
     Measure,
     find_difference,
@@ -85,7 +86,9 @@ class ForwardAudit:
         difference = _compare([report for report in reports if report is not None], own)
         if difference:
             raise UserError(message(difference, str(self._mesh.plan)))  # the same on every rank
-        return held(NAME, "" if training else "in evaluation mode: the forward draws random numbers")
+        notes = [] if training else ["in evaluation mode: the forward draws random numbers"]
+        notes += [f"without the loss: {each}" for each in _refusals([*reports, own])[:1]]
+        return held(NAME, "; ".join(notes))
 
     def _reason_not(self) -> str:
         """Why rank 0 cannot run the model's own forward; empty if it can."""
@@ -153,19 +156,20 @@ class ForwardAudit:
         outputs = parts if is_own else {context.rank: output}
         measures = {} if self._layers.has_split_logits else {r: measure_output(o) for r, o in outputs.items()}
         tolerance = max((rounding(leaf.dtype) for leaf in _tensors(output)), default=0.0)
-        return {"loss": self._sums(outcome, loss), "outputs": measures, "tolerance": tolerance}
+        report = {"loss": None, "outputs": measures, "tolerance": tolerance}
+        try:
+            return report | {"loss": self._sums(outcome, loss)}
+        except LossRefusedError as refusal:  # it may know only what layers return
+            return report | {"refusal": str(refusal)}
 
     def _sums(self, outcome: Outcome, loss: Loss) -> list[float] | None:
         """The total and count of a loss; none of one that may not add up over the parts of a sequence, which
         the first microbatch finds out."""
         if self._layers.loss_check is not None:
             return None
-        try:
-            with torch.no_grad():
-                result = loss(outcome.output, outcome.targets)
-                total, count = map(float, result if isinstance(result, tuple) else (result, 1))
-        except Exception:  # it may know only what layers return
-            return None
+        with torch.no_grad():
+            result = call_loss(loss, outcome.output, outcome.targets)
+        total, count = as_numbers(result)
         share = 1.0 if isinstance(result, tuple) else outcome.share
         return [total * share, count * share]
 
@@ -200,6 +204,11 @@ def _compare(by_layers: Sequence[dict[str, Any]], own: dict[str, Any]) -> str:
     if abs(mean - own_mean) <= tolerance * max(abs(mean), abs(own_mean)) or not math.isfinite(own_mean):
         return ""
     return f"the loss is {mean:.6g} by layers and {own_mean:.6g} by its forward"
+
+
+def _refusals(reports: Sequence[dict[str, Any] | None]) -> list[str]:
+    """What the loss raised where it could not be called."""
+    return [report["refusal"] for report in reports if report is not None and "refusal" in report]
 
 
 def _tensors(structure: Any) -> list[Tensor]:

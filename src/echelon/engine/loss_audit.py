@@ -12,6 +12,7 @@ from echelon.audit.agreement import RankAgreement
 from echelon.audit.loss_parts import (
     Batch,
     LossParts,
+    LossRefusedError,
     Sums,
     candidates,
     message,
@@ -38,6 +39,15 @@ class _Finding(NamedTuple):
     error: str = ""
     special: tuple[bool, ...] = ()  # by candidate
     is_random: bool = False
+    refusal: str = ""  # what the loss raised, so that it could not be asked
+    note: str = ""  # what was not asked of it
+
+
+class LossVerdict(NamedTuple):
+    """Of a loss that does not fail: why it could not be asked, or what was not; the same on every rank."""
+
+    refusal: str = ""
+    note: str = ""
 
 
 @final
@@ -61,13 +71,13 @@ class LossAudit:
         dims: Sequence[int | None],
         samples: int,
         targets: Any,
-    ) -> list[str]:
-        """Raise, on every rank, if the loss does not add up; returns what could not be asked.
+    ) -> LossVerdict:
+        """Raise, on every rank, if the loss does not add up.
 
         `targets`: all of this replica's, of which `whole` has some.
         """
         if self._is_known:
-            return []
+            return LossVerdict()
         finding = _Finding()
         if whole is not None:
             modules = [each for module in self._module for each in module.modules()]
@@ -79,11 +89,12 @@ class LossAudit:
         flags = finding.special or (False,) * len(self._candidates)
         is_random, *special = self._agreement.any(finding.is_random, *flags)
         if is_random:
-            return ["without the loss, which draws random numbers"]
+            return LossVerdict(note="without the loss, which draws random numbers")
         self._agreement.check(partial(_raise_if, finding.error))
         left_out = [value for value, is_set in zip(self._candidates, special, strict=True) if is_set]
         self._watch(left_out, targets)
-        return []
+        texts = self._agreement.gather([finding.refusal, finding.note])
+        return LossVerdict(*(next(filter(None, each), "") for each in zip(*texts, strict=True)))
 
     def _find(
         self,
@@ -95,15 +106,25 @@ class LossAudit:
     ) -> _Finding:
         target_dims = [0 for leaf in tree_leaves(whole.targets) if isinstance(leaf, Tensor)]
         batch = Batch(whole.output, whole.targets, dims, target_dims, samples)
-        if not dims or any(dim is None for dim in dims):
-            sums = self._compare_parts(batch, parts)
-        else:
-            sums = self._parts.difference(batch)
+        try:
+            if not dims or any(dim is None for dim in dims):
+                sums = self._compare_parts(batch, parts)
+            else:
+                sums = self._parts.difference(batch)
+        except LossRefusedError as refusal:
+            return _Finding(refusal=str(refusal))
         if sums is not None:
             return _Finding(message(sums, self._plan))
+        return self._find_special(batch, targets) if dims else _Finding()
+
+    def _find_special(self, batch: Batch, targets: Any) -> _Finding:
+        """Targets that the loss leaves out or weighs, of which the batch may have none."""
         usual = usual_values(targets, self._candidates)
         values = [*self._candidates, *usual]
-        special = self._parts.special_targets(batch, values, usual[0] if usual else 0) if dims else []
+        try:
+            special = self._parts.special_targets(batch, values, usual[0] if usual else 0)
+        except LossRefusedError as refusal:
+            return _Finding(note=f"without made-up targets, two samples in host memory: {refusal}")
         weighed = [value for value in usual if value in special]
         flags = tuple(value in special for value in self._candidates)
         return _Finding(weights_message(weighed, self._plan) if weighed else "", flags)

@@ -117,8 +117,12 @@ class SampleAudit:
             return skipped(NAME, f"the model does not take a part of a microbatch: {failure}")
         if not self._confirm(samples, found, run):
             return skipped(NAME, "the model returns something else each time, for the same samples")
-        notes += self._loss.check(found.whole, found.parts, found.dims, samples.samples, batch[1])
-        return held(NAME, "; ".join(notes))
+        loss = self._loss.check(found.whole, found.parts, found.dims, samples.samples, batch[1])
+        if loss.refusal:
+            return skipped(
+                NAME, f"outputs held, but the loss does not take a part of a microbatch: {loss.refusal}"
+            )
+        return held(NAME, "; ".join([*notes, *([loss.note] if loss.note else [])]))
 
     # Samples.
 
