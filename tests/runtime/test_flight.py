@@ -58,3 +58,17 @@ def test_without_gradients_nothing_is_watched() -> None:
         (x,), flight = entered(torch.ones(2))
         flight.leave_with_loss(x.sum())
     assert (flight.inputs, flight.outputs) == ([], [])
+
+
+def test_a_view_of_a_weight_is_passed_on_without_gradients() -> None:
+    # torch says that it requires a gradient, and has no way back from it: evaluate ended in an AssertionError.
+    token = torch.nn.Parameter(torch.ones(1, 2))
+    with torch.no_grad():
+        flight = Flight()
+        value = flight.leave(token.expand(3, 2))
+    assert (flight.outputs, flight.output_leaves) == ([], [])
+    assert [leaf.wants_gradient for leaf in value.spec.leaves] == [False]
+    flight.leave(token.expand(3, 2))
+    assert backward(flight, torch.ones(3, 2)) == []
+    assert token.grad is not None
+    assert token.grad.tolist() == [[3, 3]]

@@ -49,7 +49,10 @@ class Flight:
     def leave(self, output: Any) -> Value:
         """The forward is over: keep the way back, and return what the next stage gets."""
         spec, tensors = Spec.of(output)
-        self.outputs = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        wants = [leaf.wants_gradient for leaf in spec.leaves]
+        self.outputs = [
+            get_gradient_edge(tensor) for tensor, wanting in zip(tensors, wants, strict=True) if wanting
+        ]
         self.output_leaves = wanted(spec.leaves)
         return Value(spec, [tensor.detach() for tensor in tensors])
 

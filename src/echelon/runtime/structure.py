@@ -48,7 +48,10 @@ class Spec:
         """The description of `value`, and its tensors in order."""
         tensors: list[Tensor] = []
         tree = _encode(value, tensors)
-        leaves = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in tensors]
+        # A view of a weight requires a gradient even where none is recorded.
+        wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in tensors]
+        forms = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+        leaves = [[*form, wanting] for form, wanting in zip(forms, wants, strict=True)]
         return _interned(json.dumps([tree, leaves])), tensors
 
     @cached_property
