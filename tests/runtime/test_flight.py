@@ -61,7 +61,7 @@ def test_without_gradients_nothing_is_watched() -> None:
 
 
 def test_a_view_of_a_weight_is_passed_on_without_gradients() -> None:
-    # torch says that it requires a gradient, and has no way back from it: evaluate ended in an AssertionError.
+    # torch says that it requires a gradient, and has no way back from it: evaluate ended in an error.
     token = torch.nn.Parameter(torch.ones(1, 2))
     with torch.no_grad():
         flight = Flight()

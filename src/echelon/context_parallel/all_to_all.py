@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
 from echelon.context_parallel.inputs import check_inputs
@@ -101,9 +100,8 @@ class _Exchange(Function):
         return _all_to_all(parts, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.group), None
+        return _exchange(gradient, ctx.group), None
 
 
 def _all_to_all(parts: Tensor, group: Group) -> Tensor:

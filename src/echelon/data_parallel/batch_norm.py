@@ -151,11 +151,25 @@ class _Statistics(torch.autograd.Function):
     @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, d_mean: Tensor, d_variance: Tensor, _: Any) -> tuple[Tensor, None]:
         x, mean, total = ctx.saved_tensors
-        summed = torch.stack([d_mean, d_variance])
-        with ctx.group.ledger.about(_SUBJECT):
-            ctx.group.all_reduce(summed)
+        summed = _Sum.apply(torch.stack([d_mean, d_variance]), ctx.group)  # type: ignore[no-untyped-call]
         d_mean, d_variance = (_by_channel(each / total, x) for each in summed)
         return (d_mean + 2 * d_variance * (x - _by_channel(mean, x))).to(x.dtype), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over replicas, of which each goes on with it: so gradients of gradients are sums too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        summed = x.clone(memory_format=torch.contiguous_format)
+        with group.ledger.about(_SUBJECT):
+            group.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 def _scale(

@@ -14,6 +14,7 @@ from echelon.runtime.mailbox import Mailbox
 from echelon.runtime.message import TALLY, Gradients
 from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.script import Script, Slot, microbatch_of, slot_of
+from echelon.runtime.second_order import explain_second_order
 from echelon.runtime.span_timer import SpanTimer, clock_of
 from echelon.runtime.split_backward import SplitBackward
 from echelon.runtime.stage import Stage
@@ -98,7 +99,8 @@ class Interpreter:
         self._timer.start_step(script.rank, script.instructions)
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
-            self._do[instruction.op](instruction)
+            with explain_second_order():
+                self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
                 self._mailbox.post_ahead(self._at)
             self._timer.finish_instruction()

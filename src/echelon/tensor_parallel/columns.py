@@ -10,17 +10,18 @@ the same input are one node of the graph, which computes the gradient of the inp
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
+from echelon.errors import UserError
 from echelon.products import product
 from echelon.saved_tensors import is_recorded
-from echelon.tensor_parallel.moves import gathered, start_sum, start_sum_of_part
+from echelon.tensor_parallel.entries import Entries, LastEntry
+from echelon.tensor_parallel.moves import GroupMoves, gathered, start_sum, start_sum_of_part
 
 
 class Matrix(NamedTuple):
@@ -118,15 +119,15 @@ class _Multiply(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         entered, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            entered = _enter_again(entered, ctx.group, sequence=ctx.sequence)
         flat = [None if gradient is None else gradient.flatten(0, -2) for gradient in gradients]
         for_input = _gradient_of_input(flat, weights, ctx.transposed)
         if for_input is None:
             return (None,) * (4 + 2 * len(weights))
-        start = start_sum_of_part if ctx.sequence else start_sum
-        total, handle = start(for_input.view_as(entered), ctx.group)
+        total, wait = _start_sum(for_input.view_as(entered), ctx.group, sequence=ctx.sequence)
         rows, needed = entered.flatten(0, -2), ctx.needs_input_grad[4:]
         for_weights = [
             _gradient_of_weight(gradient, rows, turned) if gradient is not None and needs else None
@@ -136,8 +137,30 @@ class _Multiply(torch.autograd.Function):
             gradient.sum(0) if gradient is not None and needs else None
             for gradient, needs in zip(flat, needed[len(weights) :], strict=True)
         ]
-        handle.wait()
+        wait()
         return total, None, None, None, *for_weights, *for_biases
+
+
+def _start_sum(for_input: Tensor, group: Group, *, sequence: bool) -> tuple[Tensor, Callable[[], object]]:
+    """The sum over ranks, which runs on while gradients of weights are computed, and what waits for it."""
+    if torch.is_grad_enabled():
+        return _entries(group).leave(for_input.clone(), None), lambda: None
+    total, handle = (start_sum_of_part if sequence else start_sum)(for_input, group)
+    return total, handle.wait
+
+
+def _enter_again(entered: Tensor, group: Group, *, sequence: bool) -> Tensor:
+    """The input, for gradients that are themselves differentiated (create_graph=True)."""
+    if sequence:
+        raise UserError(
+            "sequence=true: the model or loss differentiates a gradient (torch.autograd.grad with "
+            "create_graph=True), and the input of a split layer is not kept for that; use sequence=false"
+        )
+    return _entries(group).enter(entered, None, to_matrices=False)
+
+
+def _entries(group: Group) -> Entries:
+    return Entries(GroupMoves(group), LastEntry(), sequence=False)
 
 
 def _gradient_of_input(

@@ -9,7 +9,6 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from echelon.tensor_parallel.moves import check_divisible
 
@@ -62,7 +61,7 @@ class Entries:
         return _call(_Part, x, self._moves, 1)
 
     def join_logits(self, logits: Tensor) -> Tensor:
-        return _call(_Join, logits, self._moves)
+        return _call(_Join, logits, self._moves, logits.ndim - 1)
 
 
 class LastEntry:
@@ -97,6 +96,9 @@ def _call(function: Any, *arguments: object) -> Tensor:
 
 
 # In all of these, no gradient in means no gradient out. That must be so on all ranks or on none.
+#
+# A backward pass that is itself differentiated (create_graph=True) is made of the others: `enter` and `leave`
+# are each other's, `_Gather` and `_Scatter`, `_Part` and `_Join`.
 
 
 class _Enter(torch.autograd.Function):
@@ -107,10 +109,11 @@ class _Enter(torch.autograd.Function):
         return x.detach()  # not a view: a view would keep its source alive, and `LastEntry` with it
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None, None
+        if torch.is_grad_enabled():
+            return _call(_Leave, gradient.clone(), ctx.moves), None, None
         may_overwrite = ctx.fresh or not ctx.moves.in_place
         own = gradient if may_overwrite else gradient.clone(memory_format=torch.contiguous_format)
         return ctx.moves.summed(own), None, None
@@ -119,13 +122,16 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Moves) -> Tensor:
+        ctx.moves = moves
         ctx.set_materialize_grads(False)
         if moves.in_place and x.is_contiguous():
             ctx.mark_dirty(x)
         return moves.summed(x)
 
     @staticmethod
-    def backward(_: FunctionCtx, gradient: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None and torch.is_grad_enabled():
+            return _call(_Enter, gradient, ctx.moves, False), None
         return gradient, None
 
 
@@ -139,11 +145,8 @@ class _Total(torch.autograd.Function):
         return moves.summed(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        if gradient is None:
-            return None, None
-        return ctx.moves.summed(gradient.clone(memory_format=torch.contiguous_format)), None
+        return None if gradient is None else _call(_Total, gradient, ctx.moves), None
 
 
 class _AlongDim(torch.autograd.Function):
@@ -161,42 +164,40 @@ class _Gather(_AlongDim):
         return moves.gathered(x, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        part = None if gradient is None else ctx.moves.summed_part(gradient, ctx.dim)
-        return part, None, None
+        return None if gradient is None else _call(_Scatter, gradient, ctx.moves, ctx.dim), None, None
 
 
-class _GatherBackward(_AlongDim):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        whole = None if gradient is None else ctx.moves.gathered(gradient, ctx.dim)
-        return whole, None, None
-
-
-class _Scatter(_GatherBackward):
+class _Scatter(_AlongDim):
     @staticmethod
     def forward(x: Tensor, moves: Moves, dim: int) -> Tensor:
         return moves.summed_part(x, dim)
 
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else _call(_Gather, gradient, ctx.moves, ctx.dim), None, None
 
-class _Part(_GatherBackward):
+
+class _Part(_AlongDim):
     @staticmethod
     def forward(x: Tensor, moves: Moves, dim: int) -> Tensor:
         check_divisible(x, moves.ranks, dim)
         return x.chunk(moves.ranks, dim)[moves.rank].clone()
 
-
-class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Moves) -> Tensor:
-        ctx.moves = moves
-        ctx.set_materialize_grads(False)
-        return moves.gathered(x, x.ndim - 1)
-
-    @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        part = None if gradient is None else gradient.chunk(ctx.moves.ranks, -1)[ctx.moves.rank]
-        return part, None
+        return None if gradient is None else _call(_Join, gradient, ctx.moves, ctx.dim), None, None
+
+
+class _Join(_AlongDim):
+    @staticmethod
+    def forward(x: Tensor, moves: Moves, dim: int) -> Tensor:
+        return moves.gathered(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
+        if torch.is_grad_enabled():
+            return _call(_Part, gradient, ctx.moves, ctx.dim), None, None
+        return gradient.chunk(ctx.moves.ranks, ctx.dim)[ctx.moves.rank], None, None

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from echelon.errors import UserError
 from echelon.huggingface import embedding_scale, is_transposed
@@ -205,7 +204,6 @@ class _MaskLast(torch.autograd.Function):
         return masked
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return None, None
