@@ -15,7 +15,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -113,7 +112,7 @@ def _normalise(
     **_: Any,
 ) -> Tensor:
     """As `F.batch_norm` in training: the running variance is that of a sample, divided by number − 1."""
-    mean, variance, number = _Statistics.apply(input, group)
+    mean, variance, number = _Statistics.apply(input, group)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         unbiased = variance * (number / (number - 1))
         for running, new in ((running_mean, mean), (running_var, unbiased)):
@@ -148,7 +147,6 @@ class _Statistics(torch.autograd.Function):
         return mean, variance, total
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, d_mean: Tensor, d_variance: Tensor, _: Any) -> tuple[Tensor, None]:
         x, mean, total = ctx.saved_tensors
         summed = _Sum.apply(torch.stack([d_mean, d_variance]), ctx.group)  # type: ignore[no-untyped-call]
