@@ -175,7 +175,7 @@ class Averaging(nn.Module):
 def trained(level: int) -> tuple[dict[str, object], dict[str, int]]:
     torch.manual_seed(0)
     engine = echelon.parallelize(
-        Averaging(), f"data=2 zero={level}", optimizer=adamw, loss=mean_loss, smallest_unit=0
+        Averaging(), f"data=2 zero={level}", optimizer=adamw, loss=mean_loss, smallest_unit=0, audit="off"
     )
     for step in range(3):
         engine.step(engine.local(vectors(step)))

@@ -117,6 +117,7 @@ def test_what_would_be_wrong_is_refused(make: Make, plan: str, match: str) -> No
     [
         (changing, "microbatches=2"),
         (changing, "zero=3 microbatches=2"),
+        (changing, "precision=bf16"),
         (changing, "schedule=pipedream"),
         (changing_through_data, "microbatches=2"),
         (changing_through_data, "schedule=pipedream"),

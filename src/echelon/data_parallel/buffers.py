@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.collectives import Group
 from echelon.data_parallel.flags import set_anywhere
 from echelon.data_parallel.packed_broadcast import broadcast_packed
+from echelon.fingerprint import device_fingerprint
 
 SMALL = 2**20  # bytes of all buffers that are sent in every step, where asking would wait for the device
 
@@ -52,17 +54,36 @@ class Buffers:
             broadcast_packed(list(compress(buffers.values(), changed)), self._group)
         self._marks = self._current_marks()
 
+    def differing(self, *, has_run: bool) -> list[str]:
+        """Names of buffers whose values differ among the replicas that have run. Reads the device."""
+        buffers = dict(self._module.named_buffers())
+        if self._group.size == 1 or not buffers:
+            return []
+        device = next(iter(buffers.values())).device
+        local = torch.zeros(len(buffers) + 1, 2, dtype=torch.int64, device=device)
+        local[-1] = int(has_run)
+        for row, (name, buffer) in zip(local, buffers.items(), strict=False):
+            if buffer.nbytes <= SMALL or self._may_have_changed(name, buffer):
+                row.copy_(device_fingerprint(buffer))
+        gathered = local.new_empty(self._group.size, *local.shape)
+        with self._group.ledger.about("checks"):
+            self._group.all_gather(gathered, local)
+        rows = [row for row in gathered.tolist() if row[-1][0]]
+        return [
+            name for number, name in enumerate(buffers) if any(r[number] != rows[0][number] for r in rows)
+        ]
+
     def _changed_anywhere(self, buffers: Mapping[str, Tensor]) -> Sequence[bool]:
         """Which buffers some replica may have changed."""
         first = next(iter(buffers.values()))
         asks = first.is_cpu if self._asks is None else self._asks
         if not asks and sum(buffer.nbytes for buffer in buffers.values()) <= SMALL:
             return [True] * len(buffers)
-        changed = [
-            buffer in self._statistics or name not in self._marks or not self._marks[name].is_on(buffer)
-            for name, buffer in buffers.items()
-        ]
+        changed = [self._may_have_changed(name, buffer) for name, buffer in buffers.items()]
         return set_anywhere(changed, self._group, first.device)
+
+    def _may_have_changed(self, name: str, buffer: Tensor) -> bool:
+        return buffer in self._statistics or name not in self._marks or not self._marks[name].is_on(buffer)
 
     def _current_marks(self) -> dict[str, _Mark]:
         return {

@@ -56,6 +56,8 @@ class FlatUnit:
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
         self.has_part = False  # in this step
         self._local = list(self._runs())
+        # Runs that a pass has changed, which no version tells of; None where nobody looks any more.
+        self._changed_runs: list[Tensor] | None = None if resident else []
 
     def local_parameters(self) -> list[LocalParameter]:
         """This rank's run of each parameter that its part touches, as memory an optimizer can update."""
@@ -112,7 +114,9 @@ class FlatUnit:
         """Whoever reads a weight asks `on_read`. What autograd reads by itself is of another version than it
         has saved, and torch raises; where it does not look, it finds not-a-number."""
         self._check_unchanged()
-        nothing = self.flat.new_full((), float("nan") if self.flat.is_floating_point() else 0)
+        self._note_changed_runs()
+        has_nan = self.flat.is_floating_point() or self.flat.is_complex()
+        nothing = self.flat.new_full((), float("nan") if has_nan else 0)
         for _, parameter in self.parameters:
             parameter.data = nothing.expand(parameter.shape)
         self._set_versions([version + 1 for version in self._versions])
@@ -134,14 +138,34 @@ class FlatUnit:
     def _check_unchanged(self) -> None:
         """A write to whole weights would be lost when they are freed."""
         current = self._current_versions()
-        if current != self._versions:
-            pairs = zip(self.parameters, current, self._versions, strict=True)
-            names = ", ".join(name for (name, _), now, before in pairs if now != before)
+        places = zip(self.parameters, current, self._versions, self._weights, strict=True)
+        names = [name for (name, p), now, before, view in places if now != before or not _lies_at(p, view)]
+        if names:
             self._versions = current
-            raise UserError(
-                f"{names}: changed in place during a forward or backward pass, and with zero=3 the change is "
-                "lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
-            )
+            for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
+                parameter.data = view
+            raise lost_change(names)
+
+    def _note_changed_runs(self) -> None:
+        """Compare this rank's part with its shard, without a wait for the device."""
+        if self._changed_runs is not None:
+            part = self._local_part(self.flat)
+            flags = [_differs(self._run_in(part, local), local.tensor) for local in self._local]
+            before = self._changed_runs or flags
+            self._changed_runs = [one | other for one, other in zip(before, flags, strict=True)]
+
+    def forget_changes(self) -> None:
+        """A step begins: what earlier passes have changed is gone with them."""
+        if self._changed_runs is not None:
+            self._changed_runs = []
+
+    def end_watch(self) -> list[str]:
+        """Weights of which a pass has changed this rank's part. Reads the device; compares no more."""
+        if self.is_gathered:
+            self.synchronize()
+            self._note_changed_runs()
+        flags, self._changed_runs = self._changed_runs or [], None
+        return [local.name for local, flag in zip(self._local, flags, strict=bool(flags)) if flag]
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for _, parameter in self.parameters]
@@ -223,8 +247,11 @@ class FlatUnit:
     def part_of_gradient(self, local: LocalParameter) -> Tensor:
         """The gradient of one run."""
         assert self.part is not None
+        return self._run_in(self.part, local)
+
+    def _run_in(self, part: Tensor, local: LocalParameter) -> Tensor:
         start = local.tensor.storage_offset() - self.shard.storage_offset()
-        return self.part[start : start + local.tensor.numel()]
+        return part[start : start + local.tensor.numel()]
 
     def _local_part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size, self._part_size)[self._group.rank]
@@ -236,3 +263,21 @@ class FlatUnit:
             place.copy_(parameter.detach())
             parameter.data = place
             self._weights.append(place)
+
+
+def _lies_at(parameter: Tensor, view: Tensor) -> bool:
+    """Whether nobody has given the parameter other memory."""
+    return parameter.data_ptr() == view.data_ptr() and parameter.stride() == view.stride()
+
+
+@torch.no_grad()
+def _differs(run: Tensor, other: Tensor) -> Tensor:
+    return ~torch.isclose(run, other, rtol=0, atol=0, equal_nan=True).all()
+
+
+def lost_change(names: list[str]) -> UserError:
+    """With zero=3 nobody keeps what a pass writes into whole weights."""
+    return UserError(
+        f"{', '.join(names)}: changed in place during a forward or backward pass, and with zero=3 the change "
+        "is lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
+    )

@@ -54,6 +54,11 @@ class Residency:
         for index in range(len(self._units)):
             self._free(index)
 
+    def abandon(self) -> None:
+        """A pass has raised: nothing is in use. What is gathered stays so until the next step."""
+        self._users = [0] * len(self._units)
+        self._held.clear()
+
     def enter(self, index: int, *, backward: bool) -> None:
         """Return when all that unit `index` needs is gathered; the next units are on their way."""
         if not backward:

@@ -107,6 +107,12 @@ class Sharing(ABC):
     def free(self) -> None:  # noqa: B027
         """The stage was used: give back what was gathered ahead and not used."""
 
+    def abandon_pass(self) -> None:  # noqa: B027
+        """A pass has raised: nobody runs a module any more. Talks to no one."""
+
+    def end_watch(self) -> None:  # noqa: B027
+        """Before the first update: raise if a pass has changed weights in a way that is lost."""
+
     def reallocate(self) -> None:
         """Move the weights to new memory, and leave the old to whoever holds it."""
         for _, parameter in self.parameter_set.trained:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel.flat import FlatUnit, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
@@ -99,6 +99,8 @@ class Zero(Sharing):
         self._in_pass = False
         self.reducer.start_step()
         self.residency.reset()
+        for flat in self._unit_of:
+            flat.forget_changes()
         for flat in self._reduced:
             if self._level == 1:
                 flat.open_gradient()
@@ -188,6 +190,17 @@ class Zero(Sharing):
             else:
                 self.residency.release()
 
+    def abandon_pass(self) -> None:
+        self._in_pass = False
+        self._uses = []
+        self.residency.abandon()
+
+    def end_watch(self) -> None:
+        if self._level == 3:
+            names = [name for flat in self._unit_of for name in flat.end_watch()]
+            if names:
+                raise lost_change(names)
+
     def reallocate(self) -> None:
         assert self._level < 3, "weights that come and go have no memory of their own"
         for flat in self._reduced:
@@ -261,6 +274,8 @@ class Zero(Sharing):
 
     def _returned(self, use: Use, tensor: Tensor) -> None:
         """A module has returned `tensor`: if it is a weight, or a view of one, the weight is still needed."""
+        if tensor.layout != torch.strided:  # has no storage, and is no view of a weight
+            return
         storage = tensor.untyped_storage()._cdata
         for need in self._needs[use.unit]:
             if any(flat.flat.untyped_storage()._cdata == storage for flat in self._flats[need]):

@@ -73,6 +73,8 @@ class Engine:
         continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
         kind = ContinuousRunner if continuous else FlushedRunner
         self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes)
+        if isinstance(self._runner, FlushedRunner):
+            self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly

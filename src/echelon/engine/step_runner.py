@@ -22,6 +22,7 @@ from echelon.engine.arguments import check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
+from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.loss_scale import LossScale
 from echelon.engine.padding import LocalTargets
@@ -154,6 +155,8 @@ class StepRunner(ABC):
             return self._interpreter.run(script, feed)
         except BaseException:
             self._interpreter.forget()
+            for stage in self._local.stages.values():
+                stage.abandon_pass()
             self.is_broken = self._pipelined
             raise
 
@@ -263,6 +266,7 @@ class FlushedRunner(StepRunner):
 
     def _prepare(self) -> None:
         self._buffers = BufferSnapshot(self._local.modules)
+        self.first_step = FirstStepChecks(self._mesh, self._local)
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         count_before = self._update.start_step()
@@ -272,7 +276,8 @@ class FlushedRunner(StepRunner):
         try:
             feed = self._training_feed(batch, step, count_before)
             script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
-            self._run(script, feed)
+            with self.first_step.watch():
+                self._run(script, feed)
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
@@ -280,6 +285,10 @@ class FlushedRunner(StepRunner):
 
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()
+
+    def norm(self, tally: Tensor) -> None:
+        self.first_step.decide()
+        super().norm(tally)
 
     def publish(self) -> None:
         self._buffers.restore(self._update.skips)

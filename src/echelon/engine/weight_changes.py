@@ -18,9 +18,11 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 
 
 def may_change_weights(plan: Plan) -> bool:
-    """Whether a forward pass is all of a step's, and what it leaves in the weights stays there. With zero=3,
-    where weights come and go, whoever frees one looks whether it was changed (data_parallel/flat.py)."""
-    return frees_weights(plan) or (plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan))
+    """Whether a forward pass is all of a step's, and what it leaves in the weights stays there: below float32
+    masters overwrite it. With zero=3, where weights come and go, whoever frees one looks whether it was
+    changed (data_parallel/flat.py)."""
+    is_whole = plan.schedule not in ASYNCHRONOUS_SCHEDULES and not is_cut(plan)
+    return frees_weights(plan) or (is_whole and plan.precision in ("fp32", "fp64"))
 
 
 def frees_weights(plan: Plan) -> bool:
@@ -89,7 +91,7 @@ class WeightChanges:
         return UserError(
             f"plan '{self._plan}': the forward changes {changed} in place, from what it sees of the batch; "
             "ranks, microbatches and the audit of the first step see parts of it; change weights between "
-            "steps, or use data=1 and microbatches=1 with audit='off'"
+            "steps, or use data=1, microbatches=1 and fp32 with audit='off'"
         )
 
 

@@ -5,7 +5,7 @@ interpreter speaks to stages alone. What a rank does with all of its stages at o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
@@ -48,14 +48,15 @@ class Stage:
 
     def forward(self, value: Any) -> Any:
         self._num_forwards += 1
-        if self._num_forwards > 1 and self._iterated:
-            with no_iteration(self._iterated):
-                return call_stage(self.module, value)
+        held = self._iterated if self._num_forwards > 1 else []
+        with no_iteration(held), self._watch():
+            return call_stage(self.module, value)
+
+    def _watch(self) -> AbstractContextManager[None]:
         if self.first_forward is None or not torch.is_grad_enabled():
-            return call_stage(self.module, value)
+            return nullcontext()
         check, self.first_forward = self.first_forward, None
-        with check():
-            return call_stage(self.module, value)
+        return check()
 
     def start_backward(self, *, last: bool) -> None:
         for sharing in self.sharings:
@@ -87,6 +88,11 @@ class Stage:
         for sharing in self.sharings:
             sharing.free()
 
+    def abandon_pass(self) -> None:
+        """A pass has raised, and nobody runs the stage any more."""
+        for sharing in self.sharings:
+            sharing.abandon_pass()
+
     def reduce(self) -> None:
         """Return when the gradients of the stage are summed."""
         for sharing in self.sharings:
@@ -103,6 +109,10 @@ class Stage:
 
     def share_buffers(self) -> None:
         self._buffers.share()
+
+    def differing_buffers(self) -> list[str]:
+        """Buffers of which replicas that have run this step hold other values; all of them must ask."""
+        return self._buffers.differing(has_run=self._num_forwards > 0)
 
     def describe(self) -> str:
         """'stage 1: dense 1,234,567 parameters over data (2), Zero'."""

@@ -1,0 +1,62 @@
+"""What the first step shows of a model, all ranks told before its update: a step that one rank refuses for it
+is refused by all, and no weight has changed.
+
+Weights that a pass changes where they come and go; hooks on weights that see parts of a gradient; buffers
+that replicas compute from different samples.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from echelon.engine.model_checks import is_cut
+from echelon.engine.weight_hooks import WeightHooks
+from echelon.errors import UserError
+from echelon.launching.group import check_on_every_rank
+from echelon.mesh import Mesh
+from echelon.runtime import LocalStages
+
+
+@final
+class FirstStepChecks:
+    """Open until the gradients of a step were summed."""
+
+    def __init__(self, mesh: Mesh, local: LocalStages) -> None:
+        self._mesh, self._local = mesh, local
+        self._is_open = mesh.plan.sync != "async"  # asynchronous workers wait for nobody
+        self.compares_buffers = True
+        trained = [pair for sharing in local.sharings for pair in sharing.parameter_set.trained]
+        self._hooks = WeightHooks(trained, mesh.plan)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around the passes of a step."""
+        if not self._is_open or not is_cut(self._mesh.plan):
+            yield
+            return
+        with self._hooks.watch():
+            yield
+
+    def decide(self) -> None:
+        """The gradients are there: raise on every rank what any has found."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        differing = self._differing_buffers()
+        check_on_every_rank(lambda: self._check(differing))
+
+    def _differing_buffers(self) -> list[str]:
+        if not self.compares_buffers:
+            return []
+        return [name for stage in self._local.stages.values() for name in stage.differing_buffers()]
+
+    def _check(self, differing: list[str]) -> None:
+        for sharing in self._local.sharings:
+            sharing.end_watch()
+        self._hooks.check()
+        if differing:
+            raise UserError(
+                f"plan '{self._mesh.plan}': {', '.join(differing)}: the forward computes these buffers from "
+                "its batch, and each replica has those of its own samples; use data=1, or average them over "
+                "ranks in the forward, or audit='off' to keep those of replica 0"
+            )

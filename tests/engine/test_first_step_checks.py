@@ -1,0 +1,168 @@
+"""What the first step shows: every rank refuses before the update what one device would train otherwise."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon import UserError
+from echelon.launching import Ranks
+from tests.cases import adamw, mean_loss, sgd, vectors
+
+Warm = Callable[[int], Ranks]
+
+
+class Clamping(nn.Linear):
+    """Clamps its last row, which is one rank's part alone, through `.data`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(6, 6)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.weight.data[-1].clamp_(-0.01, 0.01)
+        elif self.how == "other memory":
+            self.weight.data = self.weight.data.clamp(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Averaging(nn.Module):
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.lerp_(x.detach().mean(0), 0.1)
+        self.calls += 1
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Counting(nn.Linear):
+    """Its buffer is the same on all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def clamping(how: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Clamping(how), nn.Linear(6, 5))
+
+
+def hooked_on_one_rank() -> nn.Module:
+    model = nn.Linear(6, 5)
+    if torch.distributed.get_rank() == 1:
+        model.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    return model
+
+
+def refusals(cases: list[tuple[Callable[..., nn.Module], tuple[object, ...], str]]) -> list[str]:
+    """The error of the first step of each case, or nothing; no weight has changed."""
+    errors = []
+    for make, args, plan in cases:
+        torch.manual_seed(0)
+        with echelon.parallelize(
+            make(*args), plan, optimizer=adamw, loss=mean_loss, smallest_unit=0, seed=None
+        ) as engine:
+            before = engine.full_state_dict()
+            try:
+                engine.step(engine.local(vectors(0)))
+                errors.append("")
+            except UserError as error:
+                errors.append(str(error))
+                after = engine.full_state_dict()
+                assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    return errors
+
+
+def test_ranks_refuse_together_what_a_rank_has_found(warm_ranks: Warm) -> None:
+    """With zero=3 changes through `.data` were lost; buffers of samples became replica 0's."""
+    cases: list[tuple[Callable[..., nn.Module], tuple[object, ...], str]] = [
+        (clamping, ("not",), "data=2 zero=3"),
+        (clamping, ("in place",), "data=2 zero=3"),
+        (clamping, ("other memory",), "data=2 zero=3"),
+        (Averaging, (), "data=2"),
+        (Counting, (), "data=2"),
+        (hooked_on_one_rank, (), "data=2"),
+    ]
+    for errors in warm_ranks(2).run(refusals, cases):
+        unchanged, in_place, elsewhere, average, counters, hooks = errors
+        assert (unchanged, counters) == ("", "")
+        assert in_place.startswith("1.weight: changed in place during a forward or backward pass")
+        assert elsewhere.startswith("1.weight: changed in place")
+        assert "'data=2': average: the forward computes these buffers from its batch" in average
+        assert "a hook (register_hook) on weight sees the gradient of a part" in hooks
+
+
+def add_decay(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.add_(p.detach(), alpha=0.1)
+
+
+def clip_large(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.data.clamp_(-100, 100)
+
+
+def replace(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 2
+
+
+Register = Callable[[nn.Parameter], object]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+        lambda p: p.register_hook(lambda g: g.clamp(-100, 100)),  # not yet
+        lambda p: p.register_hook(lambda g: g / (g.norm() + 1)),
+        lambda p: p.register_hook(lambda g: g + 1e-3),
+        lambda p: p.register_hook(lambda g: torch.where(g.abs() >= g.abs().median(), g, 0.0)),
+        lambda p: p.register_post_accumulate_grad_hook(add_decay),
+        lambda p: p.register_post_accumulate_grad_hook(clip_large),
+        lambda p: p.register_post_accumulate_grad_hook(replace),
+    ],
+)
+def test_hooks_on_weights_that_are_not_linear_are_refused_where_the_batch_is_cut(register: Register) -> None:
+    """They saw parts of the gradient, and one device's sees all of it."""
+    for plan in ("data=1", "microbatches=2"):
+        model = nn.Linear(6, 5)
+        register(model.weight)
+        engine = echelon.parallelize(model, plan, optimizer=sgd, loss=mean_loss)
+        if plan == "data=1":
+            engine.step(vectors(0))
+        else:
+            with pytest.raises(UserError, match=r"on weight sees .* use data=1, microbatches=1"):
+                engine.step(vectors(0))
+            assert engine.steps == 0
+        engine.close()
+
+
+def test_hooks_that_look_or_are_linear_stay_and_are_called_as_often() -> None:
+    model, seen = nn.Linear(6, 5), list[float]()
+    mask = torch.arange(30.0).view(5, 6).fmod(2)
+    model.weight.register_hook(lambda g: seen.append(float(g.sum())))
+    model.bias.register_hook(lambda g: 3 * g - g.mean())
+    model.weight.register_hook(lambda g: g * mask)
+    model.bias.register_post_accumulate_grad_hook(lambda p: float(p.grad.sum()))  # type: ignore[union-attr]
+    hooks = [dict(p._backward_hooks or {}) for p in model.parameters()]
+    engine = echelon.parallelize(model, "microbatches=2", optimizer=sgd, loss=mean_loss)
+    engine.step(vectors(0))
+    assert len(seen) == 2
+    assert [dict(p._backward_hooks or {}) for p in model.parameters()] == hooks, (
+        "nothing is left of the watch"
+    )
+    engine.close()
