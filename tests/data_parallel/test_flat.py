@@ -252,3 +252,11 @@ def test_every_run_finds_its_own_part_of_the_gradient() -> None:
     resident.new_part(in_place=False).copy_(torch.tensor([30.0, 40.0, 50.0]))
     found = {run.name: resident.part_of_gradient(run).tolist() for run in resident.local_parameters()}
     assert found == {"p0": [30.0], "p1": [40.0, 50.0]}, "though its shard begins inside the buffer"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_freed_weights_are_not_a_number(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+    FlatUnit("unit", [("p", parameter)], RecordingGroup("data"), resident=False).free()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert bool(parameter.detach().isnan().all())

@@ -60,6 +60,20 @@ def clamping(how: str) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), Clamping(how), nn.Linear(6, 5))
 
 
+class ToSparse(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to_sparse()
+
+
+class ToDense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
+
+
+def returning_sparse() -> nn.Module:
+    return nn.Sequential(ToSparse(6, 6), ToDense(), nn.Linear(6, 5))
+
+
 def hooked_on_one_rank() -> nn.Module:
     model = nn.Linear(6, 5)
     if torch.distributed.get_rank() == 1:
@@ -95,14 +109,57 @@ def test_ranks_refuse_together_what_a_rank_has_found(warm_ranks: Warm) -> None:
         (Averaging, (), "data=2"),
         (Counting, (), "data=2"),
         (hooked_on_one_rank, (), "data=2"),
+        (returning_sparse, (), "data=2 zero=3"),
     ]
     for errors in warm_ranks(2).run(refusals, cases):
-        unchanged, in_place, elsewhere, average, counters, hooks = errors
-        assert (unchanged, counters) == ("", "")
+        unchanged, in_place, elsewhere, average, counters, hooks, sparse = errors
+        assert (unchanged, counters, sparse) == ("", "", "")
         assert in_place.startswith("1.weight: changed in place during a forward or backward pass")
         assert elsewhere.startswith("1.weight: changed in place")
         assert "'data=2': average: the forward computes these buffers from its batch" in average
         assert "a hook (register_hook) on weight sees the gradient of a part" in hooks
+
+
+class Failing(nn.Module):
+    """Fails where somebody has read the weight of a module that was not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 5)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.first(x))
+        if self.fails:
+            raise RuntimeError("as told")
+        return x
+
+
+def read_after_failure() -> list[str]:
+    errors = []
+    model = Failing()
+    engine = echelon.parallelize(model, "data=2 zero=3", optimizer=sgd, loss=mean_loss, smallest_unit=0)
+    engine.step(engine.local(vectors(0)))
+    for run in (engine.step, engine.evaluate):
+        model.fails = True
+        with pytest.raises(RuntimeError, match="as told"):
+            run(engine.local(vectors(1)))
+        if engine.replica == 0:  # one rank alone: it waited for the other forever
+            with pytest.raises(UserError) as error:
+                model.first.weight.sum()
+            errors.append(str(error.value))
+        model.fails = False
+        torch.distributed.barrier()
+        engine.step(engine.local(vectors(2)))
+    engine.close()
+    return errors
+
+
+def test_a_weight_that_one_rank_reads_after_a_failed_pass_is_an_error(warm_ranks: Warm) -> None:
+    errors, none = warm_ranks(2).run(read_after_failure)
+    assert len(errors) == 2
+    assert none == []
+    assert all(error.startswith("first.weight has no values on this rank") for error in errors)
 
 
 def add_decay(p: Tensor) -> None:

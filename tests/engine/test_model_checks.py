@@ -40,6 +40,12 @@ def tied_with_max_norm() -> nn.Module:
     return model
 
 
+def with_sparse_buffer() -> nn.Module:
+    model = nn.Linear(6, 7)
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    return model
+
+
 def by_frequency() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 6, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(18, 7))
 
@@ -79,7 +85,7 @@ def case(make: Make, batch: Any = tokens) -> Case:
     ("case", "plan"),
     [
         (case(with_max_norm), "data=1"),
-        (case(with_max_norm), "pipeline=2 microbatches=2"),
+        (case(with_max_norm), "pipeline=2"),
         (case(tied_with_max_norm), "data=1"),
         (case(by_frequency), "pipeline=2"),
         (case(spectral, vectors), "data=2"),
@@ -100,7 +106,9 @@ def test_what_is_right_is_accepted(case: Case, plan: str) -> None:
         (with_max_norm, "data=2", "0 has max_norm: its forward changes the rows"),
         (with_max_norm, "zero=3", "0 has max_norm"),
         (with_max_norm, "precision=bf16", "0 has max_norm"),
-        (tied_with_max_norm, "microbatches=2", "a weight that no other module uses"),
+        (with_max_norm, "microbatches=2", "use data=1, context=1, microbatches=1"),
+        (tied_with_max_norm, "pipeline=2", "pipeline=1 if other modules have the weight"),
+        (with_sparse_buffer, "data=2", "table: sparse, and ranks exchange dense buffers alone"),
         (by_frequency, "data=2", "0 has scale_grad_by_freq"),
         (by_frequency, "microbatches=2", "use data=1, microbatches=1 and context=1"),
         (spectral, "schedule=pipedream-2bw microbatches=2", "has a spectral norm"),

@@ -86,6 +86,12 @@ def _form_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
             f"{', '.join(mixed)}: complex, and precision={plan.precision} has no complex numbers; use "
             "precision=fp32"
         )
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]
+    if sparse and plan.ranks > 1:
+        yield (
+            f"{', '.join(sparse)}: sparse, and ranks exchange dense buffers alone; use one rank, keep them "
+            "dense, or keep them as attributes that are no buffers"
+        )
     divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if divided:
         yield (
@@ -108,19 +114,17 @@ def _lookup_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
         if module.max_norm is not None and not _may_renormalise(users[id(module.weight)], plan):
             yield (
                 f"{name} has max_norm: its forward changes the rows that it uses, and ranks with other rows "
-                "would drift apart; use data=1, context=1, zero=0 and fp32, with a weight that no other "
-                "module uses, or drop it and clip the rows between steps"
+                "would drift apart; use data=1, context=1, microbatches=1, zero=0 and fp32, with "
+                "pipeline=1 if other modules have the weight, or drop it and clip the rows between steps"
             )
 
 
 def _may_renormalise(users: int, plan: Plan) -> bool:
-    """Whether the rows that a forward changes are the same as on one device: no other rank uses them, no one
-    reads others of them meanwhile, and what is changed stays."""
-    alone = plan.data == 1 and plan.context == 1 and plan.tensor == 1
+    """Whether the rows that a forward changes are the same as on one device: no other rank, stage or
+    microbatch uses them (a head may read the weight too), and what is changed stays."""
+    is_alone = not is_cut(plan) and plan.tensor == 1 and (plan.pipeline == 1 or users == 1)
     stays = plan.zero == 0 and plan.precision in ("fp32", "fp64")
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES or not (alone and stays):
-        return False
-    return not is_cut(plan) or users == 1
+    return is_alone and stays and plan.schedule not in ASYNCHRONOUS_SCHEDULES
 
 
 def _users(model: nn.Module) -> dict[int, int]:
