@@ -243,3 +243,16 @@ def test_a_number_that_is_none_stays() -> None:
     model = nn.Sequential(Heads(None))
     split(model, {"0": "column", "0.num_heads": "divided"})
     assert model[0].num_heads is None
+
+
+# Hooks on the gradient of a weight were lost with the parameter that the part replaced.
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_split_weight_is_refused(register: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+    getattr(model[1].weight, register)(lambda _: None)
+    getattr(model[2].weight, register)(lambda _: None)  # whole on every rank
+    (error,) = refused(model, {"0": "column", "1": "row", "2": "replicated"})
+    assert error.startswith("1.weight: has a hook on its gradient")
+    split(model, {"0": "replicated", "1": "replicated", "2": "replicated"})

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.dropout import drops_each_element
 from echelon.huggingface import embedding_scale, is_plain_matrix, is_transposed
 from echelon.layering import listed_layers
+from echelon.tensor_parallel.hooked_weights import hooked_weights
 from echelon.tensor_parallel.modules import SplitModule, is_matrix, num_outputs
 from echelon.tensor_parallel.norms import is_norm
 from echelon.tensor_parallel.proposal import pattern_of, propose
@@ -47,6 +48,7 @@ def find_errors(
         *_unused_lines(model, styles),
         *_unknown_modules(model, style_of),
         *_misfits(model, style_of, ranks),
+        *hooked_weights(model, style_of),
         *_dropout_between(model, style_of),
         *_ties(model, styles, style_of, partial),
         *(() if whole_sequence is None else _sequence_errors(model, style_of, whole_sequence)),
