@@ -1,13 +1,17 @@
 """Forward passes that leave no trace, and generators of random numbers that were drawn from."""
 
 import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.engine.untouched import GeneratorStates, untouched
+from echelon.audit.generators import GeneratorStates
+from echelon.engine.untouched import untouched
 
 HOST = torch.device("cpu")
 
@@ -45,9 +49,54 @@ def test_modes_attributes_and_buffers_come_back() -> None:
 )
 def test_draws_are_seen_and_undone(draw: object) -> None:
     assert callable(draw)
-    before = GeneratorStates.now(HOST)
-    assert not before.moved(HOST)
+    before = GeneratorStates(HOST)
+    assert not before.moved()
     with untouched([], [], HOST):
         draw()
-        assert before.moved(HOST)
-    assert not before.moved(HOST)
+        assert before.moved()
+    assert not before.moved()
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda own: torch.rand(1, generator=own)),
+        (random.Random(0), lambda own: own.random()),
+        (numpy.random.RandomState(0), lambda own: own.rand()),
+        (numpy.random.default_rng(0), lambda own: own.random()),
+        ([numpy.random.Generator(numpy.random.MT19937(0))], lambda own: own[0].random()),
+    ],
+)
+def test_draws_from_a_generator_of_a_module_are_seen_and_undone(
+    generator: Any, draw: Callable[[Any], object]
+) -> None:
+    # They went on, so that the audit changed what training drew.
+    module = nn.Module()
+    module.own = generator
+    before = GeneratorStates(HOST, [module])
+    with untouched([module], [module], HOST):
+        draw(generator)
+        assert before.moved()
+    assert not before.moved()
+
+
+def test_plain_state_that_is_changed_in_place_comes_back() -> None:
+    module = nn.Module()
+    module.tensor, module.array, module.names = torch.zeros(2), numpy.zeros(2), {"a"}
+    module.seen, module.last = [1, torch.zeros(1)], deque([1, 2], maxlen=2)
+    module.cache = {"inside": {"deep": (torch.zeros(1),)}}
+    tensor, seen, cache = module.tensor, module.seen, module.cache
+    with untouched([module], [module], HOST):
+        module.tensor.add_(1)
+        module.array[0] = 1
+        module.names.add("b")
+        module.seen[1].add_(1)
+        module.seen.append(2)
+        module.last.append(3)
+        module.cache["inside"]["deep"][0].add_(1)
+        module.cache["more"] = 1
+    assert (tensor.tolist(), module.array.tolist(), module.names) == ([0, 0], [0, 0], {"a"})
+    assert (seen, list(module.last)) == ([1, torch.zeros(1)], [1, 2])
+    assert cache == {"inside": {"deep": (torch.zeros(1),)}}
+    assert module.tensor is tensor
+    assert module.seen is seen

@@ -129,7 +129,7 @@ class LayerComparison:
             if unsplit is None:
                 return None
             of_local = self._copy_arguments(unit, args, kwargs, whole=False)
-            split = run(unit.module, of_local)
+            split = run(unit.module, of_local, [unit.module])
             if self._agreement.any(unsplit.has_drawn or split.has_drawn):
                 return None
             outputs = self._pair(split.outputs, unsplit.outputs)
@@ -142,7 +142,7 @@ class LayerComparison:
         """None if it raises while it trains: on a batch of one sample, for a norm of batches."""
         unsplit, reason = None, "an error on another rank"
         try:
-            unsplit = run(in_a_row(unit.originals), arguments)
+            unsplit = run(in_a_row(unit.originals), arguments, unit.originals)
         except Exception as error:  # of whatever a layer does
             reason = _first_line(error)
         is_failed = self._agreement.any(unsplit is None)

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from echelon.audit.arguments import Arguments
+from echelon.audit.generators import GeneratorStates
 from echelon.audit.units import AuditUnit
 from echelon.dropout import scope
 from echelon.pipeline_parallel import StageModule
@@ -20,24 +21,20 @@ Modes = Mapping[nn.Module, bool]  # whether each module trains
 
 
 class Run(NamedTuple):
-    """The real numbers that came out; `has_drawn`: some of them are drawn from torch's generators."""
+    """The real numbers that came out; `has_drawn`: generators of random numbers were used."""
 
     outputs: list[Tensor]
     has_drawn: bool
 
 
-def run(call: Callable[..., Any], arguments: Arguments) -> Run:
+def run(call: Callable[..., Any], arguments: Arguments, modules: Sequence[nn.Module]) -> Run:
+    """`modules`: those that are called, which may have generators of their own."""
     torch.manual_seed(_SEED)
-    before = _generators()
+    inside = [each for module in modules for each in module.modules()]
+    before = GeneratorStates(torch.device("cuda" if torch.cuda.is_available() else "cpu"), inside)
     with scope(seed=_SEED, step=0, first_sample=0):
         output = call(*arguments.args, **arguments.kwargs)
-    has_drawn = any(not torch.equal(*pair) for pair in zip(before, _generators(), strict=True))
-    return Run([leaf for leaf in tree_leaves(output) if is_real(leaf)], has_drawn)
-
-
-def _generators() -> list[Tensor]:
-    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_device]
+    return Run([leaf for leaf in tree_leaves(output) if is_real(leaf)], before.moved())
 
 
 def is_real(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult, held, skipped
 from echelon.audit.agreement import RankAgreement
+from echelon.audit.generators import GeneratorStates
 from echelon.audit.loss_parts import LossRefusedError, as_numbers, call_loss
 from echelon.audit.own_forward import (
     Measure,
@@ -31,7 +32,6 @@ from echelon.engine.padding import has_positions
 from echelon.engine.sample_audit import batch_norms
 from echelon.engine.samples import Scopes
 from echelon.engine.trial import Outcome, Trial, TrialForward
-from echelon.engine.untouched import GeneratorStates
 from echelon.engine.upload import to_device
 from echelon.errors import UserError
 from echelon.inputs import call
@@ -125,7 +125,7 @@ class ForwardAudit:
         if self._mesh.rank != 0 or isinstance(self._skeleton, str):
             return None
         tensors = {name: tensor for name, tensor in whole.items() if tensor is not None}
-        generators = GeneratorStates.now(self._mesh.device)
+        generators = GeneratorStates(self._mesh.device)
         try:
             with torch.no_grad(), with_tensors(self._skeleton, tensors), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -135,7 +135,7 @@ class ForwardAudit:
         except Exception as error:
             return f"its forward cannot be run by itself: {type(error).__name__}: {error}".splitlines()[0]
         finally:
-            generators.restore(self._mesh.device)
+            generators.restore()
 
     def _call_own(self, skeleton: nn.Module, trial: Trial) -> Outcome:
         inputs, targets = map_tensors(Tensor.clone, to_device(trial.part, self._mesh.device))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.audit.agreement import RankAgreement
+from echelon.audit.generators import GeneratorStates
 from echelon.audit.loss_parts import (
     Batch,
     LossParts,
@@ -24,7 +25,7 @@ from echelon.audit.loss_parts import (
 from echelon.audit.samples import Part
 from echelon.engine.batch import Loss
 from echelon.engine.trial import Outcome
-from echelon.engine.untouched import GeneratorStates, untouched
+from echelon.engine.untouched import untouched
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.runtime.numbers import HostCopy
@@ -81,10 +82,10 @@ class LossAudit:
         finding = _Finding()
         if whole is not None:
             modules = [each for module in self._module for each in module.modules()]
-            before = GeneratorStates.now(self._device)
+            before = GeneratorStates(self._device, modules)
             with untouched(self._module, modules, self._device):
                 finding = self._find(whole, parts, dims, samples, targets)
-                is_random = before.moved(self._device)
+                is_random = before.moved()
             finding = _Finding(is_random=True) if is_random else finding
         flags = finding.special or (False,) * len(self._candidates)
         is_random, *special = self._agreement.any(finding.is_random, *flags)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
+from echelon.audit.generators import GeneratorStates
 from echelon.engine.buffer_snapshot import Slot
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.padding import LocalTargets
 from echelon.engine.step_runner import StepRunner
-from echelon.engine.untouched import GeneratorStates, untouched
+from echelon.engine.untouched import untouched
 from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Stage
@@ -48,7 +49,7 @@ class Outcomes(NamedTuple):
 
     outcomes: list[Outcome | None]
     failure: str  # what a stage of this rank raised; empty if none did
-    has_drawn: bool  # whether a forward here drew numbers from a global generator
+    has_drawn: bool  # whether a forward here drew numbers from a generator, global or of a module
     changed: list[Slot]  # buffers that it changed, other than running statistics of nn.BatchNorm
 
 
@@ -115,9 +116,9 @@ class TrialForward:
         microbatch = self._runner.make_microbatch(part, 1, "audit", trial.scope)
         feed = dict.fromkeys(range(self._copies), microbatch)
         self._runtime.outcome = None
-        before = GeneratorStates.now(self._mesh.device)
+        before = GeneratorStates(self._mesh.device, self._modules)
         self._interpreter.run(self._runner.forward_script(self._copies), feed)
-        self._has_drawn |= before.moved(self._mesh.device)
+        self._has_drawn |= before.moved()
         return self._runtime.outcome
 
     @contextmanager
