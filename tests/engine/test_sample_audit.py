@@ -194,7 +194,7 @@ def test_ignored_targets_that_appear_later(ignored: int) -> None:
 
 
 def test_as_many_ignored_targets_in_every_sample_are_right() -> None:
-    """Shifted labels leave out the last position of each sample."""
+    """Shifted labels leave out the last position of each sample, or another batch the last two."""
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(output.unsqueeze(2).expand(-1, -1, 3), targets)
@@ -202,7 +202,8 @@ def test_as_many_ignored_targets_in_every_sample_are_right() -> None:
     engine = engine_of(plain(), loss=loss)
     for step in range(2):
         inputs, targets = batch(step)
-        engine.step((inputs, torch.stack([targets, targets, torch.full_like(targets, -100)], 1)))
+        second = targets if step == 0 else torch.full_like(targets, -100)
+        engine.step((inputs, torch.stack([targets, second, torch.full_like(targets, -100)], 1)))
     assert engine.steps == 2
 
 

@@ -148,20 +148,19 @@ class LossAudit:
             return
         if least != -negative:
             raise UserError(special_message(special, least, -negative, self._plan))
-        self.target_check = TargetCheck(special, least, self._plan, self._agreement)
+        self.target_check = TargetCheck(special, self._plan, self._agreement)
 
 
 @final
 class TargetCheck:
-    """Every sample of every batch must have as many targets that the loss leaves out.
+    """Every sample of a batch must have as many targets that the loss leaves out as the others.
 
     The ranks look together, so that all of them raise in the same call: a rank that went on alone would wait
     for the others forever. On a CUDA device that is a step late, because to read there is to wait for it.
     """
 
-    def __init__(self, special: Sequence[int], number: int, plan: str, agreement: RankAgreement) -> None:
-        self._special, self._number, self._plan = special, number, plan
-        self._agreement = agreement
+    def __init__(self, special: Sequence[int], plan: str, agreement: RankAgreement) -> None:
+        self._special, self._plan, self._agreement = special, plan, agreement
         self._unread: HostCopy | None = None
 
     def check(self, batch: Any) -> None:
@@ -177,10 +176,9 @@ class TargetCheck:
         if unread is None:
             return None
         negative, most = map(int, unread.wait())
-        if (-negative, most) == (self._number, self._number):
+        if -negative >= most:
             return None
-        least, most = min(-negative, self._number), max(most, self._number)
-        return UserError(special_message(self._special, least, most, self._plan))
+        return UserError(special_message(self._special, -negative, most, self._plan))
 
     def _raise_late_error(self) -> None:
         error = self.late_error()
@@ -188,10 +186,10 @@ class TargetCheck:
             raise error
 
     def _extremes(self, targets: Any) -> Tensor:
-        """The smallest number of a sample, negated, and the largest; without targets, those that must be."""
+        """The smallest number of a sample, negated, and the largest; without targets, less than any other."""
         counts = num_special(targets, self._special)
         if counts is None:
-            return torch.tensor([-self._number, self._number])
+            return torch.tensor([-_MOST, -_MOST])
         return torch.stack([-counts.min(), counts.max()])
 
 
