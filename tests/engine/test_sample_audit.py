@@ -173,6 +173,13 @@ def test_a_class_weight_is_found_where_the_batch_has_one_class() -> None:
         engine.step((inputs, torch.cat([torch.full_like(targets[:4], 3), targets[4:]])))
 
 
+def test_the_weight_of_a_class_that_no_batch_has_yet() -> None:
+    engine = engine_of(plain(), loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 1.0, 1.0, 3.0])))
+    inputs, targets = batch()
+    with pytest.raises(UserError, match="weighs targets of some of the classes 0 to 4 differently"):
+        engine.step((inputs, torch.ones_like(targets)))
+
+
 def test_calls_that_change_what_the_next_one_computes() -> None:
     """An iteration runs once per step on one device, and once per microbatch here. At first it has converged,
     so that nothing differs; later it would lag behind the weights by other numbers of calls."""
@@ -190,6 +197,46 @@ def test_ignored_targets_that_appear_later(ignored: int) -> None:
     targets[1] = ignored
     with pytest.raises(UserError, match=f"leaves out targets of {ignored}, of which one sample has 0"):
         engine.step((inputs, targets))
+    assert engine.steps == 2
+
+
+class OwnMean(nn.Module):
+    """Returns its loss with its output."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(6, 5), loss
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": self.loss(logits, targets), "logits": logits}
+
+
+def over_samples(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="sum") / len(targets)
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_ignored_targets_that_appear_later_for_a_model_with_its_own_loss(ignored: int) -> None:
+    # Its loss cannot be asked with made-up targets, and so nobody looked at later batches.
+    model = OwnMean(nn.CrossEntropyLoss(ignore_index=ignored))
+    engine = echelon.parallelize(model, "microbatches=2", optimizer=sgd, loss=None)
+    inputs, targets = batch()
+    engine.step((inputs, torch.ones_like(targets)))
+    targets.fill_(1)[1] = ignored
+    with pytest.raises(UserError, match=f"{ignored}.*, of which one sample has 0 and another 1"):
+        engine.step((inputs, targets))
+    assert engine.steps == 1
+
+
+def test_a_model_whose_own_loss_is_a_mean_over_samples_may_leave_out_targets() -> None:
+    """As the first batch shows, in which it does."""
+    engine = echelon.parallelize(OwnMean(over_samples), "microbatches=2", optimizer=sgd, loss=None)
+    inputs, targets = batch()
+    targets[1] = -100
+    engine.step((inputs, targets))
+    targets[2] = -100
+    engine.step((inputs, targets))
     assert engine.steps == 2
 
 

@@ -44,6 +44,16 @@ class Batch(NamedTuple):
         output = select(self.output, self.dims, begin, end, self.samples)
         return output, self.targets_of(begin, end), end - begin
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether every tensor counts samples, of which there are several."""
+        return self.samples > 1 and all(dim is not None for dim in (*self.dims, *self.target_dims))
+
+    def pair_on_host(self) -> "Batch":
+        """The first two samples: a device ends the process where a made-up target is no class."""
+        output, targets = (map_tensors(_to_host, each) for each in self.part(0, 2)[:2])
+        return self._replace(output=output, targets=targets, samples=2)
+
     def targets_of(self, begin: int, end: int) -> Any:
         return select(self.targets, self.target_dims, begin, end, self.samples)
 
@@ -93,7 +103,7 @@ class LossParts:
 
     def difference(self, batch: Batch) -> Sums | None:
         """The loss of the batch, and of its samples one by one, if they differ by more than rounding."""
-        if any(dim is None for dim in (*batch.dims, *batch.target_dims)) or batch.samples < 2:
+        if not batch.is_cut:
             return None
         count = min(batch.samples, _SINGLES, max(2, _BYTES // max(1, _bytes_per_sample(batch))))
         groups = [[(number, number + 1) for number in range(count)]]
@@ -144,18 +154,21 @@ class LossParts:
         total, count = as_numbers(result)
         return (total, count) if isinstance(result, tuple) else (total * piece[2], float(piece[2]))
 
+    @torch.no_grad()
+    def returns_count(self, output: Any, targets: Any) -> bool:
+        """Whether it is (total, count), and not a mean over samples."""
+        result = call_loss(self._loss, *(map_tensors(Tensor.clone, each) for each in (output, targets)))
+        return isinstance(result, tuple)
+
     # Targets that count less than others.
 
     def special_targets(self, batch: Batch, values: Iterable[int], usual: int) -> list[int]:
         """Those of `values` that the loss leaves out, or gives another weight than the `usual` target. It may
         refuse one of them, as no class; not the targets of the batch.
-
-        On the host: a device ends the process where a target is no class.
         """
-        if any(dim is None for dim in (*batch.dims, *batch.target_dims)) or batch.samples < 2:
+        if not batch.is_cut:
             return []
-        output, targets = (map_tensors(_to_host, each) for each in batch.part(0, 2)[:2])
-        pair = Batch(output, targets, batch.dims, batch.target_dims, 2)
+        pair = batch.pair_on_host()
         self.compare(pair.part(0, 2), [pair.part(n, n + 1) for n in range(2)])
         return [value for value in values if value != usual and self._is_special(pair, value, usual)]
 
@@ -207,8 +220,13 @@ def message(sums: Sums, plan: str) -> str:
 
 def candidates(loss: object) -> list[int]:
     """Targets that losses leave out by habit, the same on every rank."""
+    return list(dict.fromkeys([*likely_candidates(loss), 0]))
+
+
+def likely_candidates(loss: object) -> list[int]:
+    """Those that are no class, or that the loss names itself."""
     own = getattr(loss, "ignore_index", IGNORED_TARGET)
-    return list(dict.fromkeys([IGNORED_TARGET, 0, own if isinstance(own, int) else IGNORED_TARGET]))
+    return list(dict.fromkeys([IGNORED_TARGET, -1, own if isinstance(own, int) else IGNORED_TARGET]))
 
 
 def num_special(targets: Any, special: Sequence[int]) -> Tensor | None:
@@ -232,8 +250,19 @@ def special_message(special: Sequence[int], least: int, most: int, plan: str) ->
     )
 
 
-def weights_message(values: Sequence[int], plan: str) -> str:
-    names = ", ".join(map(str, values))
+def own_special_message(special: Sequence[int], least: int, most: int, plan: str) -> str:
+    """Of a loss that the model computes itself."""
+    names = " or ".join(map(str, special))
+    return (
+        f"plan '{plan}' cuts the batch, and the model returns its own loss, a mean that likely leaves out "
+        f"targets of {names}, of which one sample has {least} and another {most}: parts of the batch count "
+        "differently, and the mean of their means is not the mean of all; give parallelize a loss of the "
+        "model's logits that returns (total, count), like echelon.models.cross_entropy; audit='off' if its "
+        "mean is over samples"
+    )
+
+
+def weights_message(names: str, plan: str) -> str:
     return (
         f"plan '{plan}' cuts the batch, and the loss is a mean that weighs targets of {names} differently: "
         "parts of the batch have different sums of weights, and the mean of their means is not the mean of "

@@ -1,6 +1,6 @@
 """The loss in the audit: whether it adds up over samples, in the first batch and in later ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.audit.agreement import RankAgreement
+from echelon.audit.class_weights import difference_of_classes, is_small, num_classes, on_host
 from echelon.audit.generators import GeneratorStates
 from echelon.audit.loss_parts import (
     Batch,
@@ -16,8 +17,10 @@ from echelon.audit.loss_parts import (
     LossRefusedError,
     Sums,
     candidates,
+    likely_candidates,
     message,
     num_special,
+    own_special_message,
     special_message,
     usual_values,
     weights_message,
@@ -31,6 +34,7 @@ from echelon.plan import Plan
 from echelon.runtime.numbers import HostCopy
 from echelon.tensor_parallel import split_loss
 
+Describe = Callable[[Sequence[int], int, int, str], str]  # (special, least, most, plan) -> an error
 _MOST = 2**40  # more than a sample has targets
 
 
@@ -38,7 +42,9 @@ class _Finding(NamedTuple):
     """What this rank found of the loss."""
 
     error: str = ""
-    special: tuple[bool, ...] = ()  # by candidate
+    special: Sequence[int] = ()  # targets that the loss leaves out
+    counted: Sequence[int] = ()  # targets that it is known to leave out of nothing, by the first batch
+    is_own: bool = False  # the loss is in the output, and was not asked with made-up targets
     is_random: bool = False
     refusal: str = ""  # what the loss raised, so that it could not be asked
     note: str = ""  # what was not asked of it
@@ -62,6 +68,7 @@ class LossAudit:
         self._is_known = split_loss(user_loss) is not None  # to add up
         self._module = [user_loss] if isinstance(user_loss, nn.Module) else []
         self._candidates = candidates(user_loss)
+        self._likely = likely_candidates(user_loss)
         self._parts = LossParts(loss)
         self.target_check: TargetCheck | None = None
 
@@ -87,15 +94,19 @@ class LossAudit:
                 finding = self._find(whole, parts, dims, samples, targets)
                 is_random = before.moved()
             finding = _Finding(is_random=True) if is_random else finding
-        flags = finding.special or (False,) * len(self._candidates)
-        is_random, *special = self._agreement.any(finding.is_random, *flags)
+        is_random, is_own = self._agreement.any(finding.is_random, finding.is_own)
         if is_random:
             return LossVerdict(note="without the loss, which draws random numbers")
         self._agreement.check(partial(_raise_if, finding.error))
-        left_out = [value for value, is_set in zip(self._candidates, special, strict=True) if is_set]
-        self._watch(left_out, targets)
+        special, counted = map(self._on_any_rank, (finding.special, finding.counted))
+        left_out = [value for value in special if value not in counted]
+        self._watch(left_out, targets, own_special_message if is_own else special_message)
         texts = self._agreement.gather([finding.refusal, finding.note])
         return LossVerdict(*(next(filter(None, each), "") for each in zip(*texts, strict=True)))
+
+    def _on_any_rank(self, values: Sequence[int]) -> list[int]:
+        flags = self._agreement.any(*(value in values for value in self._candidates))
+        return [value for value, is_set in zip(self._candidates, flags, strict=True) if is_set]
 
     def _find(
         self,
@@ -107,28 +118,47 @@ class LossAudit:
     ) -> _Finding:
         target_dims = [0 for leaf in tree_leaves(whole.targets) if isinstance(leaf, Tensor)]
         batch = Batch(whole.output, whole.targets, dims, target_dims, samples)
+        is_own = not dims or any(dim is None for dim in dims)
         try:
-            if not dims or any(dim is None for dim in dims):
-                sums = self._compare_parts(batch, parts)
-            else:
-                sums = self._parts.difference(batch)
+            sums = self._compare_parts(batch, parts) if is_own else self._parts.difference(batch)
+            if sums is not None:
+                return _Finding(message(sums, self._plan))
+            return self._find_likely(batch) if is_own else self._find_special(batch, targets)
         except LossRefusedError as refusal:
             return _Finding(refusal=str(refusal))
-        if sums is not None:
-            return _Finding(message(sums, self._plan))
-        return self._find_special(batch, targets) if dims else _Finding()
+
+    def _find_likely(self, batch: Batch) -> _Finding:
+        """Targets that a mean in the model's output may leave out; not those of which these samples, whose
+        loss adds up, have different numbers."""
+        if self._parts.returns_count(batch.output, batch.targets):
+            return _Finding()
+        counted = [value for value in self._likely if _differs_by_sample(batch.targets, value)]
+        return _Finding(special=self._likely, counted=counted, is_own=True)
 
     def _find_special(self, batch: Batch, targets: Any) -> _Finding:
         """Targets that the loss leaves out or weighs, of which the batch may have none."""
         usual = usual_values(targets, self._candidates)
         values = [*self._candidates, *usual]
+        parts, most_usual = LossParts(on_host(self._loss)), usual[0] if usual else 0
         try:
-            special = self._parts.special_targets(batch, values, usual[0] if usual else 0)
+            special = parts.special_targets(batch, values, most_usual)
+            weighed = ", ".join(str(value) for value in usual if value in special)
+            weighed = weighed or self._weighed_classes(parts, batch, special, most_usual)
         except LossRefusedError as refusal:
             return _Finding(note=f"without made-up targets, two samples in host memory: {refusal}")
-        weighed = [value for value in usual if value in special]
-        flags = tuple(value in special for value in self._candidates)
-        return _Finding(weights_message(weighed, self._plan) if weighed else "", flags)
+        left_out = [value for value in self._candidates if value in special]
+        note = "" if is_small(batch) else "without weights of classes that the batch does not have"
+        return _Finding(weights_message(weighed, self._plan) if weighed else "", left_out, note=note)
+
+    def _weighed_classes(self, parts: LossParts, batch: Batch, special: Sequence[int], usual: int) -> str:
+        """Classes that the batch may not have, in words; empty if the loss weighs none of them."""
+        if not batch.is_cut or not is_small(batch):
+            return ""
+        pair = batch.pair_on_host()
+        count = num_classes(parts, pair)
+        classes = [value for value in range(count) if value not in special]
+        sums = difference_of_classes(parts, pair, classes, usual)
+        return "" if sums is None else f"some of the classes 0 to {count - 1}"
 
     def _compare_parts(self, batch: Batch, parts: Sequence[Part]) -> Sums | None:
         """Of an output that cannot be cut into samples: the model's own outputs of the parts."""
@@ -137,7 +167,7 @@ class LossAudit:
         ]
         return self._parts.compare((batch.output, batch.targets, batch.samples), pieces, widths=[False])
 
-    def _watch(self, special: list[int], targets: Any) -> None:
+    def _watch(self, special: list[int], targets: Any, describe: Describe) -> None:
         """Let later batches be compared with this one, where the loss leaves out targets."""
         if not special:
             return
@@ -147,8 +177,8 @@ class LossAudit:
         if least == _MOST:
             return
         if least != -negative:
-            raise UserError(special_message(special, least, -negative, self._plan))
-        self.target_check = TargetCheck(special, self._plan, self._agreement)
+            raise UserError(describe(special, least, -negative, self._plan))
+        self.target_check = TargetCheck(special, self._plan, self._agreement, describe)
 
 
 @final
@@ -159,8 +189,10 @@ class TargetCheck:
     for the others forever. On a CUDA device that is a step late, because to read there is to wait for it.
     """
 
-    def __init__(self, special: Sequence[int], plan: str, agreement: RankAgreement) -> None:
-        self._special, self._plan, self._agreement = special, plan, agreement
+    def __init__(
+        self, special: Sequence[int], plan: str, agreement: RankAgreement, describe: Describe
+    ) -> None:
+        self._special, self._plan, self._agreement, self._describe = special, plan, agreement, describe
         self._unread: HostCopy | None = None
 
     def check(self, batch: Any) -> None:
@@ -178,7 +210,7 @@ class TargetCheck:
         negative, most = map(int, unread.wait())
         if -negative >= most:
             return None
-        return UserError(special_message(self._special, -negative, most, self._plan))
+        return UserError(self._describe(self._special, -negative, most, self._plan))
 
     def _raise_late_error(self) -> None:
         error = self.late_error()
@@ -191,6 +223,11 @@ class TargetCheck:
         if counts is None:
             return torch.tensor([-_MOST, -_MOST])
         return torch.stack([-counts.min(), counts.max()])
+
+
+def _differs_by_sample(targets: Any, value: int) -> bool:
+    counts = num_special(targets, [value])
+    return counts is not None and bool((counts != counts[0]).any())
 
 
 def _raise_if(error: str) -> None:

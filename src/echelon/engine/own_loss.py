@@ -21,6 +21,7 @@ from echelon.huggingface import (
     unsplit_causal_cross_entropy,
 )
 from echelon.plan import Plan
+from echelon.targets import IGNORED_TARGET
 
 
 def choose_loss(model: nn.Module, loss: Loss | None, plan: Plan) -> Loss:
@@ -54,6 +55,7 @@ class OwnLoss:
     def __init__(self, model: nn.Module) -> None:
         self._counts = counts_labels(model)
         self.shifts = self._counts and shifts_labels(model)
+        self.ignore_index = _ignore_index(model)
 
     def __call__(self, output: Any, labels: Any) -> Any:
         loss = find_loss(output)
@@ -61,6 +63,13 @@ class OwnLoss:
         if not is_counted or not isinstance(loss, Tensor):
             return loss
         return mean_as_total(loss, labels)
+
+
+def _ignore_index(model: nn.Module) -> int:
+    """What the model, its config or a module inside of it says by this name."""
+    owners = [getattr(model, "config", None), *model.modules()]
+    named = [getattr(owner, "ignore_index", None) for owner in owners]
+    return next((value for value in named if type(value) is int), IGNORED_TARGET)
 
 
 def find_loss(output: Any) -> Any:
