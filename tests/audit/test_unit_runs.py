@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.audit.arguments import copy_arguments
-from echelon.audit.unit_runs import run
+from echelon.audit.unit_runs import gradients_of, run
 
 
 class Jitter(nn.Module):
@@ -39,3 +39,17 @@ def test_draws_from_a_generator_of_a_module_count() -> None:
     module = Jitter(lambda: 1.0)
     module.draw = module.own.random
     assert has_drawn(module)
+
+
+def test_hooks_on_weights_are_left_out_of_the_comparison_and_stay() -> None:
+    # They ran for the weights of the plan alone, and a right table was refused.
+    weight = nn.Parameter(torch.ones(2))
+    handle = weight.register_hook(lambda gradient: gradient * 10)
+    output = weight * 3
+    (gradient,) = gradients_of([weight], [output], [torch.ones(2)])
+    assert gradient.tolist() == [3, 3]
+    (weight * 3).sum().backward()
+    handle.remove()
+    (weight * 3).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [33, 33]

@@ -1,8 +1,10 @@
 """Which modules are compared: layers, and not the columns and rows inside them."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.audit.skeleton import make_skeleton
 from echelon.audit.units import find_units
@@ -44,6 +46,23 @@ def tree() -> tuple[nn.Module, nn.Module]:
     assert isinstance(skeleton, nn.Module)
     split_matrices(model)
     return model, skeleton
+
+
+class Elsewhere(Tensor):
+    """Cannot be brought to the meta device."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.to:
+            raise NotImplementedError("to")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_model_with_tensors_of_another_kind_has_no_skeleton_but_a_reason() -> None:
+    # The error itself came out of parallelize.
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Elsewhere))
+    assert make_skeleton(model) == "Linear cannot be copied: NotImplementedError: to"
 
 
 def test_members_of_lists_are_units_and_lists_in_them_are_not(tree: tuple[nn.Module, nn.Module]) -> None:

@@ -102,16 +102,21 @@ class Noisy:
         return torch.rand(1) + np.random.rand() + random.random()
 
 
-def test_what_a_sample_draws_depends_on_the_sample_and_the_epoch() -> None:
-    """Ranks of one replica drew differently, and trained on different batches."""
+NOISY: Any = Noisy()
+
+
+@pytest.mark.parametrize("dataset", [NOISY, Subset(NOISY, range(6))], ids=["one by one", "read at once"])
+def test_what_a_sample_draws_depends_on_the_sample_and_the_epoch(dataset: Any) -> None:
+    """Ranks of one replica drew differently, and trained on different batches. Where a dataset reads samples
+    at once, only the first one was seeded."""
     options: Any = {"batch_size": 3, "shuffle": True}
-    alone = loader(Noisy(), **options)
+    alone = loader(dataset, **options)
     torch.manual_seed(7)
     state = torch.get_rng_state()
     one, other = torch.cat(list(alone)), torch.cat(list(alone))
     assert torch.equal(torch.get_rng_state(), state), "the model's own numbers go on as before"
     assert not set(one[:, 0].tolist()) & set(other[:, 0].tolist())
-    parts = [list(loader(Noisy(), replica=r, replicas=2, **options)) for r in range(2)]
+    parts = [list(loader(dataset, replica=r, replicas=2, **options)) for r in range(2)]
     assert torch.equal(torch.cat([torch.cat(rows) for rows in zip(*parts, strict=True)]), one)
 
 

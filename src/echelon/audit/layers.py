@@ -167,10 +167,6 @@ class _Pass:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
-def _as_leaf(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_() if is_real(leaf) else leaf
-
-
 def _causes(plan: Plan) -> str:
     causes = []
     if plan.tensor > 1:

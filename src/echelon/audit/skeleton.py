@@ -14,9 +14,9 @@ def make_skeleton(model: nn.Module) -> nn.Module | str:
     Buffers are copied, with their values. Wrapping of forwards is copied too.
     """
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     try:
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         return copy.deepcopy(model, memo)
-    except Exception as error:  # of whatever the model keeps as an attribute
+    except Exception as error:  # of tensors of other kinds, and of whatever the model keeps as an attribute
         return f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}"

@@ -50,14 +50,28 @@ def draw_gradient(output: Tensor, number: int) -> Tensor:
 def gradients_of(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], of_outputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Added to nothing: they are returned alone. No gradient is one of zeros."""
+    """Added to nothing: they are returned alone, as before hooks on them. No gradient is one of zeros."""
     zeros = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
     pairs = [pair for pair in zip(outputs, of_outputs, strict=True) if pair[0].requires_grad]
     if not pairs or not inputs:
         return zeros
     used, given = zip(*pairs, strict=True)
-    gradients = torch.autograd.grad(used, inputs, given, allow_unused=True)
+    with _without_hooks(inputs):
+        gradients = torch.autograd.grad(used, inputs, given, allow_unused=True)
     return [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks of the user's are for gradients of training, and only one of two weights would have them."""
+    hooks = {tensor: tensor._backward_hooks for tensor in tensors if tensor._backward_hooks}
+    for tensor in hooks:
+        tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        for tensor, own in hooks.items():
+            tensor._backward_hooks = own
 
 
 @contextmanager

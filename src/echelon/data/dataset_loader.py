@@ -186,14 +186,17 @@ class _Parts(Dataset[Any]):
         return _without_samples(batch) if place.is_empty else batch
 
     def _samples(self, place: Place, seed_again: Callable[[int, int, int], None]) -> list[Any]:
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            return list(self._dataset.__getitems__(list(place.samples)))
         samples = []
         for index in place.samples:
             seed_again(self._seed, place.epoch, index)
-            samples.append(self._dataset[index])
+            samples.append(self._sample(index))
         seed_again(self._seed, place.epoch, place.samples[0])
         return samples
+
+    def _sample(self, index: int) -> Any:
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            return self._dataset.__getitems__([index])[0]
+        return self._dataset[index]
 
 
 def _keep(batch: Any) -> Any:

@@ -105,7 +105,7 @@ def make_audit(
     trials = TrialForward(runner, mesh, local, layers, model)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
     entries: list[AuditEntry] = [FiniteWeights(local.owned_weights, trained, agreement)]
-    entries += layer_audits(settings.skeleton, local, layers, mesh, trials)
+    entries += layer_audits(settings.skeleton, local, layers, mesh, trials, agreement)
     loss = LossAudit(layers.loss, layers.user_loss, plan, agreement, mesh.device)
     if plan.data > 1 or plan.microbatches > 1:
         entries.append(SampleAudit(trials, mesh, scopes, agreement, loss, model))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from echelon.audit.agreement import RankAgreement
 from echelon.audit.layer_comparison import LayerComparison
 from echelon.audit.layers import LayerAudit
 from echelon.audit.reference import WholeWeights
@@ -15,6 +16,7 @@ from echelon.audit.whole_values import ValueGroups
 from echelon.dropout import scope
 from echelon.engine.free_memory import free_bytes
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.neighbours import share_samples
 from echelon.engine.trial import Trial, TrialForward
 from echelon.layering import listed_layers
 from echelon.mesh import Mesh
@@ -23,7 +25,12 @@ from echelon.runtime import LocalStages
 
 
 def layer_audits(
-    skeleton: nn.Module | str, local: LocalStages, layers: LayerSharding, mesh: Mesh, trial: TrialForward
+    skeleton: nn.Module | str,
+    local: LocalStages,
+    layers: LayerSharding,
+    mesh: Mesh,
+    trial: TrialForward,
+    agreement: RankAgreement,
 ) -> list[AuditEntry]:
     """One entry, if the plan splits layers."""
     plan = mesh.plan
@@ -43,7 +50,8 @@ def layer_audits(
 
     def forward(samples: Any) -> str:
         place = partial(scope, seed=0, step=0, first_sample=0)
-        return trial.run([Trial(samples, place)], training=False).failure
+        shared = share_samples(samples, mesh, agreement, always=True)
+        return trial.run([Trial(shared, place)], training=False).failure
 
     def free() -> float:  # of a host, an equal share for every rank
         return free_bytes(mesh.device) / (plan.ranks if mesh.device.type == "cpu" else 1)

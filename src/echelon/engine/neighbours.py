@@ -35,10 +35,10 @@ def _first_two(leaf: Any, group: Group, device: torch.device) -> Any:
     return gathered[places].view(-1).view(leaf.dtype).view(2, *leaf.shape[1:]).to(leaf.device)
 
 
-def share_samples(batch: Any, mesh: Mesh, agreement: RankAgreement) -> Any:
-    """The samples of replica 0, on every one, where replicas gather weights together (zero=3): a model that
-    runs other modules for other samples would make them gather different ones."""
-    if mesh.plan.zero < 3 or mesh.plan.data == 1:
+def share_samples(batch: Any, mesh: Mesh, agreement: RankAgreement, *, always: bool = False) -> Any:
+    """The samples of replica 0, on every one, where replicas gather weights together (zero=3), or `always`: a
+    model that runs other modules for other samples would make them gather, or compare, different ones."""
+    if mesh.plan.data == 1 or mesh.plan.sync == "async" or not (always or mesh.plan.zero == 3):
         return batch
     leaves, tree = tree_flatten(batch)
     forms = agreement.gather(
