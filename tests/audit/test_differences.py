@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from echelon.audit import differences
-from echelon.audit.differences import beyond_rounding, compare, tolerance_of
+from echelon.audit.differences import beyond_rounding, compare, tolerance_inside, tolerance_of
 
 
 def test_what_is_nothing_but_rounding_may_be_anything() -> None:
@@ -43,3 +44,10 @@ def test_fewer_bits_allow_more() -> None:
     assert tolerances == sorted(tolerances)
     assert tolerances[0] < 1e-7
     assert tolerances[-1] < 0.1
+
+
+def test_modules_that_cast_to_float32_round_as_it_does() -> None:
+    """A norm of transformers does, in a model of float64 too, and the split norm does not."""
+    known = type("SomeRMSNorm", (nn.Identity,), {"__module__": "transformers.models.some.modeling_some"})
+    assert tolerance_inside([nn.Sequential(nn.Linear(2, 2), known())]) > 1e-4
+    assert tolerance_inside([nn.Sequential(nn.Linear(2, 2), nn.RMSNorm(2))]) == 0.0

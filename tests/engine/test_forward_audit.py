@@ -53,6 +53,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
 
 
+HELD = "own forward: held (no gradients were compared)"
+
+
 def own_forward(
     plan: str, model: Callable[..., nn.Module], *args: Any, loss: Callable[..., Any] = mean_loss
 ) -> str:
@@ -71,7 +74,7 @@ def own_forward(
 )
 def test_a_pipeline_is_compared_with_the_forward(warm_ranks: Warm, plan: str) -> None:
     ranks = warm_ranks(2)
-    assert set(ranks.run(own_forward, plan, Listed)) == {"own forward: held"}
+    assert set(ranks.run(own_forward, plan, Listed)) == {HELD}
     for mistake in ("order", "dropout", "norm", "scale"):
         first, second = ranks.run(own_forward, plan, Listed, mistake)
         assert "its layers are not its forward: for the first sample, output has a norm of" in first
@@ -90,7 +93,7 @@ def own_forward_with_loss_of_microbatches(plan: str) -> str:
 def test_a_loss_that_takes_no_single_sample_is_left_out_and_named(warm_ranks: Warm) -> None:
     # The entry held without a word, although no loss was compared.
     first, second = warm_ranks(2).run(own_forward_with_loss_of_microbatches, "pipeline=2 microbatches=2")
-    assert first.startswith("own forward: held (without the loss: RuntimeError: ")
+    assert first.startswith("own forward: held (no gradients were compared; without the loss: RuntimeError: ")
     assert first == second
 
 
@@ -128,7 +131,7 @@ def test_a_transformer_holds_under_every_plan_by_layers(warm_ranks: Warm, plan: 
     split = ["layers: held"] if "tensor" in plan or "context" in plan else []
     for known in (True, False):
         for told in warm_ranks(ranks).run(_run_gpt, plan, known):
-            assert told == ["finite weights: held", *split, "samples: held", "own forward: held"]
+            assert told == ["finite weights: held", *split, "samples: held", HELD]
 
 
 def _run_gpt(plan: str, known: bool) -> list[str]:

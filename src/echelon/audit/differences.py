@@ -1,10 +1,12 @@
 """Whether two computations of the same numbers differ by more than rounding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from echelon.huggingface import casts_to_float32
 
 _AT_ONCE = 1 << 22  # elements that are compared at a time
 _TF32 = 2.0**-10  # to which matrices of float32 may be multiplied on a CUDA device
@@ -47,6 +49,13 @@ def tolerance_of(tensor: Tensor) -> float:
     if tensor.is_cuda and tensor.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         eps = _TF32
     return float(eps**0.5)
+
+
+def tolerance_inside(modules: Sequence[nn.Module]) -> float:
+    """What rounding may make in modules that compute in float32 whatever the type of their weights; of the
+    same norm, split, all numbers are of that type."""
+    casts = any(casts_to_float32(inside) for module in modules for inside in module.modules())
+    return torch.finfo(torch.float32).eps ** 0.5 if casts else 0.0
 
 
 def beyond_rounding(differences: list[Difference], tolerance: float) -> list[Difference]:

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.audit.arguments import Arguments, copy_arguments
-from echelon.audit.differences import Difference, beyond_rounding, compare, tolerance_of
+from echelon.audit.differences import (
+    Difference,
+    beyond_rounding,
+    compare,
+    tolerance_inside,
+    tolerance_of,
+)
 from echelon.audit.reference import Place, Replaced, Weights, WholeWeights, in_a_row, with_weights
 from echelon.audit.stage_agreement import CannotCompareError, StageAgreement, add_over
 from echelon.audit.texts import gather_rows
@@ -134,7 +140,7 @@ class LayerComparison:
                 return None
             outputs = self._pair(split.outputs, unsplit.outputs)
             return [
-                *self._output_differences(outputs),
+                *self._output_differences(unit, outputs),
                 *self._gradient_differences(unit, outputs, of_local, of_whole, weights),
             ]
 
@@ -165,11 +171,11 @@ class LayerComparison:
         triples = zip(local, whole, divisions, strict=True)
         return [_Output(one, other, division) for one, other, division in triples if division is not None]
 
-    def _output_differences(self, outputs: Sequence[_Output]) -> list[Difference]:
+    def _output_differences(self, unit: AuditUnit, outputs: Sequence[_Output]) -> list[Difference]:
         joined = [cut(self._values.join(each.local.detach(), each.division), each.whole) for each in outputs]
         pairs = zip(joined, outputs, strict=True)
         found = [compare("its output", actual, each.whole) for actual, each in pairs]
-        return beyond_rounding(found, self._tolerance)
+        return beyond_rounding(found, self._tolerance_in(unit))
 
     def _gradient_differences(
         self,
@@ -194,7 +200,10 @@ class LayerComparison:
         found = [self._compare_input(unit, *pair) for pair in pairs[:num_inputs]]
         weight_pairs = zip(trained, pairs[num_inputs:], strict=True)
         found += [self._compare_weight(parameter, *pair) for parameter, pair in weight_pairs]
-        return sorted(beyond_rounding(found, self._tolerance), key=lambda each: -each.relative)
+        return sorted(beyond_rounding(found, self._tolerance_in(unit)), key=lambda each: -each.relative)
+
+    def _tolerance_in(self, unit: AuditUnit) -> float:
+        return max(self._tolerance, tolerance_inside(unit.originals))
 
     def _compare_input(self, unit: AuditUnit, local: Tensor, whole: Tensor) -> Difference:
         division = self._values.division_of_input(local, is_first=unit.is_first)

@@ -86,7 +86,8 @@ class ForwardAudit:
         difference = _compare([report for report in reports if report is not None], own)
         if difference:
             raise UserError(message(difference, str(self._mesh.plan)))  # the same on every rank
-        notes = [] if training else ["in evaluation mode: the forward draws random numbers"]
+        notes = ["no gradients were compared"]
+        notes += [] if training else ["in evaluation mode: the forward draws random numbers"]
         notes += [f"without the loss: {each}" for each in _refusals([*reports, own])[:1]]
         return held(NAME, "; ".join(notes))
 
