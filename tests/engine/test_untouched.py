@@ -100,3 +100,13 @@ def test_plain_state_that_is_changed_in_place_comes_back() -> None:
     assert cache == {"inside": {"deep": (torch.zeros(1),)}}
     assert module.tensor is tensor
     assert module.seen is seen
+
+
+def test_a_large_attribute_does_not_hide_the_small_ones_behind_it() -> None:
+    module = nn.Module()
+    module.table, module.names = torch.empty(65 * 2**20, dtype=torch.uint8), [0] * 100_001
+    module.count, module.seen = torch.zeros(1), [1]
+    with untouched([module], [module], HOST):
+        module.count.add_(1)
+        module.seen.append(2)
+    assert (module.count.tolist(), module.seen) == ([0], [1])

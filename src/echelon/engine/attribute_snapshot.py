@@ -44,17 +44,17 @@ class AttributeSnapshot:
         if id(value) in self._copies:
             return
         if _is_copied(value):
-            self._bytes_left -= value.nbytes
-            if self._bytes_left >= 0:
+            if value.nbytes <= self._bytes_left:
+                self._bytes_left -= value.nbytes
                 is_tensor = isinstance(value, Tensor)
                 self._copies[id(value)] = value, value.detach().clone() if is_tensor else value.copy()
         elif type(value) in (*_SEQUENCES, *_MAPPINGS, set, tuple):
             self._copy_container(value)
 
     def _copy_container(self, value: Any) -> None:
-        self._items_left -= len(value)
-        if self._items_left < 0:
+        if len(value) > self._items_left:
             return
+        self._items_left -= len(value)
         is_mapping = type(value) in _MAPPINGS
         if type(value) is not tuple:
             self._copies[id(value)] = value, dict(value) if is_mapping else list(value)
