@@ -145,7 +145,7 @@ def test_a_model_in_parts_is_refused(warm_ranks: Warm, plan: str) -> None:
     """A second engine over it trained NaN, or failed deep inside."""
     for answers in warm_ranks(2).run(take_a_split_model, plan):
         assert len(answers) == 2
-        assert all("split over ranks by another engine" in answer for answer in answers)
+        assert all("split over ranks by another engine" in answer for answer in answers), answers
         assert all(f"plan '{plan}'" in answer for answer in answers)
 
 
