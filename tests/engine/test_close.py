@@ -146,7 +146,7 @@ def test_a_model_in_parts_is_refused(warm_ranks: Warm, plan: str) -> None:
     for answers in warm_ranks(2).run(take_a_split_model, plan):
         assert len(answers) == 2
         assert all("split over ranks by another engine" in answer for answer in answers), answers
-        assert all(f"plan '{plan}'" in answer for answer in answers)
+        assert all(f"plan '{plan}'" in answer for answer in answers), answers
 
 
 def test_a_closed_engine_says_so() -> None:
