@@ -30,7 +30,8 @@ def asynchronous(engine: echelon.Engine) -> AsyncUpdate:
 def train(case: Case, plan: str, **options: Any) -> Trained:
     """Every step of the case; weights, state and log. In each step all workers pull before any pushes, so
     that gradients are stale wherever the plan allows it."""
-    engine = engine_for(case, plan, loss=partial(_meet_first, case.loss), **options)
+    # The audit of a worker, who asks for himself, would meet nobody.
+    engine = engine_for(case, plan, loss=partial(_meet_first, case.loss), audit="off", **options)
     for batch in case.batches():
         engine.step(engine.local(batch))
     return engine.full_state_dict(), engine.full_optimizer_state(), asynchronous(engine).log()

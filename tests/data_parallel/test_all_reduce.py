@@ -74,7 +74,8 @@ def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches:
     flags = sum(1 for p in Perceptron().parameters() if p.requires_grad)
     for rows in warm_ranks(3).run(moved, microbatches):
         assert rows == [
-            ("all_gather", "samples", 1, 2 * 24),
+            ("all_gather", "loss counts", 1, 2 * 24),
+            ("all_reduce", "checks", 1, 2 * 2 * 16 // 3),  # that samples leave out as many targets
             ("all_reduce", "gradients", 1, 2 * 2 * size // 3),
             ("all_reduce", "metrics", 1, 2 * 2 * 40 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),

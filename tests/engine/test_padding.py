@@ -152,7 +152,8 @@ def refused_and_unchanged(length: int) -> tuple[str, bool]:
     torch.manual_seed(0)
     model = Pooled()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    engine = echelon.parallelize(model, "context=2", optimizer=adamw, loss=pooled_loss)
+    # The audit finds such a layer first.
+    engine = echelon.parallelize(model, "context=2", optimizer=adamw, loss=pooled_loss, audit="off")
     try:
         engine.step(cut(length, tokens, 0))
     except UserError as error:
