@@ -38,7 +38,7 @@ def assert_reads(folder: Path, model: nn.Module) -> None:
     weights = open_weights(folder, empty(model))
     assert weights.errors() == []
     for name, tensor in model.state_dict().items():
-        half = tensor.numel() // 2 + 3
+        half = min(tensor.numel() // 2 + 3, tensor.numel())
         boxes = [
             box
             for begin, end in ((0, half), (half, tensor.numel()))
@@ -73,7 +73,9 @@ def test_what_transformers_saved_is_read_in_parts(tmp_path: Path, kind: str, is_
 def test_transformers_loads_what_was_written(tmp_path: Path, kind: str, is_tied: bool) -> None:
     model = make(kind, tie_word_embeddings=is_tied).eval()
     write(model, tmp_path / "ours")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    # Grouped matrix products take no matrices as small as these.
+    options = {"experts_implementation": "eager"} if kind.startswith("deepseek") else {}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **options).eval()
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     model.save_pretrained(tmp_path / "theirs")
     assert {*load_file(tmp_path / "theirs" / FILE)} == {*weight_layout(model).tensors}

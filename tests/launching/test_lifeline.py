@@ -1,9 +1,11 @@
 """However the launching process ends, its ranks, their children and its folder end too."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +22,9 @@ class Launched:
     """A process that launched 3 ranks, each with one child."""
 
     def __init__(self, folder: Path) -> None:
-        notes, self.temporary = folder / "notes", folder / "tmp"
+        # Sockets lie in it, whose names have at most 107 letters; pytest's own folders are long.
+        notes, self.temporary = folder / "notes", Path(tempfile.mkdtemp(prefix="sitting-"))
         notes.mkdir()
-        self.temporary.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, notes],
             env=os.environ | {"TMPDIR": str(self.temporary)},
@@ -44,6 +46,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     yield launched
     launched.process.kill()
     launched.process.communicate()
+    shutil.rmtree(launched.temporary)
     for pid in still_alive(launched.pids, seconds=0):
         os.kill(pid, signal.SIGKILL)
 

@@ -7,6 +7,7 @@ from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
 from echelon.collectives.shared.group import group_over
+from echelon.collectives.shared.header import MismatchError
 from echelon.collectives.torch_group import TorchGroup
 from echelon.collectives.work import Work
 
@@ -17,6 +18,7 @@ __all__ = [
     "Group",
     "Handle",
     "Ledger",
+    "MismatchError",
     "Move",
     "RecordingGroup",
     "Reduction",

@@ -13,8 +13,7 @@ from typing import NoReturn, final
 import torch
 from torch import Tensor
 
-from echelon.collectives import Group
-from echelon.collectives.shared.header import MismatchError
+from echelon.collectives import Group, MismatchError
 from echelon.data_parallel.problems import Problem
 from echelon.errors import UserError
 
