@@ -10,6 +10,7 @@ from torch import nn
 from echelon.audit import AuditEntry, AuditResult, Mode, make_skeleton
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.finite_weights import FiniteWeights
+from echelon.engine.arguments import check_audit
 from echelon.engine.forward_audit import ForwardAudit
 from echelon.engine.layer_audit import layer_audits
 from echelon.engine.layer_sharding import LayerSharding
@@ -38,6 +39,7 @@ class AuditSettings(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, mode: Mode, check_every: int) -> "AuditSettings":
+        check_audit(mode, check_every)
         return cls(mode, check_every, "audit='off'" if mode == "off" else make_skeleton(model))
 
 

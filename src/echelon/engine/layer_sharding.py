@@ -147,8 +147,12 @@ class LayerSharding:
 
     # The sequence.
 
-    def assign_views(self, stages: Mapping[int, nn.Module], wrapping: Wrapping) -> None:
-        """Let the layers of this rank's stages know which part of the sequence they see."""
+    def connect(
+        self, model: nn.Module, stages: Mapping[int, nn.Module], program: Program, wrapping: Wrapping
+    ) -> None:
+        """Let the layers of this rank's stages know which part of the sequence they see, and what they may
+        do meanwhile."""
+        self.overlap(model, program)
         for stage in stages.values():
             if isinstance(stage, StageModule):  # and not the model, whose forward knows no view
                 assign(stage, self._view, wrapping)

@@ -26,13 +26,13 @@ def is_cut(plan: Plan) -> bool:
     return plan.data > 1 or plan.microbatches > 1 or plan.context > 1
 
 
-def accept_model(model: nn.Module, plan: Plan, clip: float | None) -> nn.Module:
-    """The model as it is trained, without what torch.compile has put around it."""
+def accept_model(model: nn.Module, plan: Plan, clip: float | None) -> tuple[nn.Module, Plan]:
+    """The model as it is trained, without what torch.compile has put around it; and the plan."""
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)
     check_model(model, plan, clip)
-    return model
+    return model, plan
 
 
 def check_wrappers(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_audit
+from echelon.engine.arguments import check_arguments
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
@@ -27,7 +27,6 @@ from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
 from echelon.engine.updates import make_update
-from echelon.launching import join
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
 from echelon.ownership import StateNames
@@ -70,10 +69,7 @@ def parallelize(
     0: never.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    check_audit(audit, check_every)
-    plan = supported_plan(plan)
-    model = accept_model(model, plan, clip)
-    join()
+    model, plan = accept_model(model, supported_plan(plan), clip)
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
@@ -87,8 +83,7 @@ def parallelize(
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
-        layers.assign_views(split.modules, wrapping)
-        layers.overlap(model, split.program)
+        layers.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory

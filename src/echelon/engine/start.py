@@ -16,6 +16,7 @@ from echelon.engine.deferred_start import forget_values, give_buffers, weight_so
 from echelon.engine.restore import mark_empty
 from echelon.huggingface import frequencies
 from echelon.initialization import WeightSource
+from echelon.launching import join
 from echelon.mesh import this_device
 from echelon.plan import Plan
 from echelon.precision import DTYPES
@@ -24,7 +25,9 @@ from echelon.precision import DTYPES
 def prepare(
     model: nn.Module, plan: Plan, weights: str | Path | None
 ) -> tuple[nn.Module, WeightSource | None]:
-    """The model on this rank's device, in the plan's type; or without memory, and where its weights are."""
+    """The model on this rank's device, in the plan's type; or without memory, and where its weights are.
+    The ranks have joined then."""
+    join()
     device = this_device()
     source = weight_source(model, plan, weights, device)
     if source is not None:
