@@ -98,7 +98,8 @@ def _shared_name(model: nn.Module, other: nn.Module) -> str | None:
     for path, module in model.named_modules():
         if module in inside and module._parameters:
             return f"{path}.{next(iter(module._parameters))}".removeprefix(".")
-    return next((name for name, p in model.named_parameters() if type(p) is FreedParameter), None)
+    freed = {id(p) for p in other.parameters() if type(p) is FreedParameter}
+    return next((name for name, p in model.named_parameters() if id(p) in freed), None)
 
 
 @torch.no_grad()
