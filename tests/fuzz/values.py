@@ -48,6 +48,10 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "precision": ("fp32", "fp64", "fp32", "fp64", "bf16", "fp16"),  # bf16 is compared in bf16, others in fp64
     "gradients": ("fp32", "same"),
     "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
+    "checkpoints": ("whole", "split"),
+    "contiguous": (False, True),
+    "update": ("step", "backward", "last-backward"),
+    "masters": (True, False),
     "offload": ((), ("optimizer",), ("parameters",), ("activations",), ("optimizer", "activations")),
     "compress": ("none", "gist"),  # the others are not exact
     "layers": (1, 2, 3, 4, 5, 6),

@@ -9,6 +9,7 @@ from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.plan.fields import (
     ATTENTIONS,
+    CHECKPOINTS,
     COMPRESSIONS,
     GRADIENTS,
     OFFLOADS,
@@ -16,6 +17,7 @@ from echelon.plan.fields import (
     RECOMPUTES,
     SCHEDULES,
     SYNCS,
+    UPDATES,
 )
 
 degree = st.integers(1, 8)
@@ -40,6 +42,10 @@ plan_values = st.fixed_dictionaries(
         "precision": st.sampled_from(PRECISIONS),
         "gradients": st.sampled_from(GRADIENTS),
         "recompute": st.sampled_from([*RECOMPUTES, "budget:1024"]),
+        "checkpoints": st.sampled_from(CHECKPOINTS),
+        "contiguous": st.booleans(),
+        "update": st.sampled_from(UPDATES),
+        "masters": st.booleans(),
         "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
         "compress": st.sampled_from(COMPRESSIONS),
     },

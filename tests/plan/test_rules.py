@@ -138,6 +138,53 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("gradients=same", "drop gradients, or use precision=bf16", "gradients=same precision=bf16"),
         ("data=2 gradients=same precision=fp64", "precision=fp64: only", "data=2 precision=fp64"),
     ],
+    "split_checkpoints_need_whole_layers": [
+        ("tensor=2 checkpoints=split", "use recompute=full", "tensor=2 checkpoints=split recompute=full"),
+        (
+            "tensor=2 checkpoints=split recompute=selective",
+            "or drop checkpoints",
+            "tensor=2 checkpoints=split recompute=sqrt",
+        ),
+    ],
+    "split_checkpoints_need_tensor": [
+        (
+            "checkpoints=split recompute=full",
+            "set tensor=2 or more",
+            "tensor=2 checkpoints=split recompute=full",
+        ),
+        (
+            "tensor=2 sequence=true checkpoints=split recompute=full",
+            "without sequence",
+            "tensor=2 sequence=true recompute=full",
+        ),
+    ],
+    "update_in_backward_needs_one_microbatch": [
+        ("update=backward microbatches=2", "or update=last-backward", "update=last-backward microbatches=2"),
+    ],
+    "update_in_backward_needs_flushed_schedules": [
+        (
+            "pipeline=2 schedule=pipedream update=backward",
+            "or schedule=1f1b",
+            "pipeline=2 schedule=1f1b update=backward",
+        ),
+    ],
+    "update_in_backward_needs_all_reduce": [
+        ("data=2 sync=async update=backward", "or sync=all-reduce", "data=2 update=backward"),
+    ],
+    "update_in_backward_needs_no_loss_scaling": [
+        ("precision=fp16 update=backward", "use precision=bf16", "precision=bf16 update=backward"),
+    ],
+    "no_masters_need_bf16": [
+        ("masters=false", "use precision=bf16", "masters=false precision=bf16"),
+        ("masters=false precision=fp16", "or drop masters", "precision=fp16"),
+    ],
+    "no_masters_need_all_reduce": [
+        (
+            "data=2 masters=false precision=bf16 sync=async",
+            "use sync=all-reduce",
+            "data=2 masters=false precision=bf16",
+        ),
+    ],
     "auto_needs_one_stage_per_rank": [
         (
             "pipeline=auto schedule=interleaved chunks=2",

@@ -11,6 +11,10 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16"),
     "recompute": ("none",),
+    "checkpoints": ("whole",),
+    "contiguous": (False,),
+    "update": ("step",),
+    "masters": (True,),
     "offload": ((),),
     "compress": ("none",),
 }

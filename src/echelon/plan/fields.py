@@ -22,6 +22,8 @@ ATTENTIONS = ("ring", "all-to-all")  # how the ranks along `context` attend
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 GRADIENTS = ("fp32", "same")  # the type that gradients are summed in, below float32
 RECOMPUTES = ("none", "full", "selective", "sqrt")
+CHECKPOINTS = ("whole", "split")  # what tensor ranks keep of a layer's input: each all of it, or its part
+UPDATES = ("step", "backward", "last-backward")  # when a unit is updated
 OFFLOADS = ("optimizer", "parameters", "activations")
 COMPRESSIONS = ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8")
 
@@ -173,6 +175,10 @@ FIELDS: dict[str, Field] = {
     "recompute": Field(
         f"must be one of {', '.join(RECOMPUTES)}, or budget:BYTES, like budget:2GiB", _recompute
     ),
+    "checkpoints": _words(CHECKPOINTS),
+    "contiguous": Field("must be true or false", _switch, lambda value: str(value).lower()),
+    "update": _words(UPDATES),
+    "masters": Field("must be true or false", _switch, lambda value: str(value).lower()),
     "offload": Field(f"must be any of {', '.join(OFFLOADS)}, joined by commas", _offload, ",".join),
     "compress": _words(COMPRESSIONS),
 }

@@ -41,6 +41,10 @@ class Plan:
     precision: str = "fp32"
     gradients: str = "fp32"
     recompute: str = "none"
+    checkpoints: str = "whole"
+    contiguous: bool = False
+    update: str = "step"
+    masters: bool = True
     offload: tuple[str, ...] = ()
     compress: str = "none"
 

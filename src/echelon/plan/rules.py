@@ -228,6 +228,80 @@ def _same_gradients_need_low_precision(plan: "Plan") -> str | None:
     )
 
 
+def _split_checkpoints_need_whole_layers(plan: "Plan") -> str | None:
+    if plan.checkpoints == "whole" or plan.recompute not in ("none", "selective"):
+        return None
+    return (
+        f"checkpoints={plan.checkpoints} recompute={plan.recompute}: a checkpoint is the input of layers "
+        "that are recomputed whole; use recompute=full, sqrt or budget:BYTES, or drop checkpoints"
+    )
+
+
+def _split_checkpoints_need_tensor(plan: "Plan") -> str | None:
+    if plan.checkpoints == "whole" or (plan.tensor > 1 and not plan.sequence):
+        return None
+    return (
+        f"checkpoints={plan.checkpoints} tensor={plan.tensor} sequence={str(plan.sequence).lower()}: what "
+        "all tensor ranks keep alike is divided among them, and with sequence=true each has only its part; "
+        "set tensor=2 or more without sequence, or drop checkpoints"
+    )
+
+
+def _update_in_backward_needs_one_microbatch(plan: "Plan") -> str | None:
+    if plan.update != "backward" or plan.microbatches == 1:
+        return None
+    return (
+        f"update=backward microbatches={plan.microbatches}: a gradient that is used and freed in a backward "
+        "pass cannot be added to that of the next microbatch; use microbatches=1, or update=last-backward, "
+        "which keeps gradients until the last microbatch"
+    )
+
+
+def _update_in_backward_needs_flushed_schedules(plan: "Plan") -> str | None:
+    if plan.update == "step" or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        return None
+    return (
+        f"update={plan.update} schedule={plan.schedule}: each microbatch is an update of its own, with "
+        "weights that other microbatches still need; use update=step, or schedule=1f1b"
+    )
+
+
+def _update_in_backward_needs_all_reduce(plan: "Plan") -> str | None:
+    if plan.update == "step" or plan.sync == "all-reduce":
+        return None
+    return (
+        f"update={plan.update} sync={plan.sync}: the server updates all weights when it has all gradients; "
+        "use update=step, or sync=all-reduce"
+    )
+
+
+def _update_in_backward_needs_no_loss_scaling(plan: "Plan") -> str | None:
+    if plan.update == "step" or plan.precision != "fp16":
+        return None
+    return (
+        f"update={plan.update} precision=fp16: whether gradients have overflowed, and the step is skipped, "
+        "is known when all of them are there; use precision=bf16, or update=step"
+    )
+
+
+def _no_masters_need_bf16(plan: "Plan") -> str | None:
+    if plan.masters or plan.precision == "bf16":
+        return None
+    return (
+        f"masters=false precision={plan.precision}: it rounds updates of bf16 weights stochastically; use "
+        "precision=bf16, or drop masters"
+    )
+
+
+def _no_masters_need_all_reduce(plan: "Plan") -> str | None:
+    if plan.masters or plan.sync == "all-reduce":
+        return None
+    return (
+        f"masters=false sync={plan.sync}: only ranks that update their own weights round them; use "
+        "sync=all-reduce, or drop masters"
+    )
+
+
 def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" and not plan.schedule_is_file:
         return None
@@ -301,6 +375,14 @@ RULES: tuple[Rule, ...] = (
     Rule(_async_workers_share_no_sequence, ("sync", "context")),
     Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
     Rule(_same_gradients_need_low_precision, ("gradients", "precision")),
+    Rule(_split_checkpoints_need_whole_layers, ("checkpoints", "recompute")),
+    Rule(_split_checkpoints_need_tensor, ("checkpoints", "tensor", "sequence")),
+    Rule(_update_in_backward_needs_one_microbatch, ("update", "microbatches")),
+    Rule(_update_in_backward_needs_flushed_schedules, ("update", "schedule")),
+    Rule(_update_in_backward_needs_all_reduce, ("update", "sync")),
+    Rule(_update_in_backward_needs_no_loss_scaling, ("update", "precision")),
+    Rule(_no_masters_need_bf16, ("masters", "precision")),
+    Rule(_no_masters_need_all_reduce, ("masters", "sync")),
 )
 
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
