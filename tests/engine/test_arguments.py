@@ -109,21 +109,6 @@ def test_optimizers_that_train_something_else() -> None:
     assert len(errors_of(check_optimizer, LBFGS(other.parameters()), given)) == 2
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Muon])
-def test_optimizers_that_look_at_whole_matrices_cannot_have_parts_of_them(make: Any) -> None:
-    """They were accepted with tensor=2, and took statistics of each rank's rows alone."""
-    given = list(nn.Linear(2, 2, bias=False).parameters())
-    check_optimizer(make(given), given)
-    check_optimizer(AdamW(given), given, tensor=2)
-    with pytest.raises(
-        UserError, match=r"tensor=2: .*zero=1 or more.*like AdamW or SGD.*zero=0 and without shard"
-    ):
-        check_optimizer(make(given), given, tensor=2)
-    optimizer = make(given)
-    optimizer.elementwise = True
-    check_optimizer(optimizer, given, tensor=2)
-
-
 def trained(shape: tuple[int, ...] = ()) -> torch.Tensor:
     return torch.ones(shape, requires_grad=True) * 2
 

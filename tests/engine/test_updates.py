@@ -1,5 +1,6 @@
 """Which update and which stepper a plan has, over which ranks, and what it checks of the optimizer."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def update_of(plan: str, make: Any = adamw, **options: Any) -> tuple[Synchronous
     split = split_stages(model, mesh, None, by_layers=layers.by_layers)
     local = share_stages(split, mesh, layers, wrapping, prefetch=1, smallest_unit=0)
     given = {"clip": None, "schedule": None} | options
-    update = make_update(local, mesh, make, **given)
+    update = make_update(local, mesh, layers, make, **given)
     assert isinstance(update, SynchronousUpdate)
     return update, mesh
 
@@ -102,10 +103,18 @@ def test_an_optimizer_over_other_parameters_is_refused(precision: str) -> None:
         update_of(f"precision={precision}", over_something_else)
 
 
-def test_optimizers_that_look_at_whole_tensors_cannot_have_parts() -> None:
-    update_of("data=2", torch.optim.Adafactor)
-    with pytest.raises(UserError, match="optimizer Adafactor with zero=1 or more"):
-        update_of("data=2 zero=1", torch.optim.Adafactor)
+class Unknown(torch.optim.SGD):
+    """Nobody knows what it needs."""
+
+
+@pytest.mark.parametrize("parts", ["zero=1", "tensor=2"])
+def test_parts_need_an_optimizer_that_says_what_it_needs(parts: str) -> None:
+    make = partial(Unknown, lr=0.1)
+    update_of("data=2", make)
+    with pytest.raises(
+        UserError, match=rf"optimizer Unknown with plan 'data=2 {parts}'.*`needs = \"whole\"`"
+    ):
+        update_of(f"data=2 {parts}", make)
 
 
 def biases_alone(parameters: Any) -> torch.optim.Optimizer:

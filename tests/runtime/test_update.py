@@ -44,7 +44,6 @@ class Updated:
             lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5),
             self.local.trained(),
             self.local.local_parameters(),
-            in_parts=False,
             deferred=deferred,
         )
         self.update = SynchronousUpdate(

@@ -45,7 +45,7 @@ class Host:
         self._parameters = [p for _, p in named]
         self._weights = flat_buckets(self._parameters, dtype_of=weight_dtype)
         local = _copy_into(self._weights, named)
-        self._stepper = stepper(make, self._parameters, local, in_parts=False)
+        self._stepper = stepper(make, self._parameters, local)
         self.optimizer = self._stepper.optimizer
         self.server = Server(
             self._weights,

@@ -69,7 +69,7 @@ class AsyncUpdate(Update):
             self.optimizer = self._host.optimizer
         else:
             trained: list[nn.Parameter] = [parameter for _, parameter in parameter_set.trained]
-            self.optimizer = make_local(make, trained, {}, in_parts=False)
+            self.optimizer = make_local(make, trained, {})
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=False)
         self._step = 0
         self._messages: dist.ProcessGroup | None = None

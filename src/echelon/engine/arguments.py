@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from echelon.audit import MODES
 from echelon.engine.restore import check_whole
 from echelon.errors import UserError, raise_errors
-from echelon.optim.local import works_by_element
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 
 
@@ -176,12 +175,10 @@ def check_trainable(model: nn.Module) -> None:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train")
 
 
-def check_optimizer(
-    optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True, tensor: int = 1
-) -> None:
+def check_optimizer(optimizer: object, parameters: Iterable[nn.Parameter], *, whole: bool = True) -> None:
     """Refuse what the user's function made of `parameters`, where it cannot train them.
 
-    Of a part of the model (not `whole`) it may leave out everything. `tensor` ranks hold parts of matrices.
+    Of a part of the model (not `whole`) it may leave out everything.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -191,13 +188,6 @@ def check_optimizer(
     errors = _membership_errors(optimizer, {id(parameter) for parameter in parameters}, whole)
     if isinstance(optimizer, torch.optim.LBFGS):
         errors.append("LBFGS calls the model itself, many times per step: use an optimizer without a closure")
-    elif tensor > 1 and not works_by_element(optimizer) and not getattr(optimizer, "elementwise", False):
-        errors.append(
-            f"tensor={tensor}: each rank updates its parts of matrices (as with zero=1 or more), which is "
-            "right only for optimizers that treat every element alike; use one of torch's that do, like "
-            "AdamW or SGD, set `elementwise = True` on yours if it is one, or use tensor=1 with zero=0 and "
-            "without shard"
-        )
     raise_errors(f"the optimizer {type(optimizer).__name__}", errors)
 
 

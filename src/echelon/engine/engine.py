@@ -218,7 +218,7 @@ class Engine:
         optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
         self._check_steps()
         parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
-        return [*parts, *self._owned_buffers(), *self._owned_counters()]
+        return [*parts, *self._update.owned_whole(), *self._owned_buffers(), *self._owned_counters()]
 
     def _owned_values(self) -> list[OwnedSlice]:
         """Weights and buffers of this rank, as they are now."""

@@ -34,7 +34,7 @@ from echelon.ownership import OwnedSlice
 from echelon.pipeline_parallel import StageModule
 from echelon.program import Program
 from echelon.sequence import View, assign
-from echelon.tensor_parallel import Sharded, Table, number_layers, split_loss, split_over
+from echelon.tensor_parallel import Shard, Sharded, Table, number_layers, split_loss, split_over
 from echelon.wrapping import Wrapping
 
 
@@ -140,9 +140,13 @@ class LayerSharding:
             not program.halves and not plan.compile and (plan.zero < 3 or bool(layers))
         )
 
+    def shard_of(self, name: str) -> Shard | None:
+        """Which part of a parameter this rank has; None if it is whole."""
+        return None if self.sharded is None else self.sharded.shards.get(name)
+
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
         """What this rank owns of its part of a tensor, as boxes of the whole tensor."""
-        shard = None if self.sharded is None else self.sharded.shards.get(owned.slice.name)
+        shard = self.shard_of(owned.slice.name)
         return [owned] if shard is None else shard.in_whole(owned)
 
     # The sequence.

@@ -7,9 +7,13 @@ from torch import nn
 
 from echelon.async_training import AsyncUpdate, WorkerGradients
 from echelon.engine.arguments import check_optimizer
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.parameter_parts import make_exchange
 from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
+from echelon.optim.needs import check_parts
+from echelon.optim.sum_optimizer import SumOptimizer
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.precision import DTYPES, DirectStepper, MasterStepper
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
@@ -18,6 +22,7 @@ from echelon.runtime import LocalStages, SynchronousUpdate, Update
 def make_update(
     local: LocalStages,
     mesh: Mesh,
+    layers: LayerSharding,
     optimizer: Make,
     clip: float | None,
     schedule: Callable[[int], float] | None,
@@ -40,9 +45,9 @@ def make_update(
             stepper=stepper_kind,
         )
     deferred = reads_late(mesh.device)
-    stepper = stepper_kind(
-        make, local.trained(), local.local_parameters(), in_parts=plan.zero > 0, deferred=deferred
-    )
+    stepper = stepper_kind(make, local.trained(), local.local_parameters(), deferred=deferred)
+    if isinstance(stepper.optimizer, SumOptimizer):
+        stepper.optimizer.share(make_exchange(stepper, local, layers, mesh))
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
@@ -63,7 +68,9 @@ def _checked(make: Make, plan: Plan) -> Make:
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
         optimizer = make(given)
-        check_optimizer(optimizer, given, whole=plan.stages == 1, tensor=plan.tensor)
+        check_optimizer(optimizer, given, whole=plan.stages == 1)
+        if plan.zero or plan.tensor > 1:
+            check_parts(optimizer, f"plan '{plan}'")
         _check_sparse(optimizer, plan)
         return optimizer
 

@@ -11,8 +11,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.optim.local import Make, make_local, works_by_element
-from echelon.ownership import MASTER, LocalParameter
+from echelon.optim.local import Make, make_local
+from echelon.optim.needs import works_by_element
+from echelon.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.precision.flat_memory import flat_views
 from echelon.precision.float32_gradients import as_float32, divide
 from echelon.precision.optimizer_call import (
@@ -37,13 +38,34 @@ class Stepper(ABC):
     def step(self, factor: Factor, skip: Skip = False) -> None:
         """Update everything that has a gradient; where `skip`, nothing. Gradients may be changed."""
 
+    def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
+        """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
+        return {}
+
+    @property
+    def whole_parts(self) -> frozenset[str]:
+        """The names of state that is of whole parameters, whatever part of one this rank updates."""
+        parts: frozenset[str] = getattr(self.optimizer, "whole_state", frozenset())
+        return parts
+
+    def held_whole(self) -> list[OwnedSlice]:
+        """State of parameters that this rank updates whole, for all ranks that hold parts of them."""
+        return []
+
+
+class LocalStepper(Stepper):
+    """The optimizer updates something in place of each local parameter."""
+
     @abstractmethod
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        """What the optimizer updates in place of a local parameter."""
+
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
-        """What belongs to a parameter beside the weight itself: the optimizer's state, and a master."""
+        return state_tensors(self.optimizer, self.updated(local))
 
 
 @final
-class DirectStepper(Stepper):
+class DirectStepper(LocalStepper):
     """The optimizer works on the weights themselves."""
 
     def __init__(
@@ -52,22 +74,21 @@ class DirectStepper(Stepper):
         parameters: Sequence[nn.Parameter],
         local: list[LocalParameter],
         *,
-        in_parts: bool,
         deferred: bool = False,
     ) -> None:
-        optimizer = make_local(make, parameters, _by_parameter(local, local), in_parts=in_parts)
+        optimizer = make_local(make, parameters, _by_parameter(local, local))
         super().__init__(optimizer, deferred=deferred)
         self._local = local
 
     def step(self, factor: Factor, skip: Skip = False) -> None:
         self._call([each.tensor for each in self._local if each.tensor.grad is not None], factor, skip)
 
-    def state(self, local: LocalParameter) -> dict[str, Tensor]:
-        return _state_tensors(self.optimizer, local.tensor)
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return local.tensor
 
 
 @final
-class MasterStepper(Stepper):
+class MasterStepper(LocalStepper):
     """The optimizer works on float32 copies of the weights, which share one memory.
 
     They are made for the first update: until then they are what the weights are, and take no memory.
@@ -79,14 +100,13 @@ class MasterStepper(Stepper):
         parameters: Sequence[nn.Parameter],
         local: list[LocalParameter],
         *,
-        in_parts: bool,
         deferred: bool = False,
     ) -> None:
         self._local = local
-        self._masters = {each.tensor: nn.Parameter(_without_memory(each.tensor)) for each in local}
+        self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
-        optimizer = make_local(make, parameters, _by_parameter(local, copies), in_parts=in_parts)
+        optimizer = make_local(make, parameters, _by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
 
     def step(self, factor: Factor, skip: Skip = False) -> None:
@@ -119,13 +139,15 @@ class MasterStepper(Stepper):
         for master in masters:
             master.grad = None  # the memory is a bucket's, or is needed no more
 
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return self._masters[local.tensor]
+
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
-        master = self._masters[local.tensor]
-        known = {MASTER: master.detach()} if self._has_masters else {}
-        return known | _state_tensors(self.optimizer, master)
+        known = {MASTER: self.updated(local).detach()} if self._has_masters else {}
+        return known | super().state(local)
 
 
-def _without_memory(weight: Tensor) -> Tensor:
+def without_memory(weight: Tensor) -> Tensor:
     """A float32 tensor of the same shape that stands for a copy."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
@@ -145,7 +167,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:
     """The optimizer's state of one tensor that it updates."""
     state = optimizer.state.get(updated, {})
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

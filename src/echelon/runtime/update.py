@@ -10,7 +10,7 @@ from torch import Tensor
 from echelon.collectives import Group
 from echelon.data_parallel import squared_norm
 from echelon.optim.learning_rate import LearningRate
-from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state
+from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
 from echelon.precision import Stepper
 from echelon.runtime.numbers import StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
@@ -84,6 +84,10 @@ class Update(ABC):
     @abstractmethod
     def owned(self) -> list[OwnedSlice]:
         """Every slice of weights, masters, optimizer state and counters that this rank holds."""
+
+    def owned_whole(self) -> list[OwnedSlice]:
+        """Optimizer state that this rank holds of whole parameters, also of those that layers split."""
+        return []
 
     @abstractmethod
     def storages(self) -> dict[str, list[Tensor]]:
@@ -190,14 +194,25 @@ class SynchronousUpdate(Update):
         for sharing, local in self._stages.slices():
             slices = sharing.slices(local)
             for part, value in self.stepper.state(local).items():
-                owned += own_state(part, value, slices)
+                if part not in self.stepper.whole_parts:
+                    owned += own_state(part, value, slices)
         normaliser = torch.as_tensor(0.0 if self._last_count is None else self._last_count).double()
         return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
+
+    def owned_whole(self) -> list[OwnedSlice]:
+        states = [(each.name, self.stepper.state(each)) for each in self._stages.local_parameters()]
+        statistics = [
+            OwnedSlice(whole_slice(name, state[part], part), state[part])
+            for name, state in states
+            for part in state.keys() & self.stepper.whole_parts
+        ]
+        return [*statistics, *self.stepper.held_whole()]
 
     def storages(self) -> dict[str, list[Tensor]]:
         weights = self._stages.storages()
         local = self._stages.local_parameters()
         state = [tensor for each in local for tensor in self.stepper.state(each).values()]
+        state += [owned.tensor for owned in self.stepper.held_whole()]
         return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002

@@ -1,0 +1,72 @@
+"""Where what this rank updates lies in whole parameters: for optimizers that need more than single elements.
+
+A local tensor is a run of the elements of a parameter (zero), which itself may be a part of the whole one
+(tensor). Either way it is a few boxes of the whole parameter.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.mesh import Mesh
+from echelon.optim.exchange import Exchange, Part, Round
+from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run
+from echelon.precision import LocalStepper
+from echelon.runtime import LocalStages
+
+
+class LocalBoxes(NamedTuple):
+    """A local parameter as boxes of the whole one."""
+
+    local: LocalParameter
+    slices: list[Slice]  # of this rank's part of the parameter
+    layers: LayerSharding
+
+    def of(self, tensor: Tensor) -> list[OwnedSlice]:
+        """The boxes that a tensor like the local one (its gradient, say) holds, and the memory of each."""
+        if len(self.slices) == 1 and self.slices[0].is_whole:
+            held = [OwnedSlice(self.slices[0], tensor.detach().view(self.slices[0].sizes))]
+        else:
+            held = own_run(tensor, self.slices)
+        return [box for each in held for box in self.layers.in_whole(each)]
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        return [box.tensor for box in self.of(tensor)]
+
+
+def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBoxes]:
+    """What this rank updates, as boxes of whole parameters."""
+    for sharing, local in stages.slices():
+        yield LocalBoxes(local, sharing.slices(local), layers)
+
+
+def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh) -> Exchange:
+    """How an optimizer adds up its sums: over the ranks with other parts of the same copy, then, of what
+    layers split, over tensor ranks."""
+    trained = [named for sharing in stages.sharings for named in sharing.parameter_set.trained]
+    split = [(name, p) for name, p in trained if layers.shard_of(name) is not None]
+    ordered = [*split, *((name, p) for name, p in trained if layers.shard_of(name) is None)]
+    index = {parameter: number for number, (_, parameter) in enumerate(ordered)}
+    parts: dict[Tensor, Part] = {}
+    for boxes in local_boxes(stages, layers):
+        updated = stepper.updated(boxes.local)
+        places = [each.slice.box for each in boxes.of(updated)]
+        parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
+    rounds = [Round(mesh.group("shard"), len(ordered))] if mesh.plan.zero else []
+    rounds += [Round(mesh.group("tensor"), len(split))]
+    return Exchange(
+        [_whole_shape(name, parameter, layers) for name, parameter in ordered],
+        parts,
+        [each for each in rounds if each.group.size > 1],
+        reduce(torch.promote_types, (p.dtype for _, p in ordered), torch.float32),
+        mesh.device,
+    )
+
+
+def _whole_shape(name: str, parameter: Tensor, layers: LayerSharding) -> tuple[int, ...]:
+    shape, shard = tuple(parameter.shape), layers.shard_of(name)
+    return shape if shard is None else shard.whole_shape(shape)
