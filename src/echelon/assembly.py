@@ -19,8 +19,8 @@ from echelon.ownership import OwnedSlice, Slice
 Key = tuple[str, str]  # the name of a tensor, and the part: its value, or a key of its optimizer state
 
 
-class _Box(NamedTuple):
-    """A box of a tensor, and the rank that brings it."""
+class RankSlice(NamedTuple):
+    """A box of a tensor, and a rank that holds it."""
 
     slice: Slice
     dtype: str
@@ -34,10 +34,9 @@ class Assembly:
     def __init__(self, owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
         self._local = {each.slice: each.tensor for each in owned}
-        first_owners: dict[Key, dict[Slice, _Box]] = {}
+        first_owners: dict[Key, dict[Slice, RankSlice]] = {}
         held_whole: list[set[Slice]] = []
-        for rank, rows in enumerate(_exchange(owned, group, device)):
-            boxes = [_Box(Slice(*_tuples(row[:5])), row[5], rank) for row in rows]
+        for boxes in exchange_slices(owned, group, device):
             held_whole.append({box.slice for box in boxes if box.slice.is_whole})
             for box in boxes:
                 first_owners.setdefault(_key(box.slice), {}).setdefault(box.slice, box)
@@ -64,7 +63,7 @@ class Assembly:
             self._sum(tensor, to)
         return tensor if is_wanted else None
 
-    def _own_boxes(self, boxes: Sequence[_Box]) -> Tensor:
+    def _own_boxes(self, boxes: Sequence[RankSlice]) -> Tensor:
         first = boxes[0]
         tensor = torch.zeros(first.slice.shape, dtype=getattr(torch, first.dtype), device=self._device)
         for box in boxes:
@@ -92,7 +91,7 @@ def _key(box: Slice) -> Key:
     return box.name, box.part
 
 
-def _chosen(boxes: Sequence[_Box]) -> list[_Box]:
+def _chosen(boxes: Sequence[RankSlice]) -> list[RankSlice]:
     """The boxes that are put together: a whole one alone, or all, which must hold each element once.
 
     Bytes of boxes that overlap would be added up, and what is missing would be zeros.
@@ -109,8 +108,17 @@ def _tuples(row: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(each) if isinstance(each, list) else each for each in row)
 
 
+def exchange_slices(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[RankSlice]]:
+    """What every rank of the group owns, in rank order; all of them must call this."""
+    rows = _exchange(owned, group, device)
+    return [
+        [RankSlice(Slice(*_tuples(row[:5])), row[5], rank) for row in of_rank]
+        for rank, of_rank in enumerate(rows)
+    ]
+
+
 def _exchange(owned: Sequence[OwnedSlice], group: Group, device: torch.device) -> list[list[Any]]:
-    """What every rank of the group owns, as plain values, in rank order."""
+    """As plain values."""
     rows = [(*each.slice, str(each.tensor.dtype).removeprefix("torch.")) for each in owned]
     data = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
     with group.ledger.about("assembly"):

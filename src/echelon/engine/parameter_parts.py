@@ -23,6 +23,7 @@ class LocalBoxes(NamedTuple):
     """A local parameter as boxes of the whole one."""
 
     local: LocalParameter
+    sharing: int  # the number of its sharing on this rank
     slices: list[Slice]  # of this rank's part of the parameter
     layers: LayerSharding
 
@@ -40,8 +41,9 @@ class LocalBoxes(NamedTuple):
 
 def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBoxes]:
     """What this rank updates, as boxes of whole parameters."""
+    numbers = {sharing: number for number, sharing in enumerate(stages.sharings)}
     for sharing, local in stages.slices():
-        yield LocalBoxes(local, sharing.slices(local), layers)
+        yield LocalBoxes(local, numbers[sharing], sharing.slices(local), layers)
 
 
 def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh) -> Exchange:

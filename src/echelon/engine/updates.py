@@ -1,6 +1,7 @@
 """How gradients become new weights under a plan: the user's optimizer over what this rank holds."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -9,13 +10,15 @@ from echelon.async_training import AsyncUpdate, WorkerGradients
 from echelon.engine.arguments import check_optimizer
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.parameter_parts import make_exchange
+from echelon.engine.whole_routes import make_routes
 from echelon.errors import UserError
 from echelon.mesh import Mesh
-from echelon.optim.local import Make
-from echelon.optim.needs import check_parts
+from echelon.optim.combined import CombinedOptimizer
+from echelon.optim.local import Make, make_whole
+from echelon.optim.needs import Need, check_parts, need_of
 from echelon.optim.sum_optimizer import SumOptimizer
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.precision import DTYPES, DirectStepper, MasterStepper
+from echelon.precision import DTYPES, DirectStepper, MasterStepper, Stepper, WholeStepper
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
 
 
@@ -29,7 +32,6 @@ def make_update(
 ) -> Update:
     """The update of all ranks together, or each worker's own (sync=async)."""
     plan = mesh.plan
-    stepper_kind = MasterStepper if DTYPES[plan.precision].itemsize < 4 else DirectStepper
     make = _checked(optimizer, plan)
     if plan.sync == "async":
         gradients = local.sharings[0]  # all stages of a worker have the same
@@ -42,12 +44,10 @@ def make_update(
             staleness=plan.staleness,
             clip=clip,
             schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
-            stepper=stepper_kind,
+            stepper=MasterStepper if has_masters(plan) else DirectStepper,
         )
     deferred = reads_late(mesh.device)
-    stepper = stepper_kind(make, local.trained(), local.local_parameters(), deferred=deferred)
-    if isinstance(stepper.optimizer, SumOptimizer):
-        stepper.optimizer.share(make_exchange(stepper, local, layers, mesh))
+    stepper = _make_stepper(make_whole(make, local.trained()), local, mesh, layers, deferred=deferred)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
@@ -55,6 +55,29 @@ def make_update(
     return SynchronousUpdate(
         local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady, deferred=deferred
     )
+
+
+def _make_stepper(
+    optimizer: torch.optim.Optimizer, local: LocalStages, mesh: Mesh, layers: LayerSharding, *, deferred: bool
+) -> Stepper:
+    """The optimizer over what this rank holds, as the optimizer needs it."""
+    masters = has_masters(mesh.plan)
+    if has_parts(mesh.plan) and need_of(optimizer) is Need.WHOLE:
+        return WholeStepper(optimizer, make_routes(local, layers, mesh), masters=masters, deferred=deferred)
+    kind = MasterStepper if masters else DirectStepper
+    stepper = kind(lambda _: optimizer, local.trained(), local.local_parameters(), deferred=deferred)
+    if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
+        optimizer.share(make_exchange(stepper, local, layers, mesh))
+    return stepper
+
+
+def has_masters(plan: Plan) -> bool:
+    return DTYPES[plan.precision].itemsize < 4
+
+
+def has_parts(plan: Plan) -> bool:
+    """Whether a rank may update a part of a parameter."""
+    return plan.zero > 0 or plan.tensor > 1
 
 
 def reads_late(device: torch.device) -> bool:
@@ -67,14 +90,22 @@ def _checked(make: Make, plan: Plan) -> Make:
 
     def make_and_check(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         given = list(parameters)
-        optimizer = make(given)
+        made = make(given)
+        optimizer = CombinedOptimizer(made) if _are_optimizers(made) else made
         check_optimizer(optimizer, given, whole=plan.stages == 1)
-        if plan.zero or plan.tensor > 1:
+        if has_parts(plan):
             check_parts(optimizer, f"plan '{plan}'")
         _check_sparse(optimizer, plan)
         return optimizer
 
     return make_and_check
+
+
+def _are_optimizers(made: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:
+    """Whether a function has returned several."""
+    if not isinstance(made, list | tuple) or not made:
+        return False
+    return all(isinstance(each, torch.optim.Optimizer) for each in made)
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

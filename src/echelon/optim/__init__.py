@@ -1,6 +1,7 @@
 """Optimizers with small state, what an optimizer needs, and how the learning rate moves over a run."""
 
 from echelon.optim.adafactor import Adafactor
+from echelon.optim.combined import CombinedOptimizer
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.needs import Need
 from echelon.optim.schedules import Schedule, by_name, constant, cosine, wsd
@@ -10,6 +11,7 @@ from echelon.optim.sum_optimizer import SumOptimizer
 __all__ = [
     "SM3",
     "Adafactor",
+    "CombinedOptimizer",
     "LearningRate",
     "Need",
     "Schedule",

@@ -146,8 +146,9 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
             torch._foreach_div_(gradients, scale)
         if found_inf is None:
             return None
+        is_refused = found_inf.bool()
         for gradient in gradients:
-            gradient.masked_fill_(found_inf.bool(), 0.0)
+            gradient.masked_fill_(is_refused, 0.0)
         return 1 - found_inf.double()
 
 

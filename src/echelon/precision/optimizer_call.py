@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from echelon.optim.sum_optimizer import SumOptimizer
 from echelon.precision.flat_memory import have_same_layout
 
 Factor = float | Tensor
@@ -66,7 +67,8 @@ class DeviceCall(OptimizerCall):
     """Reads nothing, where the optimizer can take factor and skip on the device.
 
     Three exceptions. The first update of a parameter reads `skip`: it makes the optimizer's state, which a
-    skipped update must not. For an optimizer without the protocol `skip` is read in every step, and for one
+    skipped update must not (that of an optimizer which ranks call alike, new parameters or not, stays zero
+    instead). For an optimizer without the protocol `skip` is read in every step, and for one
     with step hooks too: they are called only for updates, and see the gradients that the update uses.
     """
 
@@ -77,12 +79,13 @@ class DeviceCall(OptimizerCall):
         if self._chose_fused:
             _set_fused(optimizer, fused=True)
         self._takes_flags = _has_protocol(optimizer)
+        self._starts_on_device = isinstance(optimizer, SumOptimizer)
 
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         scale = torch.as_tensor(factor, dtype=torch.float64)
         new = [p for p in parameters if p not in self._updated]
         on_host = self._reads_skip
-        if (new or on_host) and skip:
+        if (on_host or (new and not self._starts_on_device)) and skip:
             return
         self._prepare(new)
         if self._takes_flags and not on_host:

@@ -103,7 +103,7 @@ class MasterStepper(LocalStepper):
         deferred: bool = False,
     ) -> None:
         self._local = local
-        self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
+        self._masters = {each.tensor: nn.Parameter(_without_memory(each.tensor)) for each in local}
         self._has_masters = False
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, _by_parameter(local, copies))
@@ -147,7 +147,7 @@ class MasterStepper(LocalStepper):
         return known | super().state(local)
 
 
-def without_memory(weight: Tensor) -> Tensor:
+def _without_memory(weight: Tensor) -> Tensor:
     """A float32 tensor of the same shape that stands for a copy."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 

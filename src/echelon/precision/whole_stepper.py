@@ -1,0 +1,161 @@
+"""Updates of whole parameters, where each rank holds parts of them.
+
+Of the ranks that hold parts of a parameter, one updates it for all. Parts go there and come back as boxes of
+the whole parameter, all of them in one message each way:
+
+    rank 0     a part of P, a part of Q        gradients       rank 0 updates P
+    rank 1     a part of P, a part of Q          ⇄             rank 1 updates Q
+                                               new weights
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives import Group
+from echelon.optim.local import make_local
+from echelon.ownership import MASTER, LocalParameter, OwnedSlice, Slice, whole_slice
+from echelon.precision.optimizer_call import Factor, Skip
+from echelon.precision.stepper import Stepper, state_tensors
+
+
+class PartRoute(NamedTuple):
+    """Rank `rank` of the group updates this local parameter; `views` are the boxes of a tensor like it."""
+
+    local: LocalParameter
+    rank: int
+    views: Callable[[Tensor], list[Tensor]]
+
+
+class WholeRoute(NamedTuple):
+    """Rank `rank` of the group holds these boxes of a parameter that this rank updates."""
+
+    local: LocalParameter  # what this rank itself holds of it
+    rank: int
+    boxes: Sequence[Slice]
+
+
+class Routes(NamedTuple):
+    """What goes where: each list in the order of ranks, and what goes between two ranks in one order."""
+
+    group: Group
+    parts: Sequence[PartRoute]
+    wholes: Sequence[WholeRoute]
+    dtype: torch.dtype  # of what is sent
+    device: torch.device
+
+    def only(self, chosen: Callable[[LocalParameter], bool]) -> "Routes":
+        """The routes of parameters that are chosen, as all ranks that hold them must agree."""
+        parts = [route for route in self.parts if chosen(route.local)]
+        return self._replace(parts=parts, wholes=[route for route in self.wholes if chosen(route.local)])
+
+    def collect(
+        self, part: Callable[[LocalParameter], Tensor], whole: Callable[[LocalParameter], Tensor]
+    ) -> None:
+        """Copy parts into whole tensors."""
+        self._move(self._boxes(part), self._boxes_of_wholes(whole))
+
+    def distribute(
+        self, whole: Callable[[LocalParameter], Tensor], part: Callable[[LocalParameter], Tensor]
+    ) -> None:
+        """Copy whole tensors into parts."""
+        self._move(self._boxes_of_wholes(whole), self._boxes(part))
+
+    def _boxes(self, part: Callable[[LocalParameter], Tensor]) -> "_Boxes":
+        return [(route.rank, box) for route in self.parts for box in route.views(part(route.local))]
+
+    def _boxes_of_wholes(self, whole: Callable[[LocalParameter], Tensor]) -> "_Boxes":
+        return [(route.rank, whole(route.local)[box.box]) for route in self.wholes for box in route.boxes]
+
+    def _move(self, sources: "_Boxes", targets: "_Boxes") -> None:
+        outgoing = torch.cat([self._empty(0), *(box.flatten().to(self.dtype) for _, box in sources)])
+        incoming = self._empty(sum(box.numel() for _, box in targets))
+        with self.group.ledger.about("optimizer"):
+            self.group.all_to_all(incoming, outgoing, self._counts(targets), self._counts(sources))
+        pieces = incoming.split([box.numel() for _, box in targets])
+        for (_, box), piece in zip(targets, pieces, strict=True):
+            box.copy_(piece.view(box.shape))
+
+    def _counts(self, boxes: "_Boxes") -> list[int]:
+        counts = [0] * self.group.size
+        for rank, box in boxes:
+            counts[rank] += box.numel()
+        return counts
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+
+_Boxes = list[tuple[int, Tensor]]  # each with the rank that it goes to, or comes from
+
+
+@final
+class WholeStepper(Stepper):
+    """The optimizer works on whole parameters, each on one of the ranks that hold it.
+
+    `masters`: they stay here between updates, in float32. Else they are put together for each update.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, routes: Routes, *, masters: bool, deferred: bool = False
+    ) -> None:
+        self._routes, self._masters = routes, masters
+        self._wholes = {route.local: _without_memory(route, masters) for route in routes.wholes}
+        self._is_here: set[LocalParameter] = set()  # whose weights the rank that updates them has
+        held = {local.parameter: [whole] for local, whole in self._wholes.items()}
+        super().__init__(make_local(lambda _: optimizer, [], held), deferred=deferred)
+
+    def step(self, factor: Factor, skip: Skip = False) -> None:
+        routes = self._routes.only(lambda local: local.tensor.grad is not None)
+        updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
+        self._bring_weights(routes)
+        for whole in updated:
+            whole.grad = torch.zeros_like(whole)
+        routes.collect(_gradient, lambda local: _gradient_of(self._wholes[local]))
+        self._call(updated, factor, skip)
+        routes.distribute(lambda local: self._wholes[local].detach(), lambda local: local.tensor.detach())
+        for whole in updated:
+            whole.grad = None
+        if not self._masters:
+            self._forget_weights(updated)
+
+    def _bring_weights(self, routes: Routes) -> None:
+        new = routes.only(lambda local: local not in self._is_here)
+        for whole in dict.fromkeys(self._wholes[route.local] for route in new.wholes):
+            whole.data = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
+        new.collect(lambda local: local.tensor.detach(), lambda local: self._wholes[local].detach())
+        self._is_here.update(route.local for route in new.parts)
+
+    def _forget_weights(self, wholes: Iterable[nn.Parameter]) -> None:
+        """Until the next update, whose weights somebody may have changed."""
+        self._is_here.clear()
+        for whole in wholes:
+            whole.data = whole.new_zeros(()).expand(whole.shape)
+
+    def held_whole(self) -> list[OwnedSlice]:
+        owned = []
+        for local, whole in self._wholes.items():
+            state = state_tensors(self.optimizer, whole)
+            if self._masters and local in self._is_here:
+                state[MASTER] = whole.detach()
+            owned += [
+                OwnedSlice(whole_slice(local.name, value, part), value) for part, value in state.items()
+            ]
+        return owned
+
+
+def _without_memory(route: WholeRoute, masters: bool) -> nn.Parameter:
+    like = route.local.tensor
+    dtype = torch.float32 if masters else like.dtype
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=like.device).expand(route.boxes[0].shape))
+
+
+def _gradient_of(tensor: nn.Parameter) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _gradient(local: LocalParameter) -> Tensor:
+    return _gradient_of(local.tensor)
