@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from echelon.data_parallel import grad_accumulation
 from echelon.models import ModelConfig, build, cross_entropy
+from echelon.optim import SM3, Adafactor, CombinedOptimizer
 from echelon.verify import Case
 from tests.contract_models import CASES, SEQUENCE, VOCAB
 from tests.fuzz.random_training import RandomTraining
 from tests.fuzz.values import OF_TOKENS, TRANSFORMERS
 
-_RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2}
+_RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2, "adafactor": 1e-2, "sm3": 1e-2}
 _IGNORED = -100
 _SMALLEST = grad_accumulation.SMALLEST
 
@@ -94,20 +95,42 @@ def _ignored(training: RandomTraining, step: int, targets: Tensor, generator: to
 
 
 def make_optimizer(training: RandomTraining, parameters: Any) -> torch.optim.Optimizer:
+    """Matrices may be decayed alone. Muon is for matrices; AdamW takes the rest."""
+    parameters, decay = list(parameters), 0.0 if training.decay == "none" else 0.1
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": 0.0 if training.decay == "matrices" else decay},
+    ]
+    if training.optimizer == "muon":
+        return _make_muon(training, parameters, decay)
+    return _make(training, training.optimizer)(groups)  # type: ignore[no-any-return]
+
+
+def _make_muon(training: RandomTraining, parameters: list[Any], decay: float) -> torch.optim.Optimizer:
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    kinds = [(torch.optim.Muon, {"lr": 1e-2}, matrices), (_make(training, "adamw"), {}, others)]
+    return CombinedOptimizer([kind(p, weight_decay=decay, **options) for kind, options, p in kinds if p])
+
+
+def _make(training: RandomTraining, name: str) -> Any:
     # Adam divides by the size of gradients. That of an attention's key bias is nothing but rounding, which
     # decay inside the gradient would blow up within 3 steps: a larger eps keeps it small.
-    kinds = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": partial(torch.optim.Adam, eps=1e-3)}
-    rate, decay = _RATES[training.optimizer], 0.0 if training.decay == "none" else 0.1
+    kinds: dict[str, Any] = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9),
+        "adam": partial(torch.optim.Adam, eps=1e-3),
+        "adamw": torch.optim.AdamW,
+        "adafactor": partial(Adafactor, eps=(1e-6, 1e-3)),
+        "sm3": partial(SM3, momentum=0.9, eps=1e-10),
+    }
+    rate = _RATES[name]
     if (
         training.plan.precision == "bf16"
     ):  # where rounding is as large as many gradients, and drives them apart
         kinds["adamw"] = partial(torch.optim.AdamW, eps=1e-3)
-        rate = rate if training.optimizer == "sgd" else 1e-3
-    make: Any = kinds.get(training.optimizer, torch.optim.AdamW)
-    parameters = list(parameters)
-    if training.decay != "matrices":
-        return make(parameters, lr=rate, weight_decay=decay)  # type: ignore[no-any-return]
-    matrices = [p for p in parameters if p.dim() >= 2]
-    vectors = [p for p in parameters if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    return make(groups, lr=rate)  # type: ignore[no-any-return]
+        kinds["adafactor"] = partial(Adafactor, eps=(1e-2, 1e-3))
+        kinds["sm3"] = partial(SM3, momentum=0.9, eps=1e-4)
+        rate = rate if name == "sgd" else 1e-3
+    return partial(kinds[name], lr=rate)

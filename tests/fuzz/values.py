@@ -61,7 +61,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "tokens": (8, 12, 7, 11),
     "tied": (False, True),
     "dropout": (0.0, 0.2),
-    "optimizer": ("sgd", "adam", "adamw"),
+    "optimizer": ("sgd", "adam", "adamw", "adafactor", "sm3", "muon"),
     "decay": ("none", "all", "matrices"),
     "clip": (0.0, 0.1, 1.0),
     "targets": ("all", "some", "few"),

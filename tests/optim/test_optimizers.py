@@ -4,15 +4,20 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.optim import SM3, Adafactor
 from echelon.optim.optimizers import make_optimizer
 from echelon.train.job import OptimizerJob
+from echelon.train.job_rules import OPTIMIZERS
 
 
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in ((2, 3), (3,), (4, 4), (1,))]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+KINDS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": Adafactor, "sm3": SM3}
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
 def test_matrices_are_decayed_and_vectors_are_not(name: str, kind: type) -> None:
     optimizer = make_optimizer(OptimizerJob(name=name, learning_rate=0.5, weight_decay=0.2), parameters())
     assert type(optimizer) is kind
@@ -26,8 +31,13 @@ def test_matrices_are_decayed_and_vectors_are_not(name: str, kind: type) -> None
 def test_each_optimizer_takes_the_settings_that_are_its_own() -> None:
     job = OptimizerJob(name="adamw", betas=(0.5, 0.75), momentum=0.25)
     assert make_optimizer(job, parameters()).param_groups[0]["betas"] == (0.5, 0.75)
-    job = OptimizerJob(name="sgd", betas=(0.5, 0.75), momentum=0.25)
-    assert make_optimizer(job, parameters()).param_groups[0]["momentum"] == 0.25
+    for name in ("sgd", "sm3"):
+        job = OptimizerJob(name=name, betas=(0.5, 0.75), momentum=0.25)
+        assert make_optimizer(job, parameters()).param_groups[0]["momentum"] == 0.25
+
+
+def test_every_optimizer_of_job_files_is_made() -> None:
+    assert set(KINDS) == set(OPTIMIZERS)
 
 
 def test_parameters_may_come_from_a_generator() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from echelon.optim import SM3
 from echelon.precision.optimizer_call import DeviceCall, HostCall, OptimizerCall
 from tests.reads import HasReadError, no_reads
 
@@ -185,3 +186,19 @@ def test_a_gradient_that_lies_unlike_its_weight_is_no_kernel_s() -> None:
     weight.grad = torch.arange(6.0).view(3, 2).t()
     call([weight], torch.tensor(1.0), NO)
     assert weight.flatten().tolist() == pytest.approx([0.999, 0.899, 0.899, 0.899, 0.899, 0.899])
+
+
+def test_an_optimizer_that_ranks_call_alike_is_called_for_a_step_that_is_refused() -> None:
+    """A rank whose parameter is new would leave the others in the middle of their sums."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = SM3([weight], lr=0.1, weight_decay=0.1)
+    calls: list[int] = []
+    optimizer._update = lambda _: calls.append(1)  # type: ignore[method-assign, assignment]
+    weight.grad = torch.ones(2, 3)
+    DeviceCall(optimizer)([weight], torch.tensor(1.0), YES)
+    assert calls == [1]
+    del optimizer._update
+    weight.grad = torch.full((2, 3), float("inf"))
+    DeviceCall(optimizer)([weight], torch.tensor(1.0), YES)
+    assert torch.equal(weight, torch.ones(2, 3))
+    assert not any(value.any() for value in optimizer.state[weight].values())

@@ -85,6 +85,7 @@ def test_an_invalid_model_does_not_hide_the_data() -> None:
         (Job(seed=2**63), "must be below 2**63"),
         (Job(steps=10**400), "must be below 2**63"),
         (Job(optimizer=OptimizerJob(momentum=-0.1)), "optimizer.momentum=-0.1"),
+        (Job(optimizer=OptimizerJob(name="sm3", momentum=1.0)), "must be below 1 for sm3"),
         (Job(optimizer=OptimizerJob(weight_decay=-0.1)), "optimizer.weight_decay=-0.1"),
         (Job(optimizer=OptimizerJob(weight_decay=math.nan)), "optimizer.weight_decay=nan"),
         (Job(optimizer=OptimizerJob(learning_rate=math.inf)), "optimizer.learning_rate=inf"),

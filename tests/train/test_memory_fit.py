@@ -44,12 +44,9 @@ def test_what_a_rank_holds_of_a_billion_parameters(plan: str, expected: RankByte
 
 
 def test_the_states_of_optimizers() -> None:
-    sgd = OptimizerJob(name="sgd")
-    assert [num_states(each) for each in (OptimizerJob(), sgd, OptimizerJob(name="sgd", momentum=0))] == [
-        2,
-        1,
-        0,
-    ]
+    states = {name: num_states(OptimizerJob(name=name)) for name in ("adamw", "sgd", "sm3", "adafactor")}
+    assert states == {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}
+    assert [num_states(OptimizerJob(name=name, momentum=0)) for name in ("sgd", "sm3")] == [0, 0]
 
 
 def test_a_model_far_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

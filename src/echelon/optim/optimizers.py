@@ -6,6 +6,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from echelon.optim.adafactor import Adafactor
+from echelon.optim.sm3 import SM3
+
 
 class Settings(Protocol):
     """The optimizer settings of a job."""
@@ -32,5 +35,10 @@ def make_optimizer(settings: Settings, parameters: Iterable[nn.Parameter]) -> to
     rate = settings.learning_rate
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum, fused=True)
+    if settings.name == "sm3":
+        return SM3(groups, lr=rate, momentum=settings.momentum)
+    if settings.name == "adafactor":
+        # What torch takes for float32. In float64, where plans are verified, it would be below rounding.
+        return Adafactor(groups, lr=rate, eps=(torch.finfo(torch.float32).eps, 1e-3))
     assert settings.name == "adamw", settings.name
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True)

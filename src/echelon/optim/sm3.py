@@ -41,12 +41,13 @@ class SM3(SumOptimizer):
         params: Any,
         lr: float | Tensor = 0.1,
         momentum: float = 0.0,
-        eps: float = 1e-30,
+        eps: float = 1e-16,
         weight_decay: float = 0.0,
         *,
         momentum_dtype: torch.dtype | None = None,
     ) -> None:
-        """`weight_decay` shrinks the weights by lr · weight_decay in each update, as AdamW does."""
+        """`weight_decay` shrinks the weights by lr · weight_decay in each update, as AdamW does. √eps is as
+        small as AdamW's eps: gradients that are nothing but rounding stay small."""
         rules = (
             (float(lr) >= 0, f"lr={lr}: must be at least 0"),
             (0 <= momentum < 1, f"momentum={momentum}: must be at least 0 and below 1"),

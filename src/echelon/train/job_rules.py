@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
 
 _LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
 _TOO_MANY = 2**63  # more than torch and numpy can count
@@ -124,6 +124,8 @@ def _check_optimizer(optimizer: "OptimizerJob", findings: _Findings) -> None:
     for name in ("weight_decay", "momentum"):
         if not 0 <= getattr(optimizer, name) < math.inf:
             findings.add(f"optimizer.{name}={getattr(optimizer, name)}: must be a number, at least 0")
+    if optimizer.name == "sm3" and optimizer.momentum >= 1:
+        findings.add(f"optimizer.momentum={optimizer.momentum}: must be below 1 for sm3")
     if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
         findings.add(f"optimizer.clip={optimizer.clip}: must be a number above 0, or left out")
     if not all(0 <= beta < 1 for beta in optimizer.betas):

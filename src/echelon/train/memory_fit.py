@@ -19,7 +19,7 @@ from echelon.quantities import show_bytes
 if TYPE_CHECKING:
     from echelon.train.job import Job, OptimizerJob
 
-_STATES = {"adamw": 2, "sgd": 1}  # tensors of optimizer state per weight
+_STATES = {"adamw": 2, "sgd": 1, "sm3": 1, "adafactor": 0}  # tensors of optimizer state per weight
 
 
 class RankBytes(NamedTuple):
@@ -40,7 +40,8 @@ class RankBytes(NamedTuple):
 
 def num_states(optimizer: "OptimizerJob") -> int:
     """How many tensors of state the optimizer keeps for each weight."""
-    return 0 if optimizer.name == "sgd" and not optimizer.momentum else _STATES.get(optimizer.name, 0)
+    is_momentum = optimizer.name in ("sgd", "sm3")
+    return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
 
 
 def rank_bytes(parameters: int, plan: Plan, states: int) -> RankBytes:

@@ -1,0 +1,140 @@
+"""Adafactor against torch's, whole and in parts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.errors import UserError
+from echelon.optim import Adafactor
+from tests.optim.parts import (
+    InParts,
+    random_gradients,
+    random_parameters,
+    set_gradients,
+    state_bytes,
+    worst,
+)
+
+SHAPES = [(4, 6), (7,), (), (2, 3, 4), (1, 5), (5, 1), (2, 3, 3, 2)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.3, "beta2_decay": -0.5, "d": 1.5, "weight_decay": 0.1},
+    {"eps": (1e-2, 0.5), "maximize": True},
+    {"lr": 1.0, "eps": (None, 1e-3)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_is_torch_s(options: dict[str, Any]) -> None:
+    ours, theirs = random_parameters(SHAPES), random_parameters(SHAPES)
+    optimizer, reference = Adafactor(ours, **options), torch.optim.Adafactor(theirs, **options)
+    for step in range(20):
+        gradients = random_gradients(ours, step)
+        set_gradients(ours, gradients)
+        set_gradients(theirs, gradients)
+        optimizer.step()
+        reference.step()
+    assert worst(ours, theirs) < 1e-12
+    for one, other in zip(ours, theirs, strict=True):
+        assert optimizer.state[one].keys() == reference.state[other].keys()
+        for key, value in reference.state[other].items():
+            assert optimizer.state[one][key].shape == value.shape
+            assert torch.allclose(optimizer.state[one][key], value.double(), rtol=0, atol=1e-12), key
+
+
+@pytest.mark.parametrize("cuts", [(), (8,), (1, 9, 11, 13), tuple(range(40))])
+def test_parts_are_updated_as_the_whole(cuts: tuple[int, ...]) -> None:
+    options = {"lr": 0.3, "d": 1.1, "weight_decay": 0.1}
+    whole = random_parameters(SHAPES)
+    in_parts = InParts(Adafactor, whole, cuts, **options)
+    optimizer = Adafactor(whole, **options)
+    for step in range(8):
+        gradients = random_gradients(whole, step)
+        set_gradients(whole, gradients)
+        optimizer.step()
+        in_parts.step(gradients)
+    assert worst(in_parts.values(), whole) < 1e-12
+    for runs, parameter in zip(in_parts.runs, whole, strict=True):
+        for key in ("row_var", "col_var") if parameter.dim() > 1 else ():
+            for run in runs:
+                state = in_parts.optimizer.state[run][key]
+                assert torch.allclose(state, optimizer.state[parameter][key], rtol=1e-12), "whole on each"
+
+
+def test_its_state_is_small() -> None:
+    matrix = nn.Parameter(torch.randn(1024, 1024))
+    matrix.grad = torch.randn(1024, 1024)
+    ours, adamw = Adafactor([matrix]), torch.optim.AdamW([matrix])
+    ours.step()
+    adamw.step()
+    assert state_bytes(ours) <= 0.01 * state_bytes(adamw)
+
+
+def test_scale_and_skip_come_on_the_device() -> None:
+    ours, plain = random_parameters(SHAPES, torch.float32), random_parameters(SHAPES, torch.float32)
+    optimizer, reference = Adafactor(ours, weight_decay=0.1), Adafactor(plain, weight_decay=0.1)
+    for step in range(6):
+        gradients = random_gradients(plain, step)
+        set_gradients(ours, [None if g is None else 4 * g for g in gradients])
+        optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+        if step == 2:  # refused: gradients may be anything
+            before = copy.deepcopy([p.detach() for p in ours]), copy.deepcopy(dict(optimizer.state))
+            set_gradients(ours, [torch.full_like(p, float("nan")) for p in ours])
+            optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+            optimizer.step()
+            assert all(map(torch.equal, ours, before[0]))
+            for old, new in zip(before[1].values(), optimizer.state.values(), strict=False):
+                assert all(torch.equal(old[key], new[key]) for key in old)
+            continue
+        set_gradients(plain, gradients)
+        optimizer.step()
+        reference.step()
+    assert worst(ours, plain) < 1e-6
+
+
+def test_gradients_of_the_user_s_own_are_left_as_they_are() -> None:
+    parameters = random_parameters(SHAPES)
+    gradients = [torch.ones_like(p) for p in parameters]
+    set_gradients(parameters, gradients)
+    Adafactor(parameters).step()
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
+
+
+def test_groups_may_get_parameters_and_state_may_be_loaded() -> None:
+    first, second = random_parameters([(3, 4), (2, 5)])
+    optimizer = Adafactor([first])
+    set_gradients([first, second], [torch.ones(3, 4).double(), torch.ones(2, 5).double()])
+    optimizer.step()
+    optimizer.add_param_group({"params": [second]})
+    optimizer.step()
+    assert len(optimizer.state) == 2
+    loaded = Adafactor([first, second])
+    loaded.load_state_dict(Adafactor.state_dict(_one_group(optimizer)))
+    again = copy.deepcopy(loaded)
+    for each in (loaded, again):
+        each.step()
+    assert [float(state["step"]) for state in loaded.state.values()] == [3, 2]
+
+
+def _one_group(optimizer: Adafactor) -> Adafactor:
+    optimizer.param_groups = [
+        optimizer.param_groups[0] | {"params": [p for g in optimizer.param_groups for p in g["params"]]}
+    ]
+    return optimizer
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UserError, match=r"shape \(5, 3\) has a sparse gradient.*sparse=False"):
+        Adafactor(table.parameters()).step()
+
+
+def test_all_errors_of_its_options_are_told_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
+        Adafactor([nn.Parameter(torch.ones(1))], lr=-1.0, beta2_decay=1.0, eps=(-1.0, -1.0), d=0.5)
+    assert len(refusal.value.errors) == 5

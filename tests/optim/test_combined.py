@@ -1,0 +1,81 @@
+"""Several optimizers as one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.errors import UserError
+from echelon.optim import SM3, Adafactor, CombinedOptimizer, Need, cosine
+from echelon.optim.learning_rate import LearningRate
+from echelon.optim.needs import need_of
+from tests.optim.parts import random_parameters, set_gradients
+
+
+def make() -> tuple[list[Any], CombinedOptimizer]:
+    parameters = random_parameters([(3, 4), (5,)])
+    muon, adamw = torch.optim.Muon(parameters[:1], lr=0.2), torch.optim.AdamW(parameters[1:], lr=0.1)
+    return parameters, CombinedOptimizer([muon, adamw])
+
+
+def step(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
+    set_gradients(parameters, [torch.ones_like(p) for p in parameters])
+    optimizer.step()
+
+
+def test_each_updates_its_own_parameters() -> None:
+    parameters, combined = make()
+    reference, _ = make()
+    others = [torch.optim.Muon(reference[:1], lr=0.2), torch.optim.AdamW(reference[1:], lr=0.1)]
+    for _ in range(3):
+        step(combined, parameters)
+        for other in others:
+            step(other, reference)
+    assert all(map(torch.equal, parameters, reference))
+    assert [set(combined.state[p]) for p in parameters] == [
+        {"momentum_buffer"},
+        {"step", "exp_avg", "exp_avg_sq"},
+    ]
+
+
+def test_a_schedule_sets_the_rate_of_each() -> None:
+    parameters, combined = make()
+    LearningRate(combined, cosine(total=10, warmup=2)).set(0)
+    assert [group["lr"] for optimizer in combined.optimizers for group in optimizer.param_groups] == [
+        0.1,
+        0.05,
+    ]
+    scheduler = torch.optim.lr_scheduler.ConstantLR(combined, factor=0.5)
+    step(combined, parameters)
+    scheduler.step()
+    assert combined.optimizers[0].param_groups[0]["lr"] == 0.05
+
+
+def test_state_that_was_saved_is_loaded_into_each() -> None:
+    parameters, combined = make()
+    step(combined, parameters)
+    others, again = make()
+    again.load_state_dict(combined.state_dict())
+    again.param_groups[0]["lr"] = 0.7
+    step(again, others)
+    assert float(again.optimizers[1].state[others[1]]["step"]) == 2
+    assert again.optimizers[0].param_groups[0]["lr"] == 0.7
+
+
+def test_it_needs_the_most_that_one_of_them_does() -> None:
+    first, second = random_parameters([(3, 4), (2, 2)])
+
+    def need(one: Any, other: Any) -> Need | None:
+        return need_of(CombinedOptimizer([one([first]), other([second])]))
+
+    assert need(torch.optim.SGD, torch.optim.AdamW) is Need.ELEMENT
+    assert need(torch.optim.SGD, Adafactor) is Need.SUMS
+    assert need(torch.optim.Muon, SM3) is Need.WHOLE
+    assert need(torch.optim.Muon, type("Unknown", (torch.optim.SGD,), {})) is None
+
+
+def test_a_parameter_belongs_to_one_of_them() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(UserError, match="1 parameters are in several"):
+        CombinedOptimizer([torch.optim.SGD([weight]), torch.optim.Muon([weight])])

@@ -1,0 +1,121 @@
+"""SM3-II against the paper's algorithm, element by element."""
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UserError
+from echelon.optim import SM3
+from tests.optim.parts import (
+    InParts,
+    random_gradients,
+    random_parameters,
+    set_gradients,
+    state_bytes,
+    worst,
+)
+
+SHAPES = [(4, 6), (7,), (), (2, 3, 4), (1, 5)]
+
+
+class Paper:
+    """Algorithm SM3-II with momentum, whose cover has one set for each index of each dim."""
+
+    def __init__(self, shape: tuple[int, ...], lr: float, momentum: float, eps: float, decay: float) -> None:
+        self.indices = list(product(*map(range, shape)))
+        self.lr, self.beta, self.eps, self.decay = lr, momentum, eps, decay
+        self.accumulators: dict[tuple[int, int], float] = {}
+        self.smoothed = dict.fromkeys(self.indices, 0.0)
+
+    def step(self, weights: Tensor, gradients: Tensor) -> None:
+        largest: dict[tuple[int, int], float] = {}
+        for index in self.indices:
+            covers = list(enumerate(index)) or [(0, 0)]
+            gradient = float(gradients[index])
+            moment = min(self.accumulators.get(cover, 0.0) for cover in covers) + gradient**2
+            for cover in covers:
+                largest[cover] = max(largest.get(cover, 0.0), moment)
+            update = gradient / (moment + self.eps) ** 0.5
+            self.smoothed[index] = self.beta * self.smoothed[index] + (1 - self.beta) * update
+            weights[index] -= self.lr * (self.decay * float(weights[index]) + self.smoothed[index])
+        self.accumulators = largest
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_it_is_the_paper_s(momentum: float) -> None:
+    ours = random_parameters(SHAPES)
+    weights = [p.detach().clone() for p in ours]
+    optimizer = SM3(ours, lr=0.1, momentum=momentum, eps=1e-4, weight_decay=0.2)
+    papers = [Paper(tuple(p.shape), 0.1, momentum, 1e-4, 0.2) for p in ours]
+    for step in range(20):
+        gradients = random_gradients(ours, step)
+        set_gradients(ours, gradients)
+        optimizer.step()
+        for paper, weight, gradient in zip(papers, weights, gradients, strict=True):
+            if gradient is not None:
+                paper.step(weight, gradient)
+    assert worst(ours, weights) < 1e-12
+    for paper, parameter in zip(papers, ours, strict=True):
+        for (dim, index), value in paper.accumulators.items():
+            accumulator = optimizer.state[parameter][f"accumulator_{dim}"]
+            assert float(accumulator.flatten()[index]) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(), (8,), (1, 9, 11, 13), tuple(range(40))])
+def test_parts_are_updated_as_the_whole(cuts: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    whole = random_parameters(SHAPES)
+    in_parts = InParts(SM3, whole, cuts, **options)
+    optimizer = SM3(whole, **options)
+    for step in range(8):
+        gradients = random_gradients(whole, step)
+        set_gradients(whole, gradients)
+        optimizer.step()
+        in_parts.step(gradients)
+    assert worst(in_parts.values(), whole) < 1e-12
+
+
+def test_its_state_is_small_and_momentum_may_be_bf16() -> None:
+    matrix = nn.Parameter(torch.randn(1024, 1024))
+    matrix.grad = torch.randn(1024, 1024)
+    ours, adamw = SM3([matrix]), torch.optim.AdamW([matrix])
+    smoothed = SM3([matrix], momentum=0.9, momentum_dtype=torch.bfloat16)
+    for optimizer in (ours, adamw, smoothed):
+        optimizer.step()
+    assert state_bytes(ours) <= 0.01 * state_bytes(adamw)
+    assert state_bytes(smoothed) <= 0.26 * state_bytes(adamw)
+
+
+def test_scale_and_skip_come_on_the_device() -> None:
+    ours, plain = random_parameters(SHAPES, torch.float32), random_parameters(SHAPES, torch.float32)
+    optimizer, reference = (
+        SM3(ours, momentum=0.5, weight_decay=0.1),
+        SM3(plain, momentum=0.5, weight_decay=0.1),
+    )
+    for step in range(6):
+        gradients = random_gradients(plain, step)
+        set_gradients(ours, [None if g is None else 4 * g for g in gradients])
+        optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(float(step == 2))  # type: ignore[attr-defined]
+        if step == 2:
+            before = copy.deepcopy([p.detach() for p in ours]), copy.deepcopy(list(optimizer.state.values()))
+            set_gradients(ours, [torch.full_like(p, float("nan")) for p in ours])
+        optimizer.step()
+        if step == 2:
+            assert all(map(torch.equal, ours, before[0]))
+            for old, new in zip(before[1], optimizer.state.values(), strict=True):
+                assert all(torch.equal(old[key], new[key]) for key in old)
+        else:
+            set_gradients(plain, gradients)
+            reference.step()
+    assert worst(ours, plain) < 1e-6
+
+
+def test_all_errors_of_its_options_are_told_at_once() -> None:
+    with pytest.raises(UserError) as refusal:
+        SM3([nn.Parameter(torch.ones(1))], lr=-1.0, momentum=1.0, eps=0.0, weight_decay=-1.0)
+    assert len(refusal.value.errors) == 4
