@@ -73,7 +73,8 @@ def test_its_state_is_small() -> None:
     assert state_bytes(ours) <= 0.01 * state_bytes(adamw)
 
 
-def test_scale_and_skip_come_on_the_device() -> None:
+@pytest.mark.parametrize("refused", [0, 2])
+def test_scale_and_skip_come_on_the_device(refused: int) -> None:
     ours, plain = random_parameters(SHAPES, torch.float32), random_parameters(SHAPES, torch.float32)
     optimizer, reference = Adafactor(ours, weight_decay=0.1), Adafactor(plain, weight_decay=0.1)
     for step in range(6):
@@ -81,14 +82,19 @@ def test_scale_and_skip_come_on_the_device() -> None:
         set_gradients(ours, [None if g is None else 4 * g for g in gradients])
         optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
         optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-        if step == 2:  # refused: gradients may be anything
-            before = copy.deepcopy([p.detach() for p in ours]), copy.deepcopy(dict(optimizer.state))
+        if step == refused:  # refused: gradients may be anything
+            before = (
+                copy.deepcopy([p.detach() for p in ours]),
+                {p: copy.deepcopy(state) for p, state in optimizer.state.items()},
+            )
             set_gradients(ours, [torch.full_like(p, float("nan")) for p in ours])
             optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
             optimizer.step()
             assert all(map(torch.equal, ours, before[0]))
-            for old, new in zip(before[1].values(), optimizer.state.values(), strict=False):
-                assert all(torch.equal(old[key], new[key]) for key in old)
+            for parameter, state in optimizer.state.items():
+                known = {key: torch.zeros_like(value) for key, value in state.items()}
+                known |= before[1].get(parameter, {})
+                assert all(torch.equal(state[key], value) for key, value in known.items())
             continue
         set_gradients(plain, gradients)
         optimizer.step()

@@ -90,7 +90,8 @@ def test_its_state_is_small_and_momentum_may_be_bf16() -> None:
     assert state_bytes(smoothed) <= 0.26 * state_bytes(adamw)
 
 
-def test_scale_and_skip_come_on_the_device() -> None:
+@pytest.mark.parametrize("refused", [0, 2])
+def test_scale_and_skip_come_on_the_device(refused: int) -> None:
     ours, plain = random_parameters(SHAPES, torch.float32), random_parameters(SHAPES, torch.float32)
     optimizer, reference = (
         SM3(ours, momentum=0.5, weight_decay=0.1),
@@ -100,15 +101,20 @@ def test_scale_and_skip_come_on_the_device() -> None:
         gradients = random_gradients(plain, step)
         set_gradients(ours, [None if g is None else 4 * g for g in gradients])
         optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(float(step == 2))  # type: ignore[attr-defined]
-        if step == 2:
-            before = copy.deepcopy([p.detach() for p in ours]), copy.deepcopy(list(optimizer.state.values()))
+        optimizer.found_inf = torch.tensor(float(step == refused))  # type: ignore[attr-defined]
+        if step == refused:
+            before = (
+                copy.deepcopy([p.detach() for p in ours]),
+                {p: copy.deepcopy(state) for p, state in optimizer.state.items()},
+            )
             set_gradients(ours, [torch.full_like(p, float("nan")) for p in ours])
         optimizer.step()
-        if step == 2:
+        if step == refused:
             assert all(map(torch.equal, ours, before[0]))
-            for old, new in zip(before[1], optimizer.state.values(), strict=True):
-                assert all(torch.equal(old[key], new[key]) for key in old)
+            for parameter, state in optimizer.state.items():
+                known = {key: torch.zeros_like(value) for key, value in state.items()}
+                known |= before[1].get(parameter, {})
+                assert all(torch.equal(state[key], value) for key, value in known.items())
         else:
             set_gradients(plain, gradients)
             reference.step()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.optim.exchange import Shape, StatisticsBuffer, add_in_turns
+from echelon.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns
 from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
 
 
@@ -99,7 +99,7 @@ class Adafactor(SumOptimizer):
         for portion in portions(entries):
             gradients = [gradient for entry in portion for gradient in entry.gradients]
             moments = [moment for entry in portion for moment in _second_moments(group, entry)]
-            torch._foreach_clamp_min_(moments, _least(group, gradients[0]) ** 2)
+            torch._foreach_clamp_min_(moments, _least(group, portion[0]) ** 2)
             torch._foreach_rsqrt_(moments)
             if self.uses_up_gradients and all(g.dtype == moments[0].dtype for g in gradients):
                 torch._foreach_mul_(gradients, moments)
@@ -127,24 +127,29 @@ def _add_squares(entries: Sequence[Entry], sums: StatisticsBuffer) -> None:
     _add_norms(entries, [sums[entry.part.number][0] for entry in entries], weights)
     matrices = [entry for entry in entries if _is_factored(entry)]
     for statistic, dim in ((1, -1), (2, -2)):
+        norms = [[_norms(gradient, dim, sums.dtype) for gradient in entry.gradients] for entry in matrices]
+        _square([norm for of_one in norms for norm in of_one])
         targets = [
             [_along(sums[entry.part.number][statistic], box, dim) for box in entry.part.boxes]
             for entry in matrices
         ]
-        norms = [[_norms(gradient, dim, sums.dtype) for gradient in entry.gradients] for entry in matrices]
-        for of_one in norms:
-            torch._foreach_mul_(of_one, of_one)
         add_in_turns(targets, norms)
 
 
 def _norms(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """As the root of sums of squares: in one pass over the gradient, without a copy of it."""
     norms: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
     return norms
 
 
-def _along(statistic: Tensor, box: tuple[slice, ...], dim: int) -> Tensor:
-    """The part of a statistic over `dim` that a box adds to."""
-    index = list(box)
+def _square(values: list[Tensor]) -> None:
+    if values:
+        torch._foreach_mul_(values, values)
+
+
+def _along(statistic: Tensor, box: Box, dim: int) -> Tensor:
+    """The part of a statistic over `dim` that a box has."""
+    index = [*box]
     index[dim] = slice(None)
     return statistic[tuple(index)]
 
@@ -153,8 +158,8 @@ def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[
     """Add to the target of each entry the squares of its boxes."""
     if not entries:
         return
-    norms = torch._foreach_norm(boxes, 2, targets[0].dtype)
-    torch._foreach_mul_(norms, norms)
+    norms = list(torch._foreach_norm(boxes, 2, targets[0].dtype))
+    _square(norms)
     rest, counts = iter(norms), [len(entry.part.boxes) for entry in entries]
     add_in_turns(
         [[target] * count for target, count in zip(targets, counts, strict=True)],
@@ -168,20 +173,27 @@ def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, wor
         return
     steps = [entry.state["step"] for entry in entries]
     torch._foreach_add_(steps, work.kept(1.0))
-    weights = work.kept(torch.stack(steps) ** group["beta2_decay"]).to(work.exchange.dtype).unbind()
+    weights = work.kept(_counted(entries) ** group["beta2_decay"]).to(sums.dtype).unbind()
     averages: list[Tensor] = []
-    means: list[Tensor] = []
+    squares: list[Tensor] = []
+    counts: list[float] = []
     of_each: list[Tensor] = []
     for entry, weight in zip(entries, weights, strict=True):
         if _is_factored(entry):
-            _, rows, columns = sums[entry.part.number]
             averages += [entry.state["row_var"], entry.state["col_var"]]
-            means += [rows / entry.shape[-1], columns / entry.shape[-2]]
+            squares += sums[entry.part.number][1:]
+            counts += [entry.shape[-1], entry.shape[-2]]
         else:
             averages += entry.part.views(entry.state["variance"])
-            means += [gradient.to(weight.dtype).square() for gradient in entry.gradients]
+            squares += [gradient.to(weight.dtype).square() for gradient in entry.gradients]
+            counts += [1.0] * len(entry.gradients)
         of_each += [weight] * (len(averages) - len(of_each))
-    torch._foreach_lerp_(averages, means, of_each)
+    torch._foreach_lerp_(averages, torch._foreach_div(squares, counts), of_each)
+
+
+def _counted(entries: Sequence[Entry]) -> Tensor:
+    """The number of each parameter's update. One that was refused counts none: then it may be the first."""
+    return torch.stack([entry.state["step"] for entry in entries]).clamp(min=1.0)
 
 
 def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
@@ -189,7 +201,7 @@ def _second_moments(group: Group, entry: Entry) -> list[Tensor]:
     if not _is_factored(entry):
         return [view.clone() for view in entry.part.views(entry.state["variance"])]
     rows, columns = entry.state["row_var"], entry.state["col_var"]
-    rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=_least(group, entry.weights[0]))
+    rows = rows / rows.mean(dim=-2, keepdim=True).clamp_(min=_least(group, entry))
     return [_along(rows, box, -1) * _along(columns, box, -2) for box in entry.part.boxes]
 
 
@@ -205,8 +217,7 @@ def _apply(
     if not entries:
         return
     lr = float(group["lr"])
-    steps = torch.stack([entry.state["step"] for entry in entries])
-    relative = _rms(entries, squares).clamp(min=group["eps"][1]) * (steps**-0.5).clamp(max=lr)
+    relative = _rms(entries, squares).clamp(min=group["eps"][1]) * (_counted(entries) ** -0.5).clamp(max=lr)
     scale = work.kept(relative / (_rms(entries, lengths) / group["d"]).clamp(min=1.0))
     weights = [weight for entry in entries for weight in entry.weights]
     if group["weight_decay"]:
@@ -224,7 +235,7 @@ def _rms(entries: Sequence[Entry], sums: StatisticsBuffer) -> Tensor:
     return torch.stack(torch._foreach_div(totals, numels)).double().sqrt()
 
 
-def _least(group: Group, like: Tensor) -> float:
+def _least(group: Group, entry: Entry) -> float:
     """The least √V."""
     least: float | None = group["eps"][0]
-    return torch.finfo(like.dtype).eps if least is None else least
+    return torch.finfo(entry.weights[0].dtype).eps if least is None else least

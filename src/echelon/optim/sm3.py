@@ -21,7 +21,7 @@ from echelon.errors import raise_errors
 from echelon.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns
 from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
 
-_MOST_DIMS = 8
+_MOST_DIMS = 64  # of any tensor
 
 
 @final
@@ -97,7 +97,11 @@ def _accumulators(shape: Shape) -> list[Shape]:
 
 
 def _state(entry: Entry) -> list[Tensor]:
-    return [entry.state[f"accumulator_{dim}"] for dim in range(len(entry.shape) or 1)]
+    return [entry.state[f"accumulator_{dim}"] for dim in range(_num_accumulators(entry))]
+
+
+def _num_accumulators(entry: Entry) -> int:
+    return len(entry.shape) or 1
 
 
 def _inside(accumulator: Tensor, box: Box) -> Tensor:
@@ -121,8 +125,8 @@ def _collect_largest(
 ) -> None:
     """What is here of the new accumulators."""
     pairs = list(zip(entries, moments, strict=True))
-    for dim in range(_MOST_DIMS):
-        having = [(entry, of_one) for entry, of_one in pairs if dim < (len(entry.shape) or 1)]
+    for dim in range(max(_num_accumulators(entry) for entry in entries)):
+        having = [(entry, of_one) for entry, of_one in pairs if dim < _num_accumulators(entry)]
         targets = [
             [_inside(largest[entry.part.number][dim], box) for box in entry.part.boxes] for entry, _ in having
         ]
