@@ -221,7 +221,7 @@ LAYERS = (
     Layer(("planner", "async_training", "audit"), (), "splits layers; workers at their own pace; compares"),
     Layer(("runtime",), (), "stages, interpreter, update"),
     Layer(
-        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel"),
+        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel", "recompute"),
         ("expert_parallel",),
         "strategies",
     ),
@@ -239,7 +239,17 @@ LAYERS = (
     Layer(("huggingface",), (), "what is known of transformers"),
     Layer(("sequence", "weight_files"), (), "what layers see of a sequence; weights in files"),
     Layer(
-        ("wrapping", "saved_tensors", "tracing", "products", "entropy", "fingerprint"),
+        (
+            "wrapping",
+            "saved_tensors",
+            "second_run",
+            "graph_entry",
+            "generators",
+            "tracing",
+            "products",
+            "entropy",
+            "fingerprint",
+        ),
         (),
         "how modules are called; small tools",
     ),

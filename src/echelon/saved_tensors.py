@@ -2,31 +2,100 @@
 
 A layer may be computed in another way than the time before (all matrices of one input at once). That is
 right unless somebody takes note of what autograd saves in order to compute it again, as a checkpoint does:
-the second time must save the same. The memory meter only counts, through `observe`.
+the second time must save the same. The memory meter only counts, through `observe`. Who computes again in the
+very way of the first time says so, through `replace`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-_observers: list[Callable[[Tensor], Any]] = []
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+
+class Hooks(NamedTuple):
+    """What is done with a tensor that autograd saves, and to get it back."""
+
+    pack: Pack
+    unpack: Unpack
+
+
+_observers: list[Pack] = []
+_replacing: list[Pack] = []
 
 
 @contextmanager
-def observe(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+def observe(pack: Pack, unpack: Unpack) -> Iterator[None]:
     """As torch's saved_tensors_hooks, for hooks that give back the very tensors that they were given."""
-    _observers.append(pack)
+    with _listed(_observers, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def replace(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """As torch's saved_tensors_hooks, for hooks that compute tensors again in the way of the first time."""
+    with _listed(_replacing, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def _listed(hooks: list[Pack], pack: Pack) -> Iterator[None]:
+    hooks.append(pack)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        yield
     finally:
-        _observers.remove(pack)
+        hooks.remove(pack)
+
+
+def current_hooks() -> Hooks | None:
+    """Those that are asked here: the innermost."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else Hooks(*hooks)
+
+
+def current_observer() -> Hooks | None:
+    """The same, if they only look on."""
+    hooks = current_hooks()
+    return hooks if hooks is not None and _is_among(hooks, _observers) else None
 
 
 def is_recorded() -> bool:
     """Whether somebody else takes note of what autograd saves here."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and not any(hooks[0] is observer for observer in _observers)
+    hooks = current_hooks()
+    return hooks is not None and not _is_among(hooks, [*_observers, *_replacing])
+
+
+def _is_among(hooks: Hooks, known: list[Pack]) -> bool:
+    return any(hooks.pack is pack for pack in known)
+
+
+@final
+class KeptTensor:
+    """A tensor that is kept for the backward pass, without its history, in the way of the hooks around."""
+
+    __slots__ = ("_hooks", "_packed", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
+        detached = tensor.detach()
+        self._hooks, self._version = hooks, detached._version
+        self._packed: Any = detached if hooks is None else hooks.pack(detached)
+
+    def take(self) -> Tensor:
+        if self._hooks is not None:
+            return self._hooks.unpack(self._packed)
+        tensor: Tensor = self._packed
+        check_unchanged(tensor, self._version)
+        return tensor
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Autograd does not look for this where hooks are set."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was changed in place "
+            "after the forward pass had saved it; replace the in-place operation"
+        )

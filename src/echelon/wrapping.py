@@ -1,6 +1,6 @@
 """Wrapping: the only code that changes how a module is called, by an ordered and named stack.
 
-    module(x) ── hooks ── compile ── accumulate ── tensor ── dropout ── float64 ── the forward of its class
+    module(x) ── hooks ── recompute ── compile ── accumulate ── tensor ── dropout ── its class's forward
 
 Each entry of the stack is a `Wrapper`, which takes the place of `module.forward` and may call the next one
 inward. Strategies wrap in any order: an entry finds its place by its name. `Wrapping` remembers what one
@@ -17,7 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 # Every entry, innermost first. Hooks lie outside of all that replaces the forward; they are called in the
 # order in which they were set.
-STACK = ("float64", "batch norm", "dropout", "tensor", "accumulate", "compile", "sequence", "gather")
+STACK = (
+    "float64",
+    "batch norm",
+    "dropout",
+    "tensor",
+    "accumulate",
+    "compile",
+    "recompute",
+    "sequence",
+    "gather",
+)
 
 
 class Wrapper:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.audit.generators import GeneratorStates
 from echelon.engine.untouched import untouched
+from echelon.generators import GeneratorStates
 
 HOST = torch.device("cpu")
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.runtime.flight import Flight, Value, enter, wanted
+from echelon.graph_entry import enter
+from echelon.runtime.flight import Flight, Value, wanted
 from echelon.runtime.message import Gradients
 from echelon.runtime.structure import Spec
 from tests.cases import stop

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from echelon.audit.arguments import Arguments
-from echelon.audit.generators import GeneratorStates
 from echelon.audit.units import AuditUnit
 from echelon.dropout import scope
+from echelon.generators import GeneratorStates
 from echelon.pipeline_parallel import StageModule
 
 _SEED = 15

@@ -71,6 +71,18 @@ class Residency:
         for need in self._needs[index]:
             self._synchronize(need)
 
+    def enter_again(self, index: int) -> None:
+        """Return when all that unit `index` needs is gathered, for a second run in the backward pass. It is,
+        if its own backward pass has begun; else what was gathered ahead makes room for it."""
+        needs = self._needs[index]
+        if not all(self._users[need] for need in needs):
+            self.free_unused()
+        for need in needs:
+            self._users[need] += 1
+            self._gather(need)
+        for need in needs:
+            self._synchronize(need)
+
     def hold(self, index: int) -> None:
         """Return when unit `index` is gathered; nobody says when it is no longer needed, so it stays."""
         if index not in self._held:

@@ -6,6 +6,7 @@ backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parame
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
@@ -106,6 +107,10 @@ class Sharing(ABC):
 
     def free(self) -> None:  # noqa: B027
         """The stage was used: give back what was gathered ahead and not used."""
+
+    def second_run(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Around a layer's forward that runs again in the backward pass: the layer has its weights."""
+        return nullcontext()
 
     def abandon_pass(self) -> None:  # noqa: B027
         """A pass has raised: nobody runs a module any more. Talks to no one."""

@@ -46,12 +46,17 @@ class UseHooks:
         returned: Callable[[Use, Tensor], None],
     ) -> None:
         self._enter, self._leave, self._returned = enter, leave, returned
+        self._units = {module: unit for unit, module in enumerate(modules)}
         self._calls: dict[nn.Module, list[Use]] = {module: [] for module in modules}
         # A watched module's output → the uses that it is the only input of.
         self._consumers: MutableMapping[Tensor, list[Use]] = WeakIdKeyDictionary()
         for unit, module in enumerate(modules):
             wrapping.before("gather", module, self._before(unit), with_kwargs=True, prepend=True)
             wrapping.after("gather", module, self._after, with_kwargs=True, always_call=True)
+
+    def unit_of(self, module: nn.Module) -> int | None:
+        """The unit of a module that is watched."""
+        return self._units.get(module)
 
     def _before(self, unit: int) -> Callable[..., Any]:
         @untraced

@@ -18,7 +18,8 @@ Ranks must issue their messages in the same order. Units are therefore reduced i
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -189,6 +190,19 @@ class Zero(Sharing):
                 self.residency.free_unused()
             else:
                 self.residency.release()
+
+    @contextmanager
+    def second_run(self, module: nn.Module) -> Iterator[None]:
+        unit = self._hooks.unit_of(module) if self._level == 3 else None
+        if unit is None:
+            yield
+            return
+        with explain_mismatch():
+            self.residency.enter_again(unit)
+        try:
+            yield
+        finally:
+            self.residency.leave(unit)
 
     def abandon_pass(self) -> None:
         self._in_pass = False

@@ -53,6 +53,8 @@ class FirstStepChecks:
     def _check(self, differing: list[str]) -> None:
         for sharing in self._local.sharings:
             sharing.end_watch()
+        for stage in self._local.stages.values():
+            stage.check_second_runs()
         self._hooks.check()
         if differing:
             raise UserError(

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult, held, skipped
 from echelon.audit.agreement import RankAgreement
-from echelon.audit.generators import GeneratorStates
 from echelon.audit.loss_parts import LossRefusedError, as_numbers, call_loss
 from echelon.audit.own_forward import (
     Measure,
@@ -34,6 +33,7 @@ from echelon.engine.samples import Scopes
 from echelon.engine.trial import Outcome, Trial, TrialForward
 from echelon.engine.upload import to_device
 from echelon.errors import UserError
+from echelon.generators import GeneratorStates
 from echelon.inputs import call
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.class_weights import difference_of_classes, is_small, num_classes, on_host
-from echelon.audit.generators import GeneratorStates
 from echelon.audit.loss_parts import (
     Batch,
     LossParts,
@@ -30,6 +29,7 @@ from echelon.engine.batch import Loss
 from echelon.engine.trial import Outcome
 from echelon.engine.untouched import untouched
 from echelon.errors import UserError
+from echelon.generators import GeneratorStates
 from echelon.plan import Plan
 from echelon.runtime.numbers import HostCopy
 from echelon.tensor_parallel import split_loss

@@ -20,6 +20,7 @@ from echelon.engine.first_step import AuditSettings
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.model_checks import accept_model
 from echelon.engine.own_loss import choose_loss
+from echelon.engine.recomputing import recompute_layers
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import accumulate_gradients, share_stages
@@ -90,6 +91,7 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
+        recompute_layers(local, plan, layers.view, mesh.device, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings)
         undo.pop_all()

@@ -10,7 +10,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16"),
-    "recompute": ("none",),
+    "recompute": ("none", "full", "sqrt"),
     "checkpoints": ("whole",),
     "contiguous": (False,),
     "update": ("step",),

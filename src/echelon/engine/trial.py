@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from echelon.audit.generators import GeneratorStates
 from echelon.engine.buffer_snapshot import Slot
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.padding import LocalTargets
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.untouched import untouched
 from echelon.errors import UserError
+from echelon.generators import GeneratorStates
 from echelon.mesh import Mesh
 from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Stage
 

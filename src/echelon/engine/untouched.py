@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from echelon.audit.generators import GeneratorStates
 from echelon.engine.attribute_snapshot import AttributeSnapshot
 from echelon.engine.buffer_snapshot import BufferSnapshot
+from echelon.generators import GeneratorStates
 
 _LARGEST_BUFFER = 2**28  # bytes; larger ones are tables that no forward changes
 

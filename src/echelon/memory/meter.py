@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from echelon.saved_tensors import observe
+from echelon.saved_tensors import check_unchanged, observe
 from echelon.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -120,12 +120,7 @@ class _Saved:
             meter._keep(*self._storage)
 
     def take(self) -> Tensor:
-        # Autograd does not look for this where hooks are set.
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that the backward pass needs was changed in "
-                "place after the forward pass had saved it; replace the in-place operation"
-            )
+        check_unchanged(self._tensor, self._version)
         return self._tensor
 
     @untraced

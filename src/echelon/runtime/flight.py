@@ -3,13 +3,12 @@
 Of the outputs only the way back is kept: their values are freed when they are sent, or used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from echelon.runtime.message import Gradients
@@ -72,27 +71,6 @@ class Flight:
         for tensor in self.inputs:
             tensor.grad = None
         return gradients
-
-
-class _Enter(torch.autograd.Function):
-    """The same memory as no leaf and no view: autograd makes exceptions for those (in hooks, in the order of
-    its work), and forbids to change them in place."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, leaf: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where none comes, there is none
-        memory = leaf.new_empty(0)
-        return memory.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
-
-    @staticmethod
-    def backward(_: FunctionCtx, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-def enter(leaf: Tensor) -> Tensor:
-    """What a stage sees of a tensor that has come in."""
-    see: Callable[[Tensor], Tensor] = _Enter.apply
-    return see(leaf) if leaf.requires_grad else leaf
 
 
 def wanted(leaves: Sequence[Leaf]) -> list[Leaf]:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from echelon.graph_entry import enter
 from echelon.launching import at_instruction
 from echelon.program import COMPUTE, RECEIVES, SENDS, Instruction, Op, Span
-from echelon.runtime.flight import Flight, Value, enter, wanted
+from echelon.runtime.flight import Flight, Value, wanted
 from echelon.runtime.mailbox import Mailbox
 from echelon.runtime.message import TALLY, Gradients
 from echelon.runtime.microbatch import Microbatch, MicrobatchLoss

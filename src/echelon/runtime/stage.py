@@ -5,7 +5,7 @@ interpreter speaks to stages alone. What a rank does with all of its stages at o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
@@ -30,6 +30,8 @@ class Stage:
         self._num_forwards = 0  # in this step
         # Opened around the first forward pass of a training, if somebody wants to see what it does.
         self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
+        # Raises if layers that ran again in the first step returned something else.
+        self.check_second_runs: Callable[[], None] = _nothing_to_check
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
         for previous, following in pairwise(reducers):
             following.follow(previous)
@@ -88,6 +90,14 @@ class Stage:
         for sharing in self.sharings:
             sharing.free()
 
+    @contextmanager
+    def second_run(self, layer: nn.Module) -> Iterator[None]:
+        """Around a layer's forward that runs again in the backward pass."""
+        with ExitStack() as around:
+            for sharing in self.sharings:
+                around.enter_context(sharing.second_run(layer))
+            yield
+
     def abandon_pass(self) -> None:
         """A pass has raised, and nobody runs the stage any more."""
         for sharing in self.sharings:
@@ -120,6 +130,10 @@ class Stage:
             f"{sharing.parameter_set.describe()}, {type(sharing).__name__}" for sharing in self.sharings
         )
         return f"stage {self.index}: {sets}"
+
+
+def _nothing_to_check() -> None:
+    pass
 
 
 @final

@@ -20,8 +20,25 @@ class GeneratorStates:
     """Their states now. `modules`: whose own generators count too."""
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module] = ()) -> None:
-        generators = [*_global_generators(device), *_own_generators(modules)]
+        self._read([*_torch_generators(device), *_other_generators(), *_own_generators(modules)])
+
+    @classmethod
+    def of_torch(cls, device: torch.device) -> "GeneratorStates":
+        """Of torch's global generators alone."""
+        return cls.__new__(cls)._read(_torch_generators(device))
+
+    @classmethod
+    def of_others(cls, modules: Iterable[nn.Module]) -> "GeneratorStates":
+        """Of all but torch's global ones."""
+        return cls.__new__(cls)._read([*_other_generators(), *_own_generators(modules)])
+
+    def _read(self, generators: Iterable[_Generator]) -> "GeneratorStates":
         self._states = [(generator, generator.read()) for generator in generators]
+        return self
+
+    def now(self) -> "GeneratorStates":
+        """Where the same generators stand now."""
+        return GeneratorStates.__new__(GeneratorStates)._read(generator for generator, _ in self._states)
 
     def restore(self) -> None:
         for generator, state in self._states:
@@ -32,12 +49,15 @@ class GeneratorStates:
         return any(not _is_same(state, generator.read()) for generator, state in self._states)
 
 
-def _global_generators(device: torch.device) -> Iterator[_Generator]:
+def _torch_generators(device: torch.device) -> Iterator[_Generator]:
     yield _Generator(torch.get_rng_state, torch.set_rng_state)
     if device.type == "cuda":
         yield _Generator(
             lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)
         )
+
+
+def _other_generators() -> Iterator[_Generator]:
     yield _Generator(random.getstate, random.setstate)
     yield _Generator(lambda: numpy.random.get_state(legacy=False), numpy.random.set_state)
 

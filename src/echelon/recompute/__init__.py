@@ -1,0 +1,27 @@
+"""Recompute: saved activations are dropped in the forward pass and computed again in the backward pass.
+
+segment             the heart: layers that drop what autograd saves, and run again when it is asked for
+layer_call          one call of a layer: what its second run must find as the first
+arguments           of a call: kept tensors, and references to what the layer before returned
+checkpoints         how arguments are kept
+buffers             those that a forward changes
+surroundings        dropout, generators, autocast, modes, view
+second_run_check    the first step: a second run returns the same
+segments            which layers form segments
+"""
+
+from echelon.recompute.checkpoints import Checkpoints, Kept, WholeCheckpoints
+from echelon.recompute.second_run_check import SecondRunCheck
+from echelon.recompute.segment import Segment, SegmentSettings
+from echelon.recompute.segments import divide, goes_back_at_once
+
+__all__ = [
+    "Checkpoints",
+    "Kept",
+    "SecondRunCheck",
+    "Segment",
+    "SegmentSettings",
+    "WholeCheckpoints",
+    "divide",
+    "goes_back_at_once",
+]
