@@ -9,6 +9,7 @@ the others, and training with batch statistics is refused.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, final
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.collectives import Group
 from echelon.errors import UserError
+from echelon.second_run import once
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper
 
@@ -133,10 +135,7 @@ class _Statistics(torch.autograd.Function):
         dims = _all_but_channels(x)
         variance, mean = torch.var_mean(whole, dims, correction=0)
         number = torch.full((1,), float(x.numel() // x.shape[1]), dtype=whole.dtype, device=x.device)
-        local = torch.cat([mean, variance, number])
-        gathered = local.new_empty(group.size, len(local))
-        with group.ledger.about(_SUBJECT):
-            group.all_gather(gathered, local)
+        gathered = once(partial(_gathered, torch.cat([mean, variance, number]), group))
         means, variances, numbers = gathered.split([len(mean), len(mean), 1], 1)
         total = numbers.sum()
         mean = (means * numbers).sum(0) / total
@@ -152,6 +151,14 @@ class _Statistics(torch.autograd.Function):
         summed = _Sum.apply(torch.stack([d_mean, d_variance]), ctx.group)  # type: ignore[no-untyped-call]
         d_mean, d_variance = (_by_channel(each / total, x) for each in summed)
         return (d_mean + 2 * d_variance * (x - _by_channel(mean, x))).to(x.dtype), None
+
+
+def _gathered(local: Tensor, group: Group) -> Tensor:
+    """What every replica has, [replicas, …]. A forward that runs again is given the answer of the first."""
+    gathered = local.new_empty(group.size, len(local))
+    with group.ledger.about(_SUBJECT):
+        group.all_gather(gathered, local)
+    return gathered
 
 
 class _Sum(torch.autograd.Function):

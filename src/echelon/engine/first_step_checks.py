@@ -2,7 +2,7 @@
 is refused by all, and no weight has changed.
 
 Weights that a pass changes where they come and go; hooks on weights that see parts of a gradient; buffers
-that replicas compute from different samples.
+that replicas compute from different samples; layers that compute something else when they run again.
 """
 
 from collections.abc import Iterator
@@ -40,6 +40,7 @@ class FirstStepChecks:
     def decide(self) -> None:
         """The gradients are there: raise on every rank what any has found."""
         if not self._is_open:
+            self._check_second_runs()  # of asynchronous workers, each for itself
             return
         self._is_open = False
         differing = self._differing_buffers()
@@ -50,11 +51,14 @@ class FirstStepChecks:
             return []
         return [name for stage in self._local.stages.values() for name in stage.differing_buffers()]
 
+    def _check_second_runs(self) -> None:
+        for stage in self._local.stages.values():
+            stage.check_second_runs()
+
     def _check(self, differing: list[str]) -> None:
         for sharing in self._local.sharings:
             sharing.end_watch()
-        for stage in self._local.stages.values():
-            stage.check_second_runs()
+        self._check_second_runs()
         self._hooks.check()
         if differing:
             raise UserError(

@@ -354,6 +354,8 @@ class ContinuousRunner(StepRunner):
         plan = self._mesh.plan
         updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
         self._update.set_learning_rate(self._updates // updates_per_step)
+        for stage in self._local.stages.values():
+            stage.check_second_runs()
         super().update()
         self._updates += 1
 

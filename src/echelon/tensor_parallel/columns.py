@@ -20,6 +20,7 @@ from echelon.collectives import Group
 from echelon.errors import UserError
 from echelon.products import product
 from echelon.saved_tensors import is_recorded
+from echelon.second_run import once
 from echelon.tensor_parallel.entries import Entries, LastEntry
 from echelon.tensor_parallel.moves import GroupMoves, gathered, start_sum, start_sum_of_part
 
@@ -54,7 +55,8 @@ class SharedInput:
     """Which matrices have the same input: the first call of a pass computes the products of all of them.
 
     In the first pass every matrix is on its own, because only then it is seen which ones share an input. All
-    ranks make the same calls, so all ranks come to the same answer.
+    ranks make the same calls, so all ranks come to the same answer. A layer that runs again in the backward
+    pass computes the products that it has computed together in the forward pass, and learns nothing.
     """
 
     def __init__(self) -> None:
@@ -62,30 +64,40 @@ class SharedInput:
         self._input: weakref.ref[Tensor] | None = None
         self._version = 0
         self._first: Multiplier | None = None
+        self._expected: list[Multiplier] = []  # whose products were computed, and not yet asked for
         self._products: dict[Multiplier, Tensor] = {}
 
     def multiply(self, caller: Multiplier, x: Tensor, group: Group, *, sequence: bool) -> Tensor | None:
         """The product with the caller's matrix; None where it is not known yet which matrices share `x`."""
+        together = once(lambda: self._choose(caller, x))
+        if together:
+            products = _multiply(x, group, sequence, [sharer.matrix for sharer in together])
+            self._products = dict(zip(together, products, strict=True))
+        return None if together is None else self._products.pop(caller)
+
+    def _choose(self, caller: Multiplier, x: Tensor) -> list[Multiplier] | None:
+        """Which products to compute now: none where the caller's is there; None: the caller is on its own."""
         if self._input is None or self._input() is not x or self._version != x._version:
             self._start(caller, x)
             if caller not in self._sharing:
                 self._sharing[caller] = [caller]
                 return None
-            together = self._sharing[caller]
-            products = _multiply(x, group, sequence, [sharer.matrix for sharer in together])
-            self._products = dict(zip(together, products, strict=True))
-        if caller in self._products:
-            return self._products.pop(caller)
+            self._expected = [sharer for sharer in self._sharing[caller] if sharer is not caller]
+            return list(self._sharing[caller])
+        if caller in self._expected:
+            self._expected.remove(caller)
+            return []
         assert self._first is not None
         if caller not in self._sharing[self._first] and caller.layer == self._first.layer:
             self._sharing[self._first].append(caller)
         return None
 
     def _start(self, caller: Multiplier, x: Tensor) -> None:
-        for absent in self._products:  # they were not called this time
+        for absent in self._expected:  # they were not called this time
             assert self._first is not None
             self._sharing[self._first].remove(absent)
-        self._input, self._version, self._first, self._products = weakref.ref(x), x._version, caller, {}
+        self._input, self._version, self._first = weakref.ref(x), x._version, caller
+        self._expected, self._products = [], {}
 
     def __reduce__(self) -> tuple[type["SharedInput"], tuple[()]]:
         return SharedInput, ()  # a copy of a model has other matrices
