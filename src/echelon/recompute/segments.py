@@ -19,7 +19,7 @@ def divide(layers: Sequence[T], recompute: str) -> list[list[T]]:
     assert recompute in ("full", "sqrt"), recompute
     if recompute == "full":
         return [[layer] for layer in layers]
-    number = max(1, isqrt(len(layers)))
+    number = isqrt(len(layers) - 1) + 1  # rounded up
     base, more = divmod(len(layers), number)
     edges = [index * base + min(index, more) for index in range(number + 1)]
     return [list(layers[begin:end]) for begin, end in pairwise(edges)]
