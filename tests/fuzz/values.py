@@ -174,6 +174,8 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
         plain = _CANDIDATES[field][0]
         yield ("model", field), lambda v, f=field, plain=plain: _is_transformer(v) or v[f] == plain
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
+    # Layers that run again must be listed.
+    yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
     # A file may split backward passes in two.

@@ -1,4 +1,4 @@
-"""What a second run must find as the first did: randomness, modes, types, buffers, the view of the sequence."""
+"""What a second run must find as the first: randomness, modes, types, buffers, the view of the sequence."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Layers that drop what autograd saves: gradients stay the same to the last bit, and nothing runs too often."""
+"""Layers that drop what autograd saves: gradients are the same to the bit, and nothing runs too often."""
 
 import copy
 import gc
@@ -135,6 +135,28 @@ def alive_runs() -> list[Run]:
     return [each for each in gc.get_objects() if isinstance(each, Run)]
 
 
+@pytest.mark.parametrize("compares", [True, False])
+def test_an_input_is_freed_when_its_layer_has_gone_back(compares: bool) -> None:
+    """Without the garbage collector, which a GPU's memory cannot wait for."""
+    check = SecondRunCheck()
+    model = blocks(3).double()
+    recompute(list(model), [1, 1, 1], settings(check))
+    check.is_open = compares
+    inputs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    for block in model:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        block.norm.bias.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(storage() is not None for storage in inputs))
+        )
+    gc.disable()
+    try:
+        model(vectors(0)).sum().backward()
+    finally:
+        gc.enable()
+    assert alive == [2, 1, 0]
+
+
 def test_a_graph_without_a_backward_pass_is_freed() -> None:
     model = blocks().double()
     recompute(list(model), [2, 2])
@@ -259,7 +281,7 @@ def test_objects_with_tensors_that_torch_cannot_see_are_refused() -> None:
 
     layer = Layer()
     recompute([layer], [1])
-    with pytest.raises(UserError, match="takes a Cache that holds tensors .* register the class"):
+    with pytest.raises(UserError, match=r"takes a Cache that holds tensors .* register the class"):
         layer(Cache(torch.ones(2, requires_grad=True)))
 
 

@@ -203,10 +203,9 @@ class Recorder:
         self._num_seen = 0
         self.call = calls[0]
         self.tensors: dict[int, KeptTensor] = {}
-        self.pack: Callable[[Tensor], KeptTensor] = self._pack  # one object, which hooks are known by
 
     @untraced
-    def _pack(self, tensor: Tensor) -> KeptTensor:
+    def pack(self, tensor: Tensor) -> KeptTensor:
         number = self._num_seen
         self._num_seen += 1
         if number >= len(self._forms):
