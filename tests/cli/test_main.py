@@ -35,9 +35,9 @@ def test_errors_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_that_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = output(capsys, "verify", "--plan", "recompute=full")
+    code, _, err = output(capsys, "verify", "--plan", "compress=gist")
     assert code == 2
-    assert "recompute=full is not implemented yet (only recompute=none)" in err
+    assert "compress=gist is not implemented yet (only compress=none)" in err
     assert "Traceback" not in err
 
 

@@ -49,9 +49,9 @@ def test_data_that_cannot_be_used(
 def test_a_refused_job_shows_nothing_but_its_errors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, err = output(capsys, "train", "--plan", "recompute=full", "--set", f"out={tmp_path / 'runs'}")
+    code, out, err = output(capsys, "train", "--plan", "compress=gist", "--set", f"out={tmp_path / 'runs'}")
     assert (code, out) == (2, "")
-    assert "recompute=full is not implemented yet (only recompute=none)" in err
+    assert "compress=gist is not implemented yet (only compress=none)" in err
     assert not (tmp_path / "runs").exists()
 
 

@@ -114,9 +114,7 @@ def test_full_keeps_one_input_per_layer() -> None:
     assert peak_activations("recompute=full", 24) - peak_activations("recompute=full", 16) == 8 * hidden
     few = peak_activations("recompute=full", 16)
     one_layer = (peak_activations("recompute=none", 24) - peak_activations("recompute=none", 16)) / 8
-    assert few < 17 * hidden + 2 * one_layer, (
-        "one input per layer, and what one layer needs while it goes back"
-    )
+    assert few < 17 * hidden + 2 * one_layer, "one input per layer, and what one layer needs in its backward"
 
 
 def test_activations_under_sqrt_grow_with_the_square_root_of_layers() -> None:
@@ -126,24 +124,18 @@ def test_activations_under_sqrt_grow_with_the_square_root_of_layers() -> None:
     assert math.log(peak_activations("", 64) / peak_activations("", 16), 4) > 0.9
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
-def test_compiled_layers_run_again_as_compiled_code() -> None:
-    compile_layers_again("inductor")
-
-
-def test_recorded_layers_run_again_as_they_were_recorded() -> None:
-    compile_layers_again("aot_eager")
-
-
-def compile_layers_again(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("default")  # the compiler hides those of its own
+def test_compiled_layers_run_again_as_compiled_code(backend: str) -> None:
+    make = partial(gpt, layers=2)
     with other_backend(backend):
-        expected = Trained(gpt, "compile=true")
-        for recompute in ("full", "sqrt"):
-            found = Trained(gpt, f"compile=true recompute={recompute}")
-            for key, tensor in expected.state.items():
-                assert torch.equal(found.state[key], tensor), key
-            assert found.peak < expected.peak * 0.8
+        expected = Trained(make, "compile=true")
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found = Trained(make, "compile=true recompute=full")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs, "nothing is compiled again"
+    for key, tensor in expected.state.items():
+        assert torch.equal(found.state[key], tensor), key
+    assert found.peak < expected.peak * 0.8
 
 
 def test_gradient_checkpointing_of_transformers_stays_possible() -> None:
