@@ -249,6 +249,7 @@ LAYERS = (
             "products",
             "entropy",
             "fingerprint",
+            "hashing",
         ),
         (),
         "how modules are called; small tools",

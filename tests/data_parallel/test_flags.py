@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from echelon.collectives import RecordingGroup
+from echelon.collectives.group import Reduction, Work
 from echelon.data_parallel.flags import set_anywhere
 from tests.groups import DeferredGroup
 from tests.reads import HasReadError, no_reads
@@ -18,9 +19,11 @@ class OtherRank(RecordingGroup):
         super().__init__("data", 0, 2)
         self._flags = flags
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", **_: object) -> None:  # type: ignore[override]
+    def _all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Work:
         assert op == "max"
+        work = super()._all_reduce(tensor, op)
         tensor.copy_(torch.maximum(tensor, torch.tensor(self._flags, dtype=tensor.dtype)))
+        return work
 
 
 def test_a_flag_is_set_where_any_rank_has_set_it() -> None:

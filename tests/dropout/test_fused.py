@@ -6,7 +6,8 @@ from torch import Tensor
 
 from echelon.dropout import fused
 from echelon.dropout.fused import drop
-from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.dropout.mask import Draw, mask_of
+from echelon.hashing import hash_of
 from tests.dropout.triton_stand_in import kernel_on_cpu
 
 DRAW = Draw(hash_of(1, 2, 3, 0), 4, 0.3)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.dropout.mask import Draw, mask_of
+from echelon.hashing import hash_of
 from tests.dropout.triton_stand_in import kernel_on_cpu
 
 KEY = hash_of(1, 2, 3, 0)

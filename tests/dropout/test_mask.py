@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from echelon.dropout import keep_mask
-from echelon.dropout.mask import _mix, _mix_, hash_of, signed
+from echelon.hashing import hash_of, mix, mix_, signed
 
 SHAPE = (64, 32, 128)
 COUNT = math.prod(SHAPE)
@@ -112,15 +112,15 @@ def test_tiles_are_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_bits_are_those_of_the_first_release() -> None:
     """A change of the hash changes every training that goes on from a checkpoint."""
-    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # splitmix64's first number from seed 0
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # splitmix64's first number from seed 0
     kept = keep_mask(1, 2, 3, 4, (2, 16), 0.5)
     assert ["".join("01"[bit] for bit in row) for row in kept.int().tolist()] == FIRST_RELEASE
 
 
 def test_whole_numbers_and_tensors_are_mixed_alike() -> None:
     numbers = [hash_of(index) for index in range(50)]
-    mixed = _mix_(torch.tensor([signed(number) for number in numbers]))
-    assert mixed.tolist() == [signed(_mix(number)) for number in numbers]
+    mixed = mix_(torch.tensor([signed(number) for number in numbers]))
+    assert mixed.tolist() == [signed(mix(number)) for number in numbers]
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (5, 6), (5, 4, 12), (5, 4, 6), (5, 4, 3, 6)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from echelon.dropout import keep_mask, operators
-from echelon.dropout.mask import hash_of, signed
+from echelon.hashing import hash_of, signed
 
 SEED, STEP, LAYER, FIRST, USED = 1, 2, 3, 4, 5
 KEY = torch.tensor([signed(hash_of(SEED, STEP, LAYER)), USED])

@@ -1,4 +1,4 @@
-"""What the kernel of dropout uses of Triton, in numpy: its programs run one after the other on a CPU.
+"""What the kernels of dropout and rounding use of Triton, in numpy: programs run one by one on a CPU.
 
 Loads and stores outside of a tensor fail here, where a GPU would read or write something else.
 """
@@ -89,6 +89,7 @@ def _module(name: str, **functions: Any) -> Any:
 
 LANGUAGE = _module(
     "triton.language",
+    int16=np.int16,
     int32=np.int32,
     int64=np.int64,
     uint64=np.uint64,
@@ -118,15 +119,15 @@ TRITON = _module(
 
 
 @contextmanager
-def kernel_on_cpu() -> Iterator[Any]:
-    """The module of the kernel, as if Triton were this."""
-    name = "echelon.dropout.kernel"
+def kernel_on_cpu(package: ModuleType = echelon.dropout, module: str = "kernel") -> Iterator[Any]:
+    """The module of a kernel, as if Triton were this."""
+    name = f"{package.__name__}.{module}"
     with patch.dict(sys.modules, {"triton": TRITON, "triton.language": LANGUAGE}):
         sys.modules.pop(name, None)
-        before = vars(echelon.dropout).pop("kernel", None)
+        before = vars(package).pop(module, None)
         try:
             yield importlib.import_module(name)
         finally:
-            vars(echelon.dropout).pop("kernel", None)
+            vars(package).pop(module, None)
             if before is not None:
-                vars(echelon.dropout)["kernel"] = before
+                vars(package)[module] = before

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from echelon.dropout import keep_mask, key_dropout, keyed_layer, scope
 from echelon.dropout.fused import drop, has_kernel
-from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.dropout.mask import Draw, mask_of
+from echelon.hashing import hash_of
 from echelon.wrapping import Wrapping
 
 pytestmark = [

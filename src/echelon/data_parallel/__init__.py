@@ -16,7 +16,8 @@ from echelon.data_parallel.parameter_set import (
 )
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.shared_gradients import sum_tied, sum_within_stage
-from echelon.data_parallel.sharing import LocalSum, Sharing, SingleReplica, Storages
+from echelon.data_parallel.sharing import LocalSum, Sharing, SingleReplica, Storages, SummedUnit
+from echelon.data_parallel.unit_all_reduce import UnitAllReduce
 from echelon.data_parallel.units import SMALLEST as SMALLEST_UNIT
 from echelon.data_parallel.units import divide_units
 from echelon.data_parallel.zero import Zero
@@ -34,7 +35,9 @@ __all__ = [
     "Sharing",
     "SingleReplica",
     "Storages",
+    "SummedUnit",
     "Unit",
+    "UnitAllReduce",
     "Zero",
     "accumulate_in_place",
     "broadcast_packed",

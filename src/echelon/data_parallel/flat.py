@@ -174,6 +174,12 @@ class FlatUnit:
         parameters = tuple(parameter for _, parameter in self.parameters)
         torch._C._autograd._unsafe_set_version_counter(parameters, tuple(versions))
 
+    def mark_updated(self) -> None:
+        """This unit was updated in a backward pass: torch refuses to go on with what it has saved of it."""
+        self._versions = [version + 1 for version in self._current_versions()]
+        if self.is_gathered:
+            self._set_versions(self._versions)
+
     def reallocate(self) -> None:
         """Move to new memory; whoever has a view of the old keeps that."""
         self.flat = self.flat.clone()
@@ -243,6 +249,11 @@ class FlatUnit:
         assert self.part is not None
         if part is not self.part:
             self.part.add_(part)
+
+    def drop_part(self) -> None:
+        """The part of the gradient was used: give its memory back."""
+        self.part = None
+        self.has_part = False
 
     def part_of_gradient(self, local: LocalParameter) -> Tensor:
         """The gradient of one run."""

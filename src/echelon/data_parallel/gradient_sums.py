@@ -8,9 +8,12 @@ microbatches only add up. It begins when the first is complete: while the backwa
 waits for first sums to bound the memory of whole gradients; else (`in_place`) when the backward passes are
 over. Replicas of a stage that take microbatches in turn may then sum in different backward passes, and no
 backward pass may wait for another's.
+
+Where units are updated in the backward pass, `on_sum` hears of each unit whose sums are complete.
 """
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple, final
 
@@ -30,18 +33,29 @@ class _Scatter(NamedTuple):
     unit: FlatUnit
     part: Tensor
     last: bool  # of the step, for this unit
+    gradient: Tensor  # the whole one, until it is summed
 
 
 @final
 class GradientSums:
     """The sums that are on the way. All ranks must begin them in the same order."""
 
-    def __init__(self, groups: ShardGroups, *, in_place: bool) -> None:
-        """`in_place`: a part stays in the memory of the whole gradient, which the unit keeps."""
+    def __init__(
+        self,
+        groups: ShardGroups,
+        *,
+        in_place: bool,
+        waits: bool = True,
+        waits_for_second: bool = False,
+        on_sum: Callable[[FlatUnit], None] | None = None,
+    ) -> None:
+        """`in_place`: a part stays in the memory of the whole gradient, which the unit keeps.
+        `waits`: a backward pass may wait for first sums; `waits_for_second`: and for second ones."""
         self._shard_group, self._copies_group = groups
-        self._in_place = in_place
+        self._in_place, self._waits, self._on_sum = in_place, waits and not in_place, on_sum
+        self._waits_for_second = waits_for_second
         self._scatters: deque[_Scatter] = deque()
-        self._second_sums: deque[Handle] = deque()
+        self._second_sums: deque[tuple[Handle, FlatUnit]] = deque()
 
     def start(self, unit: FlatUnit, *, last: bool) -> None:
         """The gradient of a unit is complete: begin to sum it. `last`: it gets no more in this step."""
@@ -49,19 +63,27 @@ class GradientSums:
         part = unit.new_part(in_place=self._in_place)
         with self._shard_group.ledger.about("gradients"):
             handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
-        self._scatters.append(_Scatter(handle, unit, part, last))
-        if not self._in_place:  # a sum in place takes no memory
+        self._scatters.append(_Scatter(handle, unit, part, last, gradient))
+        if self._waits:  # a sum in place takes no memory
             self._finish_scatters(_IN_FLIGHT)
+        if self._waits_for_second:
+            self._finish_second_sums(_IN_FLIGHT)
 
     def complete(self) -> None:
         """Return when every unit has its part of the sum over all ranks."""
         self._finish_scatters(0)
-        while self._second_sums:  # one that fails is not waited for again
-            self._second_sums.popleft().wait()
+        self._finish_second_sums(0)
+
+    def storages(self) -> list[Tensor]:
+        """Whole gradients on their way."""
+        return [scatter.gradient for scatter in self._scatters]
 
     def drop(self) -> None:
         """Wait for what a failed step has left on the way; its parts are of no use."""
-        handles = [*(scatter.handle for scatter in self._scatters), *self._second_sums]
+        handles = [
+            *(scatter.handle for scatter in self._scatters),
+            *(handle for handle, _ in self._second_sums),
+        ]
         self._scatters.clear()
         self._second_sums.clear()
         with ExitStack() as stack:  # waits for all, the first one first, even if one raises
@@ -71,15 +93,27 @@ class GradientSums:
     def _finish_scatters(self, at_most: int) -> None:
         """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
         while len(self._scatters) > at_most:
-            scatter = self._scatters.popleft()
-            scatter.handle.wait()
-            scatter.unit.add_part(scatter.part)
-            if scatter.last:
-                self._sum_over_copies(scatter.unit)
+            handle, unit, part, last = self._scatters.popleft()[:4]  # lets go of the whole gradient
+            handle.wait()
+            unit.add_part(part)
+            if last:
+                self._sum_over_copies(unit)
+
+    def _finish_second_sums(self, at_most: int) -> None:
+        while len(self._second_sums) > at_most:  # one that fails is not waited for again
+            handle, unit = self._second_sums.popleft()
+            handle.wait()
+            self._tell(unit)
 
     def _sum_over_copies(self, unit: FlatUnit) -> None:
         if self._copies_group.size == 1:
+            self._tell(unit)
             return
         assert unit.part is not None
         with self._copies_group.ledger.about("gradients"):
-            self._second_sums.append(self._copies_group.all_reduce(unit.part, wait=False))
+            handle = self._copies_group.all_reduce(unit.part, wait=False)
+        self._second_sums.append((handle, unit))
+
+    def _tell(self, unit: FlatUnit) -> None:
+        if self._on_sum is not None:
+            self._on_sum(unit)

@@ -92,6 +92,11 @@ class ParameterSet:
         """The parameters whose gradients this rank leaves out of the norm."""
         return {g.parameter for g in self.shared_gradients if not g.counts_norm} | self.norm_elsewhere
 
+    @cached_property
+    def summed_later(self) -> Set[nn.Parameter]:
+        """The parameters whose gradients are summed over other ranks too, after the backward passes."""
+        return {shared.parameter for shared in self.shared_gradients}
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are; the CPU if there are none."""

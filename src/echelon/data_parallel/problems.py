@@ -15,3 +15,8 @@ class Problem(Enum):
         "rank run the same modules, or use zero=2, or a smallest_unit (bytes) above the size of the modules "
         "that only some ranks run, which then stay gathered"
     )
+    WRONG_COUNT = (
+        "the loss counted another number than its targets told before the backward pass, in which units "
+        "were updated: gradients were divided by the wrong count. Go back to the weights before this step, "
+        "and use update=step"
+    )

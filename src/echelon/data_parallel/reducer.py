@@ -5,13 +5,14 @@ but always in one order, the same on every rank: a message that overtakes anothe
 meet the wrong one on its peers. The order is a guess at first, then what replica 0 saw in the first step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flags import set_anywhere
+from echelon.data_parallel.flags import FlagExchange
 from echelon.data_parallel.grad_accumulation import Accumulation, hook_gradient
 from echelon.errors import UserError
 
@@ -24,8 +25,12 @@ class Reducer:
         parameters: Sequence[nn.Parameter],
         accumulate: Callable[[nn.Parameter], None],
         reduce: Callable[[int], None],
+        *,
+        ordered: bool = True,
     ) -> None:
-        """`accumulate` is called for each gradient that a backward pass has made, before it is reduced."""
+        """`accumulate` is called for each gradient that a backward pass has made, before it is reduced.
+        `ordered`: nothing is reduced before its turn; else a group is as soon as it is complete."""
+        self._ordered = ordered
         self._parameters = list(parameters)
         self._accumulate, self._reduce = accumulate, reduce
         self._groups: list[set[nn.Parameter]] = []
@@ -63,6 +68,7 @@ class Reducer:
         self._reducing = reducing
         self.accumulation.is_open = self._in_step and not reducing
         self._next = 0
+        self._early: set[int] = set()  # groups that were reduced before their turn
         self._missing = [set(group) for group in self._groups] if reducing else []
 
     def flush(self) -> None:
@@ -98,7 +104,11 @@ class Reducer:
         self._arrivals.append(parameter)
         if not self._reducing:
             return
-        self._missing[self._place[parameter]].discard(parameter)
+        place = self._place[parameter]
+        self._missing[place].discard(parameter)
+        if not self._ordered and not self._missing[place]:
+            self._early.add(place)
+            self._reduce(place)
         self._reduce_complete()
 
     def _reduce_complete(self) -> None:
@@ -116,7 +126,10 @@ class Reducer:
         return not self._reducing or self._next == len(self._groups)
 
     def _refuse_late(self, parameter: nn.Parameter) -> None:
-        if self._reducing and self._place[parameter] < self._next:
+        if not self._reducing:
+            return
+        place = self._place[parameter]
+        if place < self._next or place in self._early:
             raise UserError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it was reduced: "
                 "its module runs inside a reentrant checkpoint, or backward ran twice; use "
@@ -126,16 +139,16 @@ class Reducer:
     def _reduce_next(self) -> None:
         index = self._next
         self._next += 1
-        self._reduce(index)
+        if index not in self._early:
+            self._reduce(index)
 
     def used_anywhere(self, group: Group) -> set[nn.Parameter]:
         """The parameters that any replica used in this step."""
-        if not self._parameters:
-            return set()
-        flags = [p in self.used for p in self._parameters]
-        with group.ledger.about("used parameters"):
-            used = set_anywhere(flags, group, self._parameters[0].device)
-        return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}
+        return self.exchange_used(self._parameters, group).wait() if self._parameters else set()
+
+    def exchange_used(self, parameters: Sequence[nn.Parameter], group: Group) -> "UsedParameters":
+        """Begin to tell the other replicas which of `parameters` were used here in this step."""
+        return UsedParameters(parameters, self.used, group)
 
     def agreed_order(self, group: Group) -> list[nn.Parameter]:
         """All parameters, in the order in which replica 0 saw their gradients arrive in this step."""
@@ -146,3 +159,19 @@ class Reducer:
         with group.ledger.about("order"):
             group.broadcast(order, source=0)
         return [self._parameters[index] for index in order.tolist()]
+
+
+@final
+class UsedParameters:
+    """Which parameters were used: what each replica knows is on its way to the others."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], used: Set[nn.Parameter], group: Group) -> None:
+        self._parameters = parameters
+        flags = [parameter in used for parameter in parameters]
+        with group.ledger.about("used parameters"):
+            self._exchange = FlagExchange(flags, group, parameters[0].device)
+
+    def wait(self) -> set[nn.Parameter]:
+        """Those that any replica used."""
+        used = self._exchange.wait()
+        return {p for p, is_used in zip(self._parameters, used, strict=True) if is_used}

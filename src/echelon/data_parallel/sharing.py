@@ -2,10 +2,13 @@
 
 A stage calls, for each step and in this order: `start_step`; for each microbatch `start_backward`, the
 backward pass, `finish_backward`; `reduce`; the optimizer works on `local_parameters()`; `publish`.
+
+Where units are updated in the backward pass (`on_unit`), the optimizer has worked on most of them before
+`reduce` returns, and their gradients are gone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, final
 
@@ -27,6 +30,13 @@ class Storages(NamedTuple):
     gradients: list[Tensor]
 
 
+class SummedUnit(NamedTuple):
+    """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit."""
+
+    local: list[LocalParameter]
+    norm_share: list[Tensor]
+
+
 class Sharing(ABC):
     """One way for the ranks of a parameter set to stay equal. Knows nothing of other axes."""
 
@@ -38,6 +48,9 @@ class Sharing(ABC):
 
     # What begins to reduce gradients as the backward pass completes them; None where nobody talks.
     reducer: Reducer | None = None
+
+    # Uses the gradients of a unit in the backward pass; they are then freed. None: gradients stay.
+    on_unit: Callable[[SummedUnit], None] | None = None
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
@@ -101,6 +114,23 @@ class Sharing(ABC):
     @abstractmethod
     def storages(self) -> Storages:
         """What memory holds weights and gradients on this rank now."""
+
+    def _use_unit(self, local: Sequence[LocalParameter]) -> None:
+        """The gradients of a unit are summed: use and free them. What is summed over other ranks too has to
+        wait for these, in memory of its own."""
+        assert self.on_unit is not None
+        waiting = self.parameter_set.summed_later
+        for each in local:
+            if each.parameter in waiting and each.tensor.grad is not None:
+                each.tensor.grad = each.tensor.grad.clone()
+        ready = [each for each in local if each.parameter not in waiting]
+        self.on_unit(SummedUnit(ready, self._norm_share(ready)))
+        for each in ready:
+            each.tensor.grad = None
+
+    def _norm_share(self, local: Sequence[LocalParameter]) -> list[Tensor]:
+        """The share of some local parameters in `norm_share`."""
+        return local_gradients(local, self.parameter_set.uncounted)
 
     def gather(self, *, backward: bool) -> None:  # noqa: B027 (nothing to do where weights stay whole)
         """The stage is about to be used: begin to gather what comes first."""
@@ -166,7 +196,7 @@ class SingleReplica(LocalSum):
         pass
 
     def norm_share(self) -> list[Tensor]:
-        return local_gradients(self._local, self.parameter_set.uncounted)
+        return self._norm_share(self._local)
 
     def owned(self) -> list[OwnedSlice]:
         return own_whole(self.parameter_set)

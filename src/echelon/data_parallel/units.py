@@ -8,7 +8,7 @@ surrounds the others.
 A tied parameter belongs to the first unit that has it, and every module that uses it needs that unit.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -51,6 +51,21 @@ def divide_units(
         read = _outside_parameters(model, modules[:-1]) if module is model else parameters
         units.append(Unit(names[module], module, own, sorted({owner[p] for p in read if p in owner})))
     return _without_empty(units)
+
+
+def find_root(units: Sequence[Unit]) -> int | None:
+    """The unit whose module surrounds those of the others, if there is one."""
+    last = len(units) - 1
+    inside = set(units[last].module.modules()) if units else set()
+    return last if len(units) > 1 and all(unit.module in inside for unit in units) else None
+
+
+def backward_order(units: Sequence[Unit]) -> list[int]:
+    """The order in which a backward pass is expected to complete units: the reverse of the model's. What the
+    root has may be used at both ends of the model, or never: it comes last."""
+    order = list(reversed(range(len(units))))
+    root = find_root(units)
+    return [index for index in order if index != root] + ([] if root is None else [root])
 
 
 def _by_size(

@@ -14,11 +14,14 @@ all parts among its ranks. Gathers and reduce-scatters stay inside a group, and 
 of different groups sum it (gradient_sums.py). What is about replicas is still asked of the whole set; which
 units were gathered, of a group.
 
+Where units are updated in the backward pass, each part of a gradient is used and freed as soon as it is
+summed, and no level keeps gradients: level 1 is then like level 2, but for the microbatches before the last.
+
 Ranks must issue their messages in the same order. Units are therefore reduced in one agreed order: first the
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import final
 
@@ -31,10 +34,11 @@ from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mism
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.problems import Problem
-from echelon.data_parallel.reducer import Reducer
+from echelon.data_parallel.reducer import Reducer, UsedParameters
 from echelon.data_parallel.residency import Residency
 from echelon.data_parallel.sharing import Sharing, Storages, local_gradients
 from echelon.data_parallel.unit_agreement import check_same_units
+from echelon.data_parallel.units import backward_order, find_root
 from echelon.data_parallel.uses import Use, UseHooks
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run, run_slices, whole_slice
@@ -46,8 +50,17 @@ class Zero(Sharing):
     """Ranks that shard optimizer state, gradients (2) and weights (3) of a parameter set."""
 
     def __init__(
-        self, parameter_set: ParameterSet, level: int, wrapping: Wrapping, *, prefetch: int = 1
+        self,
+        parameter_set: ParameterSet,
+        level: int,
+        wrapping: Wrapping,
+        *,
+        prefetch: int = 1,
+        in_backward: bool = False,
+        waits: bool = True,
     ) -> None:
+        """`in_backward`: units are updated in the backward pass. `waits`: a backward pass may wait for all
+        sums, since all ranks are in the same one."""
         assert level in (1, 2, 3), level
         units = list(parameter_set.units)
         ahead = prefetch if level == 3 else 0
@@ -65,9 +78,10 @@ class Zero(Sharing):
         if level < 3:
             self._agreement.close()
         self.residency = Residency(
-            self._flats, self._needs, prefetch, self._group.ledger, _root(units), self._agreement
+            self._flats, self._needs, prefetch, self._group.ledger, find_root(units), self._agreement
         )
-        self._reduced = [flat for unit in reversed(self._flats) for flat in unit if flat.trainable]
+        order = backward_order(units) if in_backward else list(reversed(range(len(units))))
+        self._reduced = [flat for index in order for flat in self._flats[index] if flat.trainable]
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
         self._checks = self._check_weights() if level == 3 else []
@@ -75,7 +89,16 @@ class Zero(Sharing):
         self.accumulation = self.reducer.accumulation if level == 1 else None
         self._order(self._reduced)
         self._observed = False
-        self._sums = GradientSums(parameter_set.shard_groups, in_place=level == 1)
+        self._keeps_gradients = level == 1 and not in_backward
+        self._in_backward = in_backward
+        self._used: dict[FlatUnit, UsedParameters] = {}
+        self._sums = GradientSums(
+            parameter_set.shard_groups,
+            in_place=self._keeps_gradients,
+            waits=waits or level > 1,
+            waits_for_second=waits and in_backward,
+            on_sum=self._use if in_backward else None,
+        )
         self._is_last_backward = False
         self._uses: list[Use] = []
         self._problems: dict[Problem, Tensor] = {}
@@ -96,6 +119,8 @@ class Zero(Sharing):
     def start_step(self) -> None:
         super().start_step()
         self._sums.drop()  # what a step that failed half-way has left
+        while self._used:
+            self._used.popitem()[1].wait()
         self._end_uses()
         self._in_pass = False
         self.reducer.start_step()
@@ -103,7 +128,7 @@ class Zero(Sharing):
         for flat in self._unit_of:
             flat.forget_changes()
         for flat in self._reduced:
-            if self._level == 1:
+            if self._keeps_gradients:
                 flat.open_gradient()
             else:
                 flat.drop_gradient()
@@ -122,6 +147,9 @@ class Zero(Sharing):
         with explain_mismatch():
             self._sums.complete()
             self._problems = self.residency.compare(self._shard_group)
+        if self._in_backward:
+            self.reducer.finish_step()
+            return
         used = self.reducer.used_anywhere(self._group)
         self.reducer.finish_step()
         for flat, local in self._local:
@@ -131,8 +159,11 @@ class Zero(Sharing):
         return self._problems
 
     def norm_share(self) -> list[Tensor]:
+        return self._norm_share(self.local_parameters())
+
+    def _norm_share(self, local: Sequence[LocalParameter]) -> list[Tensor]:
         # The ranks that hold the same part have the same gradients: each takes a piece of every one.
-        gradients = local_gradients(self.local_parameters(), self.parameter_set.uncounted)
+        gradients = super()._norm_share(local)
         copies = self._copies_group
         pieces = [gradient.tensor_split(copies.size)[copies.rank] for gradient in gradients]
         return [piece for piece in pieces if piece.numel()]
@@ -141,6 +172,9 @@ class Zero(Sharing):
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
         self._agreement.close()
         self.share_first_weights()
+        if self._in_backward:
+            for _, local in self._local:
+                local.tensor.grad = None
         if not self._observed and self._reduced:
             self._observed = True
             self._order(self._by_arrival())
@@ -175,7 +209,8 @@ class Zero(Sharing):
         parameters = [tensor for flat in flats for tensor in (flat.flat, flat.shard)]
         parameters += self.parameter_set.parameters.values()
         gradients = [tensor for flat in flats for tensor in (flat.gradient, flat.part) if tensor is not None]
-        return Storages(parameters, gradients)
+        waiting = local_gradients(self.local_parameters())  # for other sums, outside of the parts
+        return Storages(parameters, [*gradients, *self._sums.storages(), *waiting])
 
     def gather(self, *, backward: bool) -> None:
         if self._level == 3:
@@ -247,11 +282,22 @@ class Zero(Sharing):
     def _reduce(self, index: int) -> None:
         flat = self._reduced[index]
         self._agreement.reduce(self._unit_of[flat])
+        if self._in_backward and self._is_last_backward:
+            self._used[flat] = self.reducer.exchange_used([p for _, p in flat.parameters], self._group)
         with explain_mismatch():
             self._sums.start(flat, last=self._is_last_backward)
         for use in self._uses:  # the embedding of tokens: no input says that it is through
             if not use.watched and flat in self._flats[use.unit] and self._all_reduced(use.unit, index):
                 self._hooks.end_backward(use)
+
+    def _use(self, flat: FlatUnit) -> None:
+        """The gradient of a unit is summed: update this rank's part of it."""
+        used = self._used.pop(flat).wait()
+        for local in flat.local_parameters():
+            local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
+        self._use_unit(flat.local_parameters())
+        flat.drop_part()
+        flat.mark_updated()
 
     def _all_reduced(self, unit: int, index: int) -> bool:
         """Whether all of a unit is among what was reduced up to number `index`."""
@@ -299,13 +345,6 @@ class Zero(Sharing):
         for use in self._uses:
             self._hooks.end_backward(use)
         self._uses = []
-
-
-def _root(units: list[Unit]) -> int | None:
-    """The unit whose module surrounds those of the others, if there is one."""
-    last = len(units) - 1
-    inside = set(units[last].module.modules()) if units else set()
-    return last if len(units) > 1 and all(unit.module in inside for unit in units) else None
 
 
 def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:

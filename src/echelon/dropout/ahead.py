@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon.dropout.mask import hash_of, signed
 from echelon.dropout.operators import INDICES
 from echelon.dropout.training_position import TrainingPosition, count_uses, current
+from echelon.hashing import hash_of, signed
 
 if TYPE_CHECKING:
     from echelon.dropout.modules import KeyedDropout

@@ -23,7 +23,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from echelon.dropout.mask import ROUNDS, WEYL, Draw, signed, threshold
+from echelon.dropout.mask import Draw, threshold
+from echelon.hashing import ROUNDS, WEYL, signed
 
 _MOST_WORDS = 1024  # of a tile
 _MOST_PROGRAMS = 2**31 - 1  # a limit of CUDA for the first dim of a grid

@@ -1,8 +1,7 @@
 """Which elements dropout keeps: a pure function of seed, step, layer, sample and position.
 
-splitmix64 hashes a counter, in int64 that wraps around, so that every device gives the same bits. Each hash
-serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³². `kernel` computes the same
-bits in one pass on a CUDA device.
+Each hash (hashing.py) serves two neighbouring elements, 32 bits each: probabilities are exact to 2⁻³².
+`kernel` computes the same bits in one pass on a CUDA device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +11,13 @@ import torch
 from torch import Tensor
 
 from echelon.dropout.runs import Runs, runs_of
+from echelon.hashing import WEYL, hash_of, mix_, signed
 
 _BITS = 32  # bits of a hash that decide one element
 _PER_WORD = 64 // _BITS
 
 # Words hashed at a time, which bounds the memory beside the mask. On a CPU they fit a cache.
 _CPU_TILE, _GPU_TILE = 1 << 16, 1 << 22
-
-WEYL = 0x9E3779B97F4A7C15
-ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
-_ALL = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
@@ -77,7 +73,7 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
     kept = torch.empty(len(keys), len(words) * _PER_WORD, dtype=torch.bool, device=device)
     counters = words.mul_(signed(WEYL))
     for rows, columns in _tiles(len(keys), len(words), kept.device):
-        hashes = _mix_(keys[rows, None] + counters[columns])
+        hashes = mix_(keys[rows, None] + counters[columns])
         halves = slice(columns.start * _PER_WORD, columns.stop * _PER_WORD)
         torch.lt(hashes.view(torch.int32), threshold(draw.p), out=kept[rows, halves])
     if numbers is not None:
@@ -125,46 +121,12 @@ def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
     return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
-def hash_of(*numbers: int, start: int = 0) -> int:
-    """A hash of 64 bits of integers of any size and sign; their order matters.
-
-    hash_of(1, 2, 3) == hash_of(3, start=hash_of(1, 2))
-    """
-    state = start
-    for number in numbers:
-        state = _mix(state + number + WEYL)
-    return state
-
-
 def _sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
     numbers = torch.arange(samples, device=device).add_(first)
-    return _mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
+    return mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
 
 
 def threshold(p: float) -> int:
     """A fraction 1 - p of all signed numbers of `_BITS` bits lies below it."""
     half = 1 << (_BITS - 1)
     return min(round((1 - p) * 2 * half) - half, half - 1)
-
-
-def _mix(number: int) -> int:
-    number &= _ALL
-    for shift, factor in ROUNDS:
-        number ^= number >> shift
-        number = number * factor & _ALL
-    return number
-
-
-def _mix_(numbers: Tensor) -> Tensor:
-    """`_mix` of every element, in place."""
-    for shift, factor in ROUNDS:
-        # The shift of an int64 copies its sign; the mask removes the copies.
-        numbers ^= (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        if factor != 1:
-            numbers *= signed(factor)
-    return numbers
-
-
-def signed(number: int) -> int:
-    """The int64 of the same 64 bits."""
-    return number - (1 << 64) if number >> 63 else number

@@ -12,9 +12,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.dropout import operators
 from echelon.dropout.ahead import DrawsAhead
 from echelon.dropout.fused import drop, has_kernel
-from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.dropout.mask import Draw, mask_of
 from echelon.dropout.training_position import next_use
 from echelon.errors import UserError
+from echelon.hashing import hash_of
 from echelon.huggingface import draws_by_function
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper, replaced_forward, unwrap

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from echelon.dropout.fused import dropped
-from echelon.dropout.mask import Draw, hash_of, mask_of
+from echelon.dropout.mask import Draw, mask_of
+from echelon.hashing import hash_of
 
 
 @torch.library.custom_op("echelon::keyed_dropout", mutates_args=())

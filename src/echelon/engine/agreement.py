@@ -6,7 +6,7 @@ would train something that no device would, and nothing else would show it.
 """
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,22 @@ def _of_tensor(tensor: Tensor) -> tuple[int, int]:
 
 
 def check_same_gradients(
-    local: Iterable[LocalParameter], replicated: Collection[nn.Parameter], group: Group
+    local: Iterable[LocalParameter],
+    replicated: Collection[nn.Parameter],
+    group: Group,
+    measured: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same."""
+    """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same.
+
+    `measured`: by `measure_gradient`, of gradients that are gone.
+    """
     whole = set(replicated)
     compared = sorted((each for each in local if each.parameter in whole), key=lambda e: (e.name, e.begin))
     if not compared:
         return
-    gathered = _gather(torch.stack([_measures(each.tensor) for each in compared]), group)
+    gathered = _gather(
+        torch.stack([measured.get(each.tensor, measure_gradient(each.tensor)) for each in compared]), group
+    )
     is_near = near(gathered, max(torch.finfo(each.tensor.dtype).eps for each in compared)).tolist()
     names = [each.name for each, is_same in zip(compared, is_near, strict=True) if not is_same]
     if names:
@@ -74,8 +82,8 @@ def check_same_gradients(
         )
 
 
-def _measures(parameter: nn.Parameter) -> Tensor:
-    """Those of its gradient; no gradient is one of zeros."""
+def measure_gradient(parameter: nn.Parameter) -> Tensor:
+    """A few numbers of its gradient; no gradient is one of zeros."""
     gradient = parameter.grad
     like = torch.zeros((), device=parameter.device)
     return measures(like if gradient is None else gradient)

@@ -10,6 +10,10 @@ by, as long as this was the same for all losses of the update.
     (total, count), a single loss     its own
     (total, count), several           the samples, targets or targets that are not ignored, whichever was
                                       the count of the step before; else that count
+
+Where units are updated in the backward pass (`exact`) nothing is left to divide by the true count. There the
+last count must be one of the three, which `learn` finds in a rehearsal of the first step, and all ranks must
+know it.
 """
 
 from typing import Any, NamedTuple, final
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.runtime import Number
@@ -36,11 +41,22 @@ class Counts(NamedTuple):
 class LossScale:
     """Makes the scale of each step's losses, on the ranks of the last stage."""
 
-    def __init__(self, mesh: Mesh, last_stage: tuple[int, ...], *, is_here: bool, deferred: bool) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        last_stage: tuple[int, ...],
+        *,
+        is_here: bool,
+        deferred: bool,
+        exact: bool = False,
+    ) -> None:
         """`last_stage`: the ranks of a replica that compute losses; `is_here`: this is one of them.
-        `deferred`: numbers stay on the device, and only the first step may read them."""
+        `deferred`: numbers stay on the device, and only the first step may read them. `exact`: losses must be
+        divided by the true count."""
         plan = mesh.plan
-        self._mesh, self._is_here, self._deferred = mesh, is_here, deferred
+        self._mesh, self._is_here, self._deferred = mesh, is_here or exact, deferred
+        self._rule: int | None = None  # which of the counts a loss counts, once that is known
+        self._compares = exact and not deferred and plan.context == 1 and not plan.sequence
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
         self._updates_per_step = plan.microbatches if plan.schedule in _UPDATE_PER_MICROBATCH else 1
         self._before: Counts | None = None  # those of the last step
@@ -57,10 +73,27 @@ class LossScale:
         expected = None if count_before is None else _expected(counts, self._before, count_before)
         self._before, self._is_first = counts, False
         num_losses = min(samples, self._mesh.plan.microbatches)
-        is_only = self._has_all_losses and self._updates_per_step >= num_losses
+        self._is_only = self._has_all_losses and self._updates_per_step >= num_losses
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
-        return StepScale(per_update, expected, is_only=is_only, local=local)
+        scale = StepScale(per_update, expected, is_only=self._is_only, local=local)
+        if self._rule is not None:
+            scale.apply(self._rule, compares=self._compares)
+        return scale
+
+    def learn(self, count: float) -> None:
+        """The rehearsal of a step counted so much: find out what losses count. The same on every rank."""
+        assert self._before is not None
+        matches = [rule for rule, number in enumerate(self._before) if float(number) == count]
+        if not matches and not self._is_only:
+            samples, targets, counted = (f"{float(number):g}" for number in self._before)
+            raise UserError(
+                f"update={self._mesh.plan.update}: the loss counts {count:g}, and the batch has {samples} "
+                f"samples, {targets} targets, {counted} of them not {IGNORED_TARGET}: units are updated in "
+                "the backward pass, before which the count must be known; let the loss return a mean, or one "
+                "of these as its count, or use update=step"
+            )
+        self._rule = matches[-1] if matches else None
 
     def _over_replicas(self, local: Counts, *, reads: bool) -> Counts:
         plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
@@ -86,13 +119,24 @@ class StepScale:
         """`expected`: the count of (total, count), if an earlier step has told. `is_only`: an update is of
         one loss. `local`: the samples of the step, if all of its losses are this rank's."""
         self._counts, self._expected, self._is_only, self._local = counts, expected, is_only, local
+        self._rule: int | None = None  # what must have been counted, and is compared
+        self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
+
+    def apply(self, rule: int, *, compares: bool) -> None:
+        """Losses count as `rule` says. `compares`: where one does not, that is an error."""
+        self._expected = _not_zero(self._counts[rule])
+        self.is_empty = self._counts[rule] == 0
+        self._rule = rule if compares else None
 
     def normaliser(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
         """For a loss that counted `count` for these targets."""
         if self._is_only:
+            self.is_empty = count == 0
             return _not_zero(count)
         if not is_pair:
             return self._counts.samples
+        if self._rule is not None:
+            _check_count(float(count), targets, self._rule)
         if self._expected is None:  # the first loss decides for all of the step
             self._expected = self._first_guess(count, targets)
         return self._expected
@@ -109,6 +153,18 @@ class StepScale:
             if float(local) == float(count):
                 return _not_zero(guess)
         return _not_zero(float(count) * self._local / max(samples, 1))
+
+
+def _check_count(count: float, targets: Any, rule: int) -> None:
+    """Refuse a loss that counts otherwise than those before it, before its backward pass."""
+    tensors = _tensors(targets)
+    expected = float(count_targets(targets, len(tensors[0]))[rule]) if tensors else count
+    if count != expected:
+        raise UserError(
+            f"the loss counts {count:g} for targets of which earlier losses would have counted {expected:g}: "
+            "units are updated in the backward pass, before which the count of all losses must be known; let "
+            "the loss return a mean, or the same kind of count in every step, or use update=step"
+        )
 
 
 _UPDATE_PER_MICROBATCH = frozenset(ASYNCHRONOUS_SCHEDULES) - {"pipedream-2bw"}

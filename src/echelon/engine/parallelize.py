@@ -88,7 +88,7 @@ def parallelize(
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        update = make_update(local, mesh, layers, optimizer, clip, schedule)
+        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
         recompute_layers(local, plan, layers.view, mesh.device, wrapping)

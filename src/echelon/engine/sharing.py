@@ -14,6 +14,7 @@ from echelon.data_parallel import (
     SharedGradient,
     Sharing,
     SingleReplica,
+    UnitAllReduce,
     Zero,
     accumulate_in_place,
     divide_units,
@@ -81,7 +82,8 @@ def parameter_sets(
 ) -> list[ParameterSet]:
     """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
     group = mesh.group("weights")
-    units = divide_units(module, smallest_unit) if mesh.plan.zero and group.size > 1 else []
+    by_unit = mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
+    units = divide_units(module, smallest_unit) if by_unit else []
     parameters = named_subset(module)
     return [
         ParameterSet(
@@ -100,10 +102,17 @@ def parameter_sets(
 
 def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:
     """How the ranks of a set hold it, and agree on its gradients."""
-    if parameter_set.group.size == 1:
+    in_backward, is_single = plan.update != "step", parameter_set.group.size == 1
+    # Replicas of a stage that take microbatches in turn are in different backward passes.
+    waits = set(plan.replicas) == {1}
+    if not is_single and (plan.zero == 3 or (plan.zero and parameter_set.trained)):
+        return Zero(
+            parameter_set, plan.zero, wrapping, prefetch=prefetch, in_backward=in_backward, waits=waits
+        )
+    if in_backward:
+        return UnitAllReduce(parameter_set, waits=waits)
+    if is_single:
         return SingleReplica(parameter_set)
-    if plan.zero == 3 or (plan.zero and parameter_set.trained):
-        return Zero(parameter_set, plan.zero, wrapping, prefetch=prefetch)
     if plan.sync == "parameter-server":
         return ParameterServer(parameter_set)
     return AllReduce(parameter_set)

@@ -6,18 +6,18 @@ finishes what is under way.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 from echelon.data_parallel import talks_in_forward
-from echelon.engine.agreement import check_same_batch, check_same_gradients
+from echelon.engine.agreement import check_same_batch, check_same_gradients, measure_gradient
 from echelon.engine.arguments import check_loss
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
@@ -28,12 +28,14 @@ from echelon.engine.loss_scale import LossScale
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
+from echelon.engine.untouched import untouched
 from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import WeightChanges, may_change_weights
 from echelon.errors import UserError
 from echelon.inputs import shared_inputs
 from echelon.memory import Meter
 from echelon.mesh import Mesh
+from echelon.ownership import LocalParameter
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES
 from echelon.program import (
@@ -84,7 +86,13 @@ class StepRunner(ABC):
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         placement = local.program.placement
         is_here = len(placement) - 1 in local.stages
-        self._loss_scale = LossScale(mesh, placement[-1], is_here=is_here, deferred=update.deferred)
+        in_backward = update.units is not None
+        self._loss_scale = LossScale(
+            mesh, placement[-1], is_here=is_here, deferred=update.deferred, exact=in_backward
+        )
+        if update.units is not None:
+            update.units.on_unit = meter.sample
+        self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
         for stage in local.stages.values():
             stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
@@ -177,6 +185,8 @@ class StepRunner(ABC):
         samples = num_samples(batch)
         feed = self._feed(batch, "training", self._scopes.of_step(step, samples), begin)
         scale = self._loss_scale.of_step(batch, samples, count_before)
+        if self._update.units is not None:
+            self._update.units.skip = lambda: scale.is_empty
         feed = {number: microbatch._replace(scale=scale) for number, microbatch in feed.items()}
         self._upload = Upload(batch, self._mesh.device)
         return feed
@@ -252,7 +262,7 @@ class StepRunner(ABC):
         # An update that changes nothing has no gradients to compare.
         if not self._same_gradients and sharded is not None and not self._update.skips:
             local, group = self._local.local_parameters(), self._mesh.group("tensor")
-            check_same_gradients(local, sharded.replicated, group)
+            check_same_gradients(local, sharded.replicated, group, self._measured)
             self._same_gradients = True
         self._update.step()
 
@@ -267,8 +277,35 @@ class FlushedRunner(StepRunner):
     def _prepare(self) -> None:
         self._buffers = BufferSnapshot(self._local.modules)
         self.first_step = FirstStepChecks(self._mesh, self._local)
+        self._is_rehearsed = self._update.units is None
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
+        if not self._is_rehearsed:
+            self._rehearse(batch, step)
+        return self._train_step(batch, step)
+
+    def _rehearse(self, batch: Batch, step: int) -> None:
+        """Run a step without updates, where these come before its end: it may be refused, and shows what
+        losses count."""
+        units = self._update.units
+        assert units is not None
+        modules = [each for module in self._local.modules for each in module.modules()]
+        units.rehearsal = self._measure
+        try:
+            with untouched(self._local.modules, modules, self._mesh.device):
+                outcome = self._train_step(batch, step).read()
+        finally:
+            units.rehearsal = None
+            self._measured.clear()
+        self._loss_scale.learn(outcome.counted)
+        self._is_rehearsed = True
+
+    def _measure(self, local: Sequence[LocalParameter]) -> None:
+        """Ranks compare the gradients of some parameters, when all of them are there."""
+        compared = set() if self._layers.sharded is None else set(self._layers.sharded.replicated)
+        self._measured |= {p.tensor: measure_gradient(p.tensor) for p in local if p.parameter in compared}
+
+    def _train_step(self, batch: Batch, step: int) -> StepNumbers:
         count_before = self._update.start_step()
         for stage in self._local.stages.values():
             stage.start_step()

@@ -13,8 +13,8 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "recompute": ("none", "full", "sqrt"),
     "checkpoints": ("whole",),
     "contiguous": (False,),
-    "update": ("step",),
-    "masters": (True,),
+    "update": ("step", "backward", "last-backward"),
+    "masters": (True, False),
     "offload": ((),),
     "compress": ("none",),
 }

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from echelon.async_training import AsyncUpdate, WorkerGradients
+from echelon.data_parallel import Sharing
 from echelon.engine.arguments import check_optimizer
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.parameter_parts import make_exchange
@@ -17,8 +18,21 @@ from echelon.optim.combined import CombinedOptimizer
 from echelon.optim.local import Make, make_whole
 from echelon.optim.needs import Need, check_parts, need_of
 from echelon.optim.sum_optimizer import SumOptimizer
+from echelon.ownership import LocalParameter, own_run
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.precision import DTYPES, DirectStepper, MasterStepper, Stepper, WholeStepper
+from echelon.precision import (
+    DTYPES,
+    DirectStepper,
+    KeyedRounding,
+    LocalStepper,
+    MasterStepper,
+    Placement,
+    RoundingStepper,
+    Stepper,
+    WholeStepper,
+    takes_units,
+)
+from echelon.precision.element_runs import runs_of
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
 
 
@@ -29,9 +43,11 @@ def make_update(
     optimizer: Make,
     clip: float | None,
     schedule: Callable[[int], float] | None,
+    seed: int,
 ) -> Update:
-    """The update of all ranks together, or each worker's own (sync=async)."""
+    """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws."""
     plan = mesh.plan
+    _check_clip(clip, plan)
     make = _checked(optimizer, plan)
     if plan.sync == "async":
         gradients = local.sharings[0]  # all stages of a worker have the same
@@ -47,37 +63,71 @@ def make_update(
             stepper=MasterStepper if has_masters(plan) else DirectStepper,
         )
     deferred = reads_late(mesh.device)
-    stepper = _make_stepper(make_whole(make, local.trained()), local, mesh, layers, deferred=deferred)
+    rounding = None if plan.masters else KeyedRounding(seed)
+    stepper = _make_stepper(
+        make_whole(make, local.trained()), local, mesh, layers, rounding, deferred=deferred
+    )
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
     group = everyone if steady else mesh.group("stage")
     return SynchronousUpdate(
-        local, stepper, group, clip, everyone=everyone, schedule=schedule, steady=steady, deferred=deferred
+        local,
+        stepper,
+        group,
+        clip,
+        everyone=everyone,
+        schedule=schedule,
+        steady=steady,
+        deferred=deferred,
+        in_backward=plan.update != "step",
     )
 
 
 def _make_stepper(
-    optimizer: torch.optim.Optimizer, local: LocalStages, mesh: Mesh, layers: LayerSharding, *, deferred: bool
+    optimizer: torch.optim.Optimizer,
+    local: LocalStages,
+    mesh: Mesh,
+    layers: LayerSharding,
+    rounding: KeyedRounding | None,
+    *,
+    deferred: bool,
 ) -> Stepper:
     """The optimizer over what this rank holds, as the optimizer needs it."""
     masters = has_masters(mesh.plan)
     if has_parts(mesh.plan) and need_of(optimizer) is Need.WHOLE:
-        return WholeStepper(optimizer, make_routes(local, layers, mesh), masters=masters, deferred=deferred)
-    kind = MasterStepper if masters else DirectStepper
-    stepper = kind(lambda _: optimizer, local.trained(), local.local_parameters(), deferred=deferred)
+        routes = make_routes(local, layers, mesh)
+        return WholeStepper(optimizer, routes, masters=masters, rounding=rounding, deferred=deferred)
+    given = (lambda _: optimizer, local.trained(), local.local_parameters())
+    if rounding is not None:
+        placements = _placements(local, layers)
+        stepper: LocalStepper = RoundingStepper(*given, placements, rounding, deferred=deferred)
+    else:
+        kind = MasterStepper if masters else DirectStepper
+        stepper = kind(*given, deferred=deferred)
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         optimizer.share(make_exchange(stepper, local, layers, mesh))
     return stepper
 
 
 def has_masters(plan: Plan) -> bool:
-    return DTYPES[plan.precision].itemsize < 4
+    return DTYPES[plan.precision].itemsize < 4 and plan.masters
 
 
 def has_parts(plan: Plan) -> bool:
     """Whether a rank may update a part of a parameter."""
     return plan.zero > 0 or plan.tensor > 1
+
+
+def _placements(local: LocalStages, layers: LayerSharding) -> dict[nn.Parameter, Placement]:
+    """Where the elements of each local parameter lie in the whole one."""
+
+    def runs(sharing: Sharing, each: LocalParameter) -> Placement:
+        part = torch.empty(each.tensor.numel(), device="meta")
+        boxes = [box for own in own_run(part, sharing.slices(each)) for box in layers.in_whole(own)]
+        return Placement.of(each.name, runs_of(boxes, each.tensor.device))
+
+    return {each.tensor: runs(sharing, each) for sharing, each in local.slices()}
 
 
 def reads_late(device: torch.device) -> bool:
@@ -96,6 +146,7 @@ def _checked(make: Make, plan: Plan) -> Make:
         if has_parts(plan):
             check_parts(optimizer, f"plan '{plan}'")
         _check_sparse(optimizer, plan)
+        _check_in_backward(optimizer, plan)
         return optimizer
 
     return make_and_check
@@ -106,6 +157,25 @@ def _are_optimizers(made: object) -> TypeGuard[Sequence[torch.optim.Optimizer]]:
     if not isinstance(made, list | tuple) or not made:
         return False
     return all(isinstance(each, torch.optim.Optimizer) for each in made)
+
+
+def _check_clip(clip: float | None, plan: Plan) -> None:
+    if clip is not None and plan.update != "step":
+        raise UserError(
+            f"clip={clip} with update={plan.update}: the norm of all gradients is known when the first units "
+            "are updated already; drop clip, or use update=step"
+        )
+
+
+def _check_in_backward(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer that must not be called once for each unit."""
+    if plan.update != "step" and not takes_units(optimizer):
+        name = type(optimizer).__name__
+        raise UserError(
+            f"optimizer {name} with update={plan.update}: its step() is called once for each unit, which is "
+            "right only for optimizers that update each parameter by itself, and whose steps nobody watches "
+            "by a hook or replaces; use one of torch's, drop the hooks, or use update=step"
+        )
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

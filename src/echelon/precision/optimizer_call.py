@@ -10,7 +10,8 @@ fused optimizer takes both on the device, by the protocol of torch's GradScaler:
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -138,6 +139,20 @@ class DeviceCall(OptimizerCall):
             if group["momentum"] and not group["dampening"]:
                 for parameter in set(new).intersection(group["params"]):
                     optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+@contextmanager
+def restricted(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the optimizer see these parameters alone: others may have gradients that are not complete."""
+    chosen = set(parameters)
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, of_group in groups:
+        group["params"] = [parameter for parameter in of_group if parameter in chosen]
+    try:
+        yield
+    finally:
+        for group, of_group in groups:
+            group["params"] = of_group
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,13 +6,14 @@ masters; after each update the weights are rounded from them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.optim.local import Make, make_local
-from echelon.optim.needs import works_by_element
+from echelon.optim.needs import need_of, works_by_element
 from echelon.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.precision.flat_memory import flat_views
 from echelon.precision.float32_gradients import as_float32, divide
@@ -23,6 +24,7 @@ from echelon.precision.optimizer_call import (
     OptimizerCall,
     Skip,
     has_step_hooks,
+    restricted,
 )
 
 
@@ -34,9 +36,17 @@ class Stepper(ABC):
         self.optimizer = optimizer
         self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
 
+    def start_update(self) -> None:  # noqa: B027 (nothing to do where nothing is drawn)
+        """Another update begins, of all parameters at once or of one unit after the other."""
+
     @abstractmethod
-    def step(self, factor: Factor, skip: Skip = False) -> None:
-        """Update everything that has a gradient; where `skip`, nothing. Gradients may be changed."""
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        """Update everything that has a gradient, or what has one of a `unit`; where `skip`, nothing.
+        Gradients may be changed."""
+
+    def counters(self) -> dict[str, int]:
+        """What later updates depend on, beside the state of parameters."""
+        return {}
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
         """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
@@ -76,12 +86,14 @@ class DirectStepper(LocalStepper):
         *,
         deferred: bool = False,
     ) -> None:
-        optimizer = make_local(make, parameters, _by_parameter(local, local))
+        optimizer = make_local(make, parameters, by_parameter(local, local))
         super().__init__(optimizer, deferred=deferred)
         self._local = local
 
-    def step(self, factor: Factor, skip: Skip = False) -> None:
-        self._call([each.tensor for each in self._local if each.tensor.grad is not None], factor, skip)
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        parameters = with_gradients(self._local if unit is None else unit)
+        with nullcontext() if unit is None else restricted(self.optimizer, parameters):
+            self._call(parameters, factor, skip)
 
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return local.tensor
@@ -103,17 +115,17 @@ class MasterStepper(LocalStepper):
         deferred: bool = False,
     ) -> None:
         self._local = local
-        self._masters = {each.tensor: nn.Parameter(_without_memory(each.tensor)) for each in local}
+        self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
-        optimizer = make_local(make, parameters, _by_parameter(local, copies))
+        optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
 
-    def step(self, factor: Factor, skip: Skip = False) -> None:
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:
             self._make_masters()
-        weights = [each.tensor for each in self._local if each.tensor.grad is not None]
-        if not _takes_portions(self.optimizer):
+        weights = with_gradients(self._local if unit is None else unit)
+        if not takes_portions(self.optimizer):
             self._step(weights, factor, skip)
             return
         skip = self._call.readable(skip)
@@ -124,7 +136,7 @@ class MasterStepper(LocalStepper):
     def _make_masters(self) -> None:
         weights = [weight.detach() for weight in self._masters]
         views = flat_views(weights, torch.float32)
-        _copy(views, weights)
+        copy_all(views, weights)
         for master, view in zip(self._masters.values(), views, strict=True):
             master.data = view
         self._has_masters = True
@@ -135,7 +147,7 @@ class MasterStepper(LocalStepper):
             master.grad = gradient
         self._call(masters, factor, skip)
         with torch.no_grad():
-            _copy(weights, masters)
+            copy_all(weights, masters)
         for master in masters:
             master.grad = None  # the memory is a bucket's, or is needed no more
 
@@ -147,21 +159,36 @@ class MasterStepper(LocalStepper):
         return known | super().state(local)
 
 
-def _without_memory(weight: Tensor) -> Tensor:
+def with_gradients(local: Sequence[LocalParameter]) -> list[nn.Parameter]:
+    return [each.tensor for each in local if each.tensor.grad is not None]
+
+
+def without_memory(weight: Tensor) -> Tensor:
     """A float32 tensor of the same shape that stands for a copy."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
 
 
-def _takes_portions(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether several calls, each for some of the parameters, are the same as one: true of torch's optimizers
-    whose state is of single parameters. Nobody must hear of the calls, by a hook or in place of `step`."""
-    if not works_by_element(optimizer) or has_step_hooks(optimizer):
-        return False
+def takes_portions(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls, each for some of the parameters, are the same as one, also where ranks do not
+    call alike: true of torch's optimizers whose state is of single parameters."""
+    return works_by_element(optimizer) and not _is_watched(optimizer)
+
+
+def takes_units(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
+    true of optimizers that look at one parameter at a time."""
+    return need_of(optimizer) is not None and not _is_watched(optimizer)
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody hears of the calls, by a hook or in place of `step`."""
     replaced = vars(optimizer).get("step")
-    return replaced is None or hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
+    is_replaced = replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", ())
+    return is_replaced or has_step_hooks(optimizer) or any(map(_is_watched, inside))
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others of the same shapes, with few kernels."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
@@ -173,7 +200,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> di
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def _by_parameter(
+def by_parameter(
     local: list[LocalParameter], updated: list[LocalParameter]
 ) -> dict[nn.Parameter, list[nn.Parameter]]:
     result: dict[nn.Parameter, list[nn.Parameter]] = {}

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from echelon.collectives import Group
 from echelon.optim.local import make_local
 from echelon.ownership import MASTER, LocalParameter, OwnedSlice, Slice, whole_slice
+from echelon.precision.element_runs import whole_run
 from echelon.precision.optimizer_call import Factor, Skip
+from echelon.precision.rounding import KeyedRounding, Placement
 from echelon.precision.stepper import Stepper, state_tensors
 
 
@@ -95,31 +97,65 @@ _Boxes = list[tuple[int, Tensor]]  # each with the rank that it goes to, or come
 class WholeStepper(Stepper):
     """The optimizer works on whole parameters, each on one of the ranks that hold it.
 
-    `masters`: they stay here between updates, in float32. Else they are put together for each update.
+    `masters`: they stay here between updates, in float32. Else they are put together for each update; with
+    `rounding` in float32, and what goes back is rounded.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, routes: Routes, *, masters: bool, deferred: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        routes: Routes,
+        *,
+        masters: bool,
+        rounding: KeyedRounding | None = None,
+        deferred: bool = False,
     ) -> None:
-        self._routes, self._masters = routes, masters
-        self._wholes = {route.local: _without_memory(route, masters) for route in routes.wholes}
+        self._routes, self._masters, self._rounding = routes, masters, rounding
+        in_float32 = masters or rounding is not None
+        self._wholes = {route.local: _without_memory(route, in_float32) for route in routes.wholes}
+        self._placements = {
+            local: Placement.of(local.name, [whole_run(whole)]) for local, whole in self._wholes.items()
+        }
         self._is_here: set[LocalParameter] = set()  # whose weights the rank that updates them has
         held = {local.parameter: [whole] for local, whole in self._wholes.items()}
         super().__init__(make_local(lambda _: optimizer, [], held), deferred=deferred)
 
-    def step(self, factor: Factor, skip: Skip = False) -> None:
-        routes = self._routes.only(lambda local: local.tensor.grad is not None)
+    def start_update(self) -> None:
+        if self._rounding is not None:
+            self._rounding.start_update()
+
+    def counters(self) -> dict[str, int]:
+        return {} if self._rounding is None else self._rounding.counters()
+
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        chosen = None if unit is None else {each.tensor for each in unit}
+        routes = self._routes.only(
+            lambda local: local.tensor.grad is not None and (chosen is None or local.tensor in chosen)
+        )
         updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
         self._bring_weights(routes)
         for whole in updated:
             whole.grad = torch.zeros_like(whole)
         routes.collect(_gradient, lambda local: _gradient_of(self._wholes[local]))
         self._call(updated, factor, skip)
-        routes.distribute(lambda local: self._wholes[local].detach(), lambda local: local.tensor.detach())
         for whole in updated:
             whole.grad = None
+        results = {whole: whole.detach() for whole in updated}
+        if self._rounding is not None:
+            results = self._rounded(routes)
+        routes.distribute(lambda local: results[self._wholes[local]], lambda local: local.tensor.detach())
         if not self._masters:
             self._forget_weights(updated)
+
+    def _rounded(self, routes: Routes) -> dict[nn.Parameter, Tensor]:
+        """The new weights of what was updated, in the type of the weights."""
+        assert self._rounding is not None
+        results = {}
+        for local in dict.fromkeys(route.local for route in routes.wholes):
+            whole = self._wholes[local]
+            results[whole] = torch.empty(whole.shape, dtype=local.tensor.dtype, device=whole.device)
+            self._rounding.round(results[whole], whole, self._placements[local])
+        return results
 
     def _bring_weights(self, routes: Routes) -> None:
         new = routes.only(lambda local: local not in self._is_here)
@@ -146,9 +182,9 @@ class WholeStepper(Stepper):
         return owned
 
 
-def _without_memory(route: WholeRoute, masters: bool) -> nn.Parameter:
+def _without_memory(route: WholeRoute, in_float32: bool) -> nn.Parameter:
     like = route.local.tensor
-    dtype = torch.float32 if masters else like.dtype
+    dtype = torch.float32 if in_float32 else like.dtype
     return nn.Parameter(torch.zeros((), dtype=dtype, device=like.device).expand(route.boxes[0].shape))
 
 

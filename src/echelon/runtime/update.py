@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group
-from echelon.data_parallel import squared_norm
+from echelon.data_parallel import Problem, squared_norm
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
 from echelon.precision import Stepper
 from echelon.runtime.numbers import StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
+from echelon.runtime.unit_updates import UnitUpdates
 
 
 class Push(NamedTuple):
@@ -40,6 +41,7 @@ class Update(ABC):
     optimizer: torch.optim.Optimizer
     numbers: StepNumbers  # of the last update
     deferred: bool = False  # whether nobody reads them before the step returns
+    units: UnitUpdates | None = None  # where units are updated in the backward pass
 
     def set_learning_rate(self, step: int) -> None:  # noqa: B027 (nothing to do where a server sets it)
         """Set the rate for the update of `step`, as the schedule says."""
@@ -113,12 +115,14 @@ class SynchronousUpdate(Update):
         schedule: Callable[[int], float] | None = None,
         steady: bool = True,
         deferred: bool = False,
+        in_backward: bool = False,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
         `steady`: all of them are at the same update, so that one's count tells of the next one's.
         `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
         changes nothing, and only `numbers` tells.
+        `in_backward`: units are updated in the backward pass, and `step` updates what is left.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
@@ -126,21 +130,28 @@ class SynchronousUpdate(Update):
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=steady)
         self._last_count: Number | None = None
         self._has_published = False
+        self.units = UnitUpdates(stages.sharings, stepper) if in_backward else None
 
     def set_learning_rate(self, step: int) -> None:
         self._learning_rate.set(step)
 
     def start_step(self) -> Number | None:
         self._stages.start_step()
+        if self.units is not None:
+            self.units.start_step()
         return self._last_count
 
     def tie(self) -> None:
         self._stages.sum_tied_gradients()
 
     def norm(self, tally: Tensor) -> None:
-        square = squared_norm(self._stages.norm_share(), tally.device).view(1)
-        summed = torch.cat([tally, square, self._stages.problem_flags(tally.device)])
+        square = squared_norm(self._stages.norm_share(), tally.device)
+        if self.units is not None:
+            square = square + self.units.square(tally.device)
+        summed = torch.cat([tally, square.view(1), self._stages.problem_flags(tally.device)])
         _sum(summed, self._group)
+        if self.units is not None:
+            _flag_wrong_count(summed, self.units)
         if self.deferred:
             self._scaling = scale_on_device(summed, self._clip)
             norm = torch.as_tensor(self._scaling.norm).view(1)
@@ -160,7 +171,11 @@ class SynchronousUpdate(Update):
 
     def step(self) -> None:
         """A microbatch without samples is an update that changes nothing."""
-        self.stepper.step(self._scaling.factor, self._scaling.skip)
+        if self.units is None:
+            self.stepper.start_update()
+            self.stepper.step(self._scaling.factor, self._scaling.skip)
+        elif self.units.rehearsal is None:
+            self.stepper.step(1.0, self._scaling.skip)
         if self._steady:
             self._remember_count()
 
@@ -197,7 +212,12 @@ class SynchronousUpdate(Update):
                 if part not in self.stepper.whole_parts:
                     owned += own_state(part, value, slices)
         normaliser = torch.as_tensor(0.0 if self._last_count is None else self._last_count).double()
-        return [*owned, OwnedSlice(Slice(ENGINE, "normaliser", (), (), ()), normaliser)]
+        numbers = {name: torch.tensor(number) for name, number in self.stepper.counters().items()}
+        numbers["normaliser"] = normaliser
+        return [
+            *owned,
+            *(OwnedSlice(Slice(ENGINE, name, (), (), ()), value) for name, value in numbers.items()),
+        ]
 
     def owned_whole(self) -> list[OwnedSlice]:
         states = [(each.name, self.stepper.state(each)) for each in self._stages.local_parameters()]
@@ -217,6 +237,16 @@ class SynchronousUpdate(Update):
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self._stages.close()
+
+
+def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
+    """Units were updated as if the count were what losses were divided by. In a rehearsal none was."""
+    if units.rehearsal is None:
+        count, scaled = sums[1], sums[2]
+        is_wrong = (scaled - count * count).abs() > 1e-9 * count * count
+        is_skipped = sums.new_zeros(()).bool() | units.skip()
+        place = 4 + list(Problem).index(Problem.WRONG_COUNT)
+        sums[place] += is_wrong | (is_skipped & (count != 0))
 
 
 def _sum(numbers: Tensor, group: Group) -> None:

@@ -1,0 +1,46 @@
+"""Hashes that are the same on every device: splitmix64 of a counter, in int64 that wraps around.
+
+What is drawn at random by them depends on what it is for (a key) and on nothing else: not on the plan, the
+device, or what was drawn before.
+"""
+
+from torch import Tensor
+
+WEYL = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift right and xor, multiply
+_ALL = (1 << 64) - 1
+
+
+def hash_of(*numbers: int, start: int = 0) -> int:
+    """A hash of 64 bits of integers of any size and sign; their order matters.
+
+    hash_of(1, 2, 3) == hash_of(3, start=hash_of(1, 2))
+    """
+    state = start
+    for number in numbers:
+        state = mix(state + number + WEYL)
+    return state
+
+
+def mix(number: int) -> int:
+    """splitmix64, of an unsigned number."""
+    number &= _ALL
+    for shift, factor in ROUNDS:
+        number ^= number >> shift
+        number = number * factor & _ALL
+    return number
+
+
+def mix_(numbers: Tensor) -> Tensor:
+    """`mix` of every element, in place."""
+    for shift, factor in ROUNDS:
+        # The shift of an int64 copies its sign; the mask removes the copies.
+        numbers ^= (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            numbers *= signed(factor)
+    return numbers
+
+
+def signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return number - (1 << 64) if number >> 63 else number

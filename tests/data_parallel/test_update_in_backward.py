@@ -1,0 +1,271 @@
+"""update=backward and last-backward, in one process: what a step is, what it refuses, and what it keeps."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import echelon
+from echelon.errors import UserError
+from tests.cases import adamw, mean_loss, sgd, vectors
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+WIDE = 64
+
+
+class Layers(nn.Module):
+    """Six layers, each a unit, of which the second is the largest; the fourth and fifth share a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [6, WIDE, 2 * WIDE, WIDE, WIDE, WIDE, 5]
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.blocks[4].bias = self.blocks[3].bias  # type: ignore[union-attr]
+        self.unused = nn.Linear(3, 3)
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def make_engine(
+    plan: str,
+    model: nn.Module | None = None,
+    make: Make = adamw,
+    loss: Callable[[Any, Any], Any] = mean_loss,
+    **options: Any,
+) -> echelon.Engine:
+    torch.manual_seed(0)
+    return echelon.parallelize(model or Layers(), plan, optimizer=make, loss=loss, **options)
+
+
+def states(engine: echelon.Engine) -> dict[str, Tensor]:
+    """Weights and optimizer state."""
+    weights = engine.full_state_dict()
+    state = engine.full_optimizer_state()
+    return weights | {f"{n} {key}": value for n, each in state.items() for key, value in each.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def decayed(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups, each with options of its own."""
+    both = list(parameters)
+    matrices, vectors = [p for p in both if p.dim() > 1], [p for p in both if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3}])
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, adafactor, decayed])
+def test_a_step_is_that_of_update_step_bit_for_bit(make: Make) -> None:
+    """Also with a schedule, and where a parameter gets no gradient."""
+    results = []
+    for plan in ("update=step", "update=backward"):
+        with make_engine(plan, make=make, schedule=lambda step: 1 / (step + 1)) as engine:
+            norms = [engine.step(vectors(step)).grad_norm for step in range(3)]
+            results.append((norms, states(engine)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert_same(results[0][1], results[1][1])
+
+
+def test_several_microbatches_add_up_before_the_last_updates() -> None:
+    results = []
+    for plan in ("microbatches=3", "microbatches=3 update=last-backward"):
+        with make_engine(plan) as engine:
+            for step in range(3):
+                engine.step(vectors(step))
+            results.append(states(engine))
+    assert_same(*results)
+
+
+def test_one_unit_has_gradients_at_a_time() -> None:
+    """The largest: measured from storages when each unit is complete."""
+    largest = (WIDE + 1) * 2 * WIDE * 4
+    peaks = {}
+    for update in ("step", "backward"):
+        with make_engine(f"update={update}") as engine:
+            for step in range(2):
+                engine.step(vectors(step))
+            peaks[update] = engine.memory().peak["gradients"]
+            now = engine.memory().now["gradients"]
+    assert peaks["backward"] == largest, "and none of another"
+    assert peaks["step"] > 3 * largest
+    assert now == 0
+
+
+def test_a_unit_is_updated_before_the_backward_pass_reaches_the_next() -> None:
+    model = Layers()
+    with make_engine("update=backward", model) as engine:
+        engine.step(vectors(0))
+        before = [block.weight.clone() for block in model.blocks]
+        updated: list[list[bool]] = []
+
+        def note(_: object) -> None:
+            pairs = zip(model.blocks, before, strict=True)
+            updated.append([not torch.equal(block.weight, weight) for block, weight in pairs])
+
+        model.blocks[0].bias.register_hook(note)
+        engine.step(vectors(1))
+    # The unit of blocks 3 and 4 owns the bias that both use.
+    assert updated == [[False, True, True, True, True, True]]
+
+
+class Reads(nn.Module):
+    """Its first layer multiplies by the weight of its last one, which torch does not know to be the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 5)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.first, self.last]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(F.linear(self.first(x), self.last.weight.detach())))
+
+
+def test_a_weight_that_is_needed_after_its_update_is_an_error_and_changes_nothing() -> None:
+    model = Reads()
+    with make_engine("update=backward", model) as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(RuntimeError, match=r"in.?place"):
+            engine.step(vectors(0))
+        assert_same(before, engine.full_state_dict())
+
+
+# What is refused, before a weight changes.
+
+
+def test_clip_is_refused() -> None:
+    with pytest.raises(UserError, match=r"clip=1.0 with update=backward: the norm .* drop clip, or"):
+        make_engine("update=backward", clip=1.0)
+
+
+class Elsewhere(torch.optim.SGD):
+    """Nobody knows what it does with some of its parameters."""
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(parameters)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [hooked, lambda parameters: Elsewhere(parameters, lr=0.1)])
+def test_an_optimizer_that_must_be_called_once_is_refused(make: Make) -> None:
+    with pytest.raises(UserError, match=r"is called once for each unit.*update=step"):
+        make_engine("update=backward", make=make)
+
+
+def test_a_hook_that_needs_the_whole_gradient_is_found_before_the_first_update() -> None:
+    model = Layers()
+    model.blocks[2].weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+    with make_engine("microbatches=2 update=last-backward", model) as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(UserError, match="sees the gradient of a part of the batch"):
+            engine.step(vectors(0))
+        assert_same(before, engine.full_state_dict())
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A count that targets alone do not tell."""
+    weights = torch.arange(1.0, 6.0)
+    return F.cross_entropy(output, target, weights, reduction="sum"), weights[target].sum()
+
+
+def test_a_count_that_is_not_known_before_is_refused() -> None:
+    with make_engine("microbatches=2 update=last-backward", loss=weighted) as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(UserError, match=r"the loss counts 3\d, and the batch has 12 samples, 12 targets"):
+            engine.step(vectors(0))
+        assert_same(before, engine.full_state_dict())
+
+
+def test_a_single_loss_may_count_anything() -> None:
+    results = []
+    for plan in ("update=step", "update=backward"):
+        with make_engine(plan, loss=weighted) as engine:
+            for step in range(2):
+                engine.step(vectors(step))
+            results.append(states(engine))
+    assert_same(*results)
+
+
+def sometimes_all(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Counts ignored targets too, which only shows when there are any."""
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def test_a_count_that_changes_its_meaning_is_refused_before_the_backward_pass() -> None:
+    with make_engine("microbatches=2 update=last-backward", loss=sometimes_all) as engine:
+        engine.step(vectors(0))
+        before = states(engine)
+        inputs, targets = vectors(1)
+        targets[3] = -100
+        with pytest.raises(UserError, match=r"counts 6 for targets .* would have counted 5"):
+            engine.step((inputs, targets))
+        assert_same(before, states(engine))
+        engine.step(vectors(2))
+
+
+@pytest.mark.parametrize("plan", ["update=backward", "microbatches=2 update=last-backward"])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later"])
+def test_a_step_without_targets_changes_nothing(plan: str, first: bool) -> None:
+    """AdamW would decay weights also for gradients of zero."""
+    with make_engine(plan, loss=counted) as engine:
+        if not first:
+            engine.step(vectors(0))
+        before = states(engine)
+        inputs, targets = vectors(1)
+        with pytest.raises(UserError, match="no replica had a sample"):
+            engine.step((inputs, torch.full_like(targets, -100)))
+        assert_same(before, states(engine))
+        engine.step(vectors(2))
+        assert not torch.equal(before["blocks.0.weight"], states(engine)["blocks.0.weight"])
+
+
+class Noisy(nn.Module):
+    """Draws by itself, counts its calls, and keeps statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.last(self.norm(self.first(x)) + torch.rand(len(x), 8))
+
+
+def test_the_rehearsal_of_the_first_step_leaves_no_trace() -> None:
+    results = []
+    for plan in ("update=step", "update=backward"):
+        torch.manual_seed(0)
+        model = Noisy()
+        with make_engine(plan, model, audit="off", seed=None, smallest_unit=0) as engine:
+            torch.manual_seed(1)
+            for step in range(2):
+                engine.step(vectors(step))
+            results.append((states(engine), model.calls))
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1] == 2
