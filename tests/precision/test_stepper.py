@@ -152,7 +152,7 @@ def test_a_scheduler_of_rates_does_not_make_one_portion_of_all() -> None:
     optimizer = portioned(partial(torch.optim.SGD, lr=0.1), deferred=False).optimizer
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     assert "step" in vars(optimizer)
-    assert stepper._takes_portions(optimizer)
+    assert stepper.takes_portions(optimizer)
 
 
 def low_weight(size: int) -> nn.Parameter:

@@ -7,6 +7,7 @@ would train something that no device would, and nothing else would show it.
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def check_same_gradients(
     local: Iterable[LocalParameter],
     replicated: Collection[nn.Parameter],
     group: Group,
-    measured: Mapping[nn.Parameter, Tensor],
+    measured: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
 ) -> None:
     """Raise on all ranks of `group` unless their gradients of parameters that each has whole are the same.
 

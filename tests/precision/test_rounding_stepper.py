@@ -1,0 +1,154 @@
+"""Updates of bf16 weights without masters: the optimizer's own, rounded stochastically."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon.hashing import hash_of
+from echelon.launching import Ranks
+from echelon.ownership import LocalParameter, OwnedSlice, whole_slice
+from echelon.precision import KeyedRounding, Placement, RoundingStepper, rounding_stepper
+from echelon.precision.element_runs import runs_of
+from echelon.precision.rounding import round_stochastically
+from tests.peak_memory import PeakMemory
+
+Warm = Callable[[int], Ranks]
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+CPU = torch.device("cpu")
+SIZES = (3, 5, 2)
+
+
+def placement(name: str, tensor: Tensor) -> Placement:
+    whole = OwnedSlice(whole_slice(name, tensor), torch.empty(tensor.shape, device="meta"))
+    return Placement.of(name, runs_of([whole], CPU))
+
+
+def make_stepper(make: Make, values: list[Tensor], **options: Any) -> RoundingStepper:
+    weights = [nn.Parameter(value.bfloat16()) for value in values]
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+    local = [LocalParameter(str(index), weight, weight) for index, weight in enumerate(weights)]
+    placements = {each.tensor: placement(each.name, each.tensor) for each in local}
+    return RoundingStepper(make, weights, local, placements, KeyedRounding(7), **options)
+
+
+def run(stepper: RoundingStepper, gradients: list[Tensor | None], **options: Any) -> list[Tensor]:
+    for each, gradient in zip(stepper._local, gradients, strict=True):
+        each.tensor.grad = None if gradient is None else gradient.clone()
+    stepper.start_update()
+    stepper.step(1.0, **options)
+    return [each.tensor.detach().clone() for each in stepper._local]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("portion", [1, 2**26])
+def test_an_update_is_that_of_float32_rounded(
+    deferred: bool, portion: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out: float32 copies of the weights, the optimizer, and noise for each element."""
+    monkeypatch.setattr(rounding_stepper, "_PORTION", portion)
+    make = partial(torch.optim.AdamW, lr=0.1)
+    values = [torch.randn(size) for size in SIZES]
+    stepper = make_stepper(make, values, deferred=deferred)
+    copies = [nn.Parameter(value.bfloat16().float()) for value in values]
+    optimizer = make(copies)
+    for step in range(4):
+        gradients = [torch.randn(size) if (index + step) % 3 else None for index, size in enumerate(SIZES)]
+        weights = run(stepper, gradients)
+        for copy, gradient in zip(copies, gradients, strict=True):
+            copy.grad = gradient
+        optimizer.step()
+        for index, (copy, weight) in enumerate(zip(copies, weights, strict=True)):
+            expected = torch.empty_like(weight)
+            key = hash_of(7, step + 1, hash_of(*str(index).encode()))
+            round_stochastically(expected, copy.detach(), key, placement("", copy).runs)
+            assert torch.equal(weight, expected)
+            copy.data = weight.float()
+    state = stepper.state(stepper._local[0])
+    assert state["exp_avg"].dtype == torch.float32
+    assert "master" not in state
+
+
+@pytest.mark.parametrize("skip", [True, torch.tensor(True)])
+def test_a_skipped_update_changes_nothing(skip: Any) -> None:
+    stepper = make_stepper(partial(torch.optim.SGD, lr=0.1), [torch.randn(100)], deferred=True)
+    before = stepper._local[0].tensor.detach().clone()
+    assert torch.equal(run(stepper, [torch.randn(100)], skip=skip)[0], before)
+
+
+def test_updates_that_are_too_small_for_bf16_add_up() -> None:
+    """Rounded to the nearest, a weight of 1 stays where it is if it changes by less than 2⁻⁹."""
+    num_steps, rate = 500, 2.0**-11
+    make = partial(torch.optim.SGD, lr=rate)
+    stepper = make_stepper(make, [torch.ones(256)])
+    nearest = torch.ones(256, dtype=torch.bfloat16)
+    for _ in range(num_steps):
+        (weight,) = run(stepper, [torch.ones(256)])
+        nearest = (nearest.float() - rate).bfloat16()
+    assert torch.equal(nearest, torch.ones(256, dtype=torch.bfloat16))
+    expected = 1 - num_steps * rate
+    assert weight.float().mean() == pytest.approx(expected, abs=0.01)
+    assert 0 < weight.float().std() < 0.05
+
+
+def test_only_a_portion_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, number = 2**18, 8
+    monkeypatch.setattr(rounding_stepper, "_PORTION", size * 4)
+    stepper = make_stepper(partial(torch.optim.SGD, lr=0.1), [torch.randn(size) for _ in range(number)])
+    gradients: list[Tensor | None] = [torch.ones(size) for _ in range(number)]
+    run(stepper, gradients)
+    for each, gradient in zip(stepper._local, gradients, strict=True):
+        each.tensor.grad = gradient
+    with PeakMemory() as memory:
+        stepper.step(1.0)
+    assert memory.peak < 4 * size * 4, "a copy of 8, and tiles of noise"
+
+
+class Layers(nn.Sequential):
+    """Gradients of sums over few small integers are exact, in whichever order they are added."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 6), nn.Linear(6, 3, bias=False))
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.arange(parameter.numel()) * 5 % 7 - 3 + number
+            parameter.data.copy_(values.view_as(parameter) / 4)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return (torch.arange(8 * 4).view(8, 4) * 3 % 5 - 2).float(), torch.zeros(8, 3)
+
+
+def mean_of_sums(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).sum(-1).mean()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def train(plan: str) -> dict[str, Tensor]:
+    engine = echelon.parallelize(
+        Layers(), f"precision=bf16 masters=false {plan}", optimizer=sgd, loss=mean_of_sums, smallest_unit=0
+    )
+    engine.step(engine.local(batch()))  # later gradients are of weights that are no such integers
+    weights = engine.full_state_dict()
+    engine.close()
+    return weights
+
+
+def test_the_plan_does_not_decide_how_weights_are_rounded(warm_ranks: Warm) -> None:
+    """Where gradients are the same to the last bit, weights are."""
+    expected = train("")
+    assert any(not torch.equal(value, Layers().state_dict()[name]) for name, value in expected.items())
+    plans = [f"data=2 zero={zero}" for zero in range(4)]
+    plans += ["data=2 zero=1 update=backward", "pipeline=2 microbatches=2 update=last-backward"]
+    for plan in plans:
+        for weights in warm_ranks(2).run(train, plan):
+            for name, value in expected.items():
+                assert torch.equal(weights[name], value), (plan, name)
