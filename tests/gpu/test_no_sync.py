@@ -34,6 +34,9 @@ SINGLE = [
     "data=1 precision=bf16",
     "data=1 precision=bf16 microbatches=2",
     "data=1 precision=fp64",
+    "data=1 update=backward",
+    "data=1 precision=bf16 masters=false",
+    "data=1 precision=bf16 masters=false microbatches=2 update=last-backward",
 ]
 RANKS = [
     "data=2",
@@ -48,6 +51,10 @@ RANKS = [
     "pipeline=2 microbatches=4",
     "pipeline=2 schedule=zero-bubble microbatches=4",
     "pipeline=2 schedule=pipedream microbatches=4",
+    "data=2 update=backward",
+    "data=2 zero=2 precision=bf16 masters=false update=backward",
+    "data=2 zero=3 microbatches=2 update=last-backward",
+    "pipeline=2 schedule=zero-bubble microbatches=4 update=last-backward",
 ]
 
 
@@ -84,7 +91,7 @@ def steps_without_waiting(
     """The losses of three steps in which a wait of the host for the device raises."""
     torch.manual_seed(0)
     model = build(replace(CONFIG, dropout=dropout))
-    clip = None if "pipedream" in plan else 1.0
+    clip = None if "pipedream" in plan or "update" in plan else 1.0
     engine: Engine = echelon.parallelize(model, plan, optimizer=optimizer, loss=cross_entropy, clip=clip)
     for step in range(WARM_UP):
         engine.step(engine.local(batch(step)))

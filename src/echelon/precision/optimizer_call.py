@@ -83,7 +83,7 @@ class DeviceCall(OptimizerCall):
         self._starts_on_device = isinstance(optimizer, SumOptimizer)
 
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
-        scale = torch.as_tensor(factor, dtype=torch.float64)
+        scale = _on_device(factor, parameters)
         new = [p for p in parameters if p not in self._updated]
         on_host = self._reads_skip
         if (on_host or (new and not self._starts_on_device)) and skip:
@@ -121,7 +121,8 @@ class DeviceCall(OptimizerCall):
             optimizer.grad_scale = scale.reciprocal().float()  # type: ignore[attr-defined]
         else:
             _scale(parameters, scale)
-        optimizer.found_inf = torch.as_tensor(skip, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        flag = skip.float() if isinstance(skip, Tensor) else torch.full((), float(skip), device=device)
+        optimizer.found_inf = flag  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
@@ -206,6 +207,14 @@ def _suits_kernel(parameter: nn.Parameter) -> bool:
         and gradient.dtype == parameter.dtype
         and have_same_layout(gradient, parameter)
     )
+
+
+def _on_device(factor: Factor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The factor where the parameters are, without a wait for the device."""
+    if isinstance(factor, Tensor):
+        return factor.double()
+    device = parameters[0].device if parameters else None
+    return torch.full((), factor, dtype=torch.float64, device=device)
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

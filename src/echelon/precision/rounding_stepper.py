@@ -47,6 +47,7 @@ class RoundingStepper(LocalStepper):
         """`placements`: of what is updated of each local parameter."""
         self._local, self._placements, self._rounding = local, placements, rounding
         self._copies = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
+        self._without_memory = {weight: copy.data for weight, copy in self._copies.items()}
         copies = [each._replace(tensor=self._copies[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
@@ -72,7 +73,7 @@ class RoundingStepper(LocalStepper):
         for weight, copy in zip(weights, copies, strict=True):
             self._rounding.round(weight, copy, self._placements[weight])
             copy.grad = None
-            copy.data = without_memory(weight)
+            copy.data = self._without_memory[weight]
 
     @torch.no_grad()
     def _fill(self, weights: Sequence[nn.Parameter], copies: Sequence[nn.Parameter]) -> None:
