@@ -109,14 +109,17 @@ def verify(
     if precision != "fp64":
         case = case.round_start(DTYPES[precision])
     gradients = "fp32" if precision == "fp64" else plan.gradients
-    trained = dataclasses.replace(plan, precision=precision, gradients=gradients)
+    masters = precision == "fp64" or plan.masters
+    trained = dataclasses.replace(plan, precision=precision, gradients=gradients, masters=masters)
     results = _train(ranks, case, trained, inject_bug)
 
     def compare() -> Verdict | LowPrecisionVerdict:
         if precision != "fp64":
             return judge_low_precision(case, results)
         verdict = judge(case, results, tolerance=tolerance)
-        ran = dataclasses.replace(verdict.plan, precision=plan.precision, gradients=plan.gradients)
+        ran = dataclasses.replace(
+            verdict.plan, precision=plan.precision, gradients=plan.gradients, masters=plan.masters
+        )
         return dataclasses.replace(verdict, plan=ran)
 
     # Under torchrun only rank 0 has the results of all ranks.
@@ -248,7 +251,7 @@ def _reference(
         return replay(result.log, case, plan.data, dtype=dtype), LOG
     if plan.schedule in ASYNCHRONOUS_SCHEDULES:
         return train_by_formula(case, plan, result.boundaries, dtype), FORMULA
-    return train_on_one_device(case, dtype), ONE_DEVICE
+    return train_on_one_device(case, dtype, keeps_masters=plan.masters), ONE_DEVICE
 
 
 def _refuse_standstill(case: Case, reference: TrainingResult, dtype: torch.dtype) -> None:

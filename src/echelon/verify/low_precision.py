@@ -185,6 +185,8 @@ def _refuse_drift(groups: Mapping[str, Distance], steps: int) -> None:
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
     """
     masters_and_state = {kind: distance for kind, distance in groups.items() if kind != WEIGHTS}
+    if not masters_and_state:  # SGD without momentum, and without masters
+        return
     kind, furthest = max(masters_and_state.items(), key=lambda item: item[1].rounding)
     if furthest.rounding > _LARGEST_ROUNDING:
         raise UserError(

@@ -26,7 +26,7 @@ def train_by_formula(
     case: Case, plan: Plan, boundaries: list[int], dtype: torch.dtype = torch.float64
 ) -> TrainingResult:
     """What the pipeline of `plan` must end with, after all steps of `case` and a drain."""
-    reference = ReferenceModel(case, dtype)
+    reference = ReferenceModel(case, dtype, keeps_masters=plan.masters)
     stages = _stages(reference.model, boundaries)
     parameter_stages = [stages[p] for p in reference.parameters]
     versions = [reference.copy()]

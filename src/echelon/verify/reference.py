@@ -1,7 +1,8 @@
 """The reference: the same training on one device, written in plain torch.
 
 It must stay independent of the code that it judges, so it repeats in the plainest way what a step means. Of
-echelon's code it uses only the dropout masks, and says itself which step and samples they are for.
+echelon's code it uses only the dropout masks, and says itself which step and samples they are for; and the
+hashes that stochastic rounding draws.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from echelon.dropout import key_dropout, scope
 from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
+from echelon.verify.rounding import round_keyed
 from echelon.wrapping import Wrapping
 
 
@@ -41,11 +43,14 @@ class ReferenceModel:
     """The model of a case on one device, in one type, and its optimizer.
 
     Below float32, the optimizer updates float32 copies of the weights, the masters; after each update the
-    weights are the masters, rounded.
+    weights are the masters, rounded. Without `keeps_masters` they are rounded stochastically, and the next
+    update begins with what they are then.
     """
 
-    def __init__(self, case: Case, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float64, *, keeps_masters: bool = True) -> None:
         self._case, self._dtype = case, dtype
+        self._keeps_masters = keeps_masters or dtype.itemsize >= 4
+        self._num_updates = 0
         self.model = case.build(dtype=dtype)
         key_dropout(self.model, Wrapping())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -77,8 +82,19 @@ class ReferenceModel:
         norm = nn.utils.clip_grad_norm_(self.masters, clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.load(self.masters)
+        self._num_updates += 1
+        if self._keeps_masters:
+            self.load(self.masters)
+        else:
+            self._round()
         return float(norm)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        for name, parameter, master in zip(names, self.parameters, self.masters, strict=True):
+            parameter.copy_(round_keyed(master, self._case.seed, self._num_updates, name))
+            master.copy_(parameter)
 
     def copy(self) -> list[Tensor]:
         """A copy of the weights."""
@@ -104,7 +120,7 @@ class ReferenceModel:
         return self._case.loss(self.model(cast_floats(inputs, self._dtype)), targets)
 
     def _full_masters(self) -> dict[str, Tensor]:
-        if self.masters is self.parameters:
+        if self.masters is self.parameters or not self._keeps_masters:
             return {}
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return {name: master.detach().clone() for name, master in zip(names, self.masters, strict=True)}
@@ -118,9 +134,11 @@ class ReferenceModel:
         return state
 
 
-def train_on_one_device(case: Case, dtype: torch.dtype = torch.float64) -> TrainingResult:
+def train_on_one_device(
+    case: Case, dtype: torch.dtype = torch.float64, *, keeps_masters: bool = True
+) -> TrainingResult:
     """Train on the whole of each batch at once."""
-    reference = ReferenceModel(case, dtype)
+    reference = ReferenceModel(case, dtype, keeps_masters=keeps_masters)
     losses, grad_norms = [], []
     batches = case.batches(dtype)
     for step, batch in enumerate(batches):
