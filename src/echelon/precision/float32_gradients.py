@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from echelon.precision.buffer_layout import block_size, round_up
 from echelon.precision.flat_memory import flat_views, have_same_layout
 
-_LARGEST_PORTION = 256 * 2**20  # bytes of copies: for kernels of so much work the host is fast enough
+# Bytes of copies. The same for every model of 10 million parameters or more, of which it is less than half.
+_LARGEST_PORTION = 16 * 2**20
 
 
 def divide(weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
