@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel.grad_dtype import gradient_dtype
+from echelon.data_parallel.gradient_memory import GradientKind, GradientMemory, NewMemory
 from echelon.precision.buffer_layout import BufferLayout, block_size, lay_out
 
 
@@ -20,10 +21,15 @@ class Bucket:
     """A buffer, and for each parameter the view that is its gradient; what lies between views is zeros."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, layout: BufferLayout | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        layout: BufferLayout | None = None,
+        memory: GradientMemory | None = None,
     ) -> None:
         self._layout = layout or lay_out((p.numel() for p in parameters), block_size(dtype))
-        self.buffer = torch.empty(self._layout.size, dtype=dtype, device=parameters[0].device)
+        kind = GradientKind(dtype, parameters[0].device)
+        self.buffer = (memory or NewMemory()).take(self._layout.size, kind)
         for begin, end in self._layout.gaps():
             self.buffer[begin:end].zero_()
         self.views = self._cut(parameters)

@@ -8,7 +8,8 @@ Parameters and parts begin at multiples of 256 bytes, in both buffers. Padding f
 parts. It is zeros and never part of a parameter, so no norm and no state ever sees it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,32 @@ from echelon.collectives import Group, Handle
 from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.freed import FreedParameter, register_owner
 from echelon.data_parallel.grad_dtype import gradient_dtype
+from echelon.data_parallel.gradient_memory import (
+    GradientKind,
+    GradientMemory,
+    NewMemory,
+    PreallocatedMemory,
+)
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out, round_up
+
+
+class UnitMemory(NamedTuple):
+    """Where whole gradients of units lie until they are summed, and the parts that are then added."""
+
+    gradients: GradientMemory
+    parts: GradientMemory
+
+    @classmethod
+    def preallocated(cls, units: Sequence["FlatUnit"]) -> "UnitMemory":
+        """Memory that fits any of these units, whichever comes first."""
+        wholes = [(unit.flat.numel(), unit.gradient_kind) for unit in units]
+        parts = [(unit.shard.numel(), unit.gradient_kind) for unit in units]
+        return cls(PreallocatedMemory(wholes), PreallocatedMemory(parts, at_once=0))
+
+    def storages(self) -> list[Tensor]:
+        return [*self.gradients.storages(), *self.parts.storages()]
 
 
 class FlatUnit:
@@ -53,6 +77,7 @@ class FlatUnit:
         self.is_gathered = True
         self._gathering: Handle | None = None
         self._gradient: Bucket | None = None  # whole, of this rank's samples
+        self.memory = UnitMemory(NewMemory(), NewMemory())
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
         self.has_part = False  # in this step
         self._local = list(self._runs())
@@ -196,6 +221,10 @@ class FlatUnit:
     # Gradients.
 
     @property
+    def gradient_kind(self) -> GradientKind:
+        return GradientKind(self._gradient_dtype, self.flat.device)
+
+    @property
     def gradient(self) -> Tensor | None:
         """The memory of the whole gradient, while there is any."""
         return None if self._gradient is None else self._gradient.buffer
@@ -213,13 +242,19 @@ class FlatUnit:
         return self._bucket().close()
 
     def take_gradient(self) -> Tensor:
-        """The whole gradient, complete, which is then no longer the parameters'."""
+        """The whole gradient, complete, which is then no longer the parameters'. Give its memory back."""
         gradient = self.close_gradient()
-        self.drop_gradient()
+        self._gradient = None
+        self._clear_gradients()
         return gradient
 
     def drop_gradient(self) -> None:
+        if self._gradient is not None:
+            self.memory.gradients.give_back(self._gradient.buffer)
         self._gradient = None
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a freed parameter need not be asked
             for _, parameter in self.parameters:
                 parameter.grad = None
@@ -227,7 +262,7 @@ class FlatUnit:
     def _bucket(self) -> Bucket:
         if self._gradient is None:
             parameters = [parameter for _, parameter in self.parameters]
-            self._gradient = Bucket(parameters, self._gradient_dtype, self._layout)
+            self._gradient = Bucket(parameters, self._gradient_dtype, self._layout, self.memory.gradients)
         return self._gradient
 
     def new_part(self, *, in_place: bool) -> Tensor:
@@ -240,7 +275,7 @@ class FlatUnit:
         if self.part is None:
             self.part = torch.empty_like(self.shard, dtype=self._gradient_dtype)
         if self.has_part:
-            return torch.empty_like(self.part)
+            return self.memory.parts.take(self.part.numel(), self.gradient_kind)
         self.has_part = True
         return self.part
 
@@ -249,8 +284,14 @@ class FlatUnit:
         assert self.part is not None
         if part is not self.part:
             self.part.add_(part)
+        self.drop_part(part)
 
-    def drop_part(self) -> None:
+    def drop_part(self, part: Tensor) -> None:
+        """A reduced part is of no more use; that of the step keeps its memory."""
+        if part is not self.part:
+            self.memory.parts.give_back(part)
+
+    def free_part(self) -> None:
         """The part of the gradient was used: give its memory back."""
         self.part = None
         self.has_part = False

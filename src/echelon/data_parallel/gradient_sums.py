@@ -31,9 +31,14 @@ class _Scatter(NamedTuple):
 
     handle: Handle
     unit: FlatUnit
+    gradient: Tensor | None  # whole; None where the unit keeps its memory
     part: Tensor
     last: bool  # of the step, for this unit
-    gradient: Tensor  # the whole one, until it is summed
+
+    def free_gradient(self) -> None:
+        """The sum has been waited for: nobody reads the whole gradient any more."""
+        if self.gradient is not None:
+            self.unit.memory.gradients.give_back(self.gradient)
 
 
 @final
@@ -63,7 +68,8 @@ class GradientSums:
         part = unit.new_part(in_place=self._in_place)
         with self._shard_group.ledger.about("gradients"):
             handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
-        self._scatters.append(_Scatter(handle, unit, part, last, gradient))
+        taken = None if self._in_place else gradient
+        self._scatters.append(_Scatter(handle, unit, taken, part, last))
         if self._waits:  # a sum in place takes no memory
             self._finish_scatters(_IN_FLIGHT)
         if self._waits_for_second:
@@ -76,25 +82,29 @@ class GradientSums:
 
     def storages(self) -> list[Tensor]:
         """Whole gradients on their way."""
-        return [scatter.gradient for scatter in self._scatters]
+        return [scatter.gradient for scatter in self._scatters if scatter.gradient is not None]
 
     def drop(self) -> None:
         """Wait for what a failed step has left on the way; its parts are of no use."""
-        handles = [
-            *(scatter.handle for scatter in self._scatters),
-            *(handle for handle, _ in self._second_sums),
-        ]
+        scatters, second_sums = list(self._scatters), list(self._second_sums)
         self._scatters.clear()
         self._second_sums.clear()
         with ExitStack() as stack:  # waits for all, the first one first, even if one raises
-            for handle in reversed(handles):
+            for handle, _ in reversed(second_sums):
                 stack.callback(handle.wait)
+            for scatter in reversed(scatters):
+                stack.callback(scatter.unit.drop_part, scatter.part)
+                stack.callback(scatter.free_gradient)
+                stack.callback(scatter.handle.wait)
 
     def _finish_scatters(self, at_most: int) -> None:
         """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
         while len(self._scatters) > at_most:
-            handle, unit, part, last = self._scatters.popleft()[:4]  # lets go of the whole gradient
-            handle.wait()
+            scatter = self._scatters.popleft()
+            scatter.handle.wait()
+            scatter.free_gradient()
+            _, unit, _, part, last = scatter
+            del scatter  # and with it the whole gradient
             unit.add_part(part)
             if last:
                 self._sum_over_copies(unit)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flat import FlatUnit, lost_change
+from echelon.data_parallel.flat import FlatUnit, UnitMemory, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
@@ -58,9 +58,11 @@ class Zero(Sharing):
         prefetch: int = 1,
         in_backward: bool = False,
         waits: bool = True,
+        contiguous: bool = False,
     ) -> None:
         """`in_backward`: units are updated in the backward pass. `waits`: a backward pass may wait for all
-        sums, since all ranks are in the same one."""
+        sums, since all ranks are in the same one. `contiguous`: gradients on their way lie in preallocated
+        memory."""
         assert level in (1, 2, 3), level
         units = list(parameter_set.units)
         ahead = prefetch if level == 3 else 0
@@ -82,6 +84,10 @@ class Zero(Sharing):
         )
         order = backward_order(units) if in_backward else list(reversed(range(len(units))))
         self._reduced = [flat for index in order for flat in self._flats[index] if flat.trainable]
+        if contiguous and level > 1:
+            memory = UnitMemory.preallocated(self._reduced)
+            for flat in self._reduced:
+                flat.memory = memory
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
         self._checks = self._check_weights() if level == 3 else []
@@ -209,6 +215,7 @@ class Zero(Sharing):
         parameters = [tensor for flat in flats for tensor in (flat.flat, flat.shard)]
         parameters += self.parameter_set.parameters.values()
         gradients = [tensor for flat in flats for tensor in (flat.gradient, flat.part) if tensor is not None]
+        gradients += [tensor for flat in self._reduced[:1] for tensor in flat.memory.storages()]
         waiting = local_gradients(self.local_parameters())  # for other sums, outside of the parts
         return Storages(parameters, [*gradients, *self._sums.storages(), *waiting])
 
@@ -296,7 +303,7 @@ class Zero(Sharing):
         for local in flat.local_parameters():
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
         self._use_unit(flat.local_parameters())
-        flat.drop_part()
+        flat.free_part()
         flat.mark_updated()
 
     def _all_reduced(self, unit: int, index: int) -> bool:

@@ -107,7 +107,13 @@ def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch:
     waits = set(plan.replicas) == {1}
     if not is_single and (plan.zero == 3 or (plan.zero and parameter_set.trained)):
         return Zero(
-            parameter_set, plan.zero, wrapping, prefetch=prefetch, in_backward=in_backward, waits=waits
+            parameter_set,
+            plan.zero,
+            wrapping,
+            prefetch=prefetch,
+            in_backward=in_backward,
+            waits=waits,
+            contiguous=plan.contiguous,
         )
     if in_backward:
         return UnitAllReduce(parameter_set, waits=waits)
