@@ -91,7 +91,7 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        recompute_layers(local, plan, layers.view, mesh.device, wrapping)
+        recompute_layers(local, mesh, layers.view, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
         engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings)
         undo.pop_all()

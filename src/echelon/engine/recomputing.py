@@ -1,15 +1,21 @@
 """recompute=full, sqrt: the layers of a stage in segments, which run again in the backward pass."""
 
-import torch
+from collections.abc import Callable, Sequence
+from functools import partial
+
 from torch import nn
 
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
+from echelon.mesh import Mesh
 from echelon.plan import Plan
 from echelon.recompute import (
+    Checkpoints,
+    ContiguousCheckpoints,
     SecondRunCheck,
     Segment,
     SegmentSettings,
+    SplitCheckpoints,
     WholeCheckpoints,
     divide,
     goes_back_at_once,
@@ -19,10 +25,9 @@ from echelon.sequence import View
 from echelon.wrapping import Wrapping
 
 
-def recompute_layers(
-    local: LocalStages, plan: Plan, view: View, device: torch.device, wrapping: Wrapping
-) -> None:
+def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapping) -> None:
     """If the plan says so, let the layers of this rank's stages drop what autograd saves."""
+    plan = mesh.plan
     if plan.recompute == "none":
         return
     check = SecondRunCheck()
@@ -35,10 +40,28 @@ def recompute_layers(
         segments = divide(list(names), plan.recompute)
         if goes_back_at_once(local.program, number):
             segments = segments[:-1]
-        settings = SegmentSettings(device, view, check, WholeCheckpoints(), stage.second_run)
+        checkpoints, finish_step = _make_checkpoints(mesh)
+        settings = SegmentSettings(mesh.device, view, check, checkpoints, stage.second_run)
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
-        stage.check_second_runs = check.decide
+        stage.check_second_runs = partial(_call_all, [check.decide, finish_step])
+
+
+def _make_checkpoints(mesh: Mesh) -> tuple[Checkpoints, Callable[[], None]]:
+    """How a stage keeps the inputs of segments, and what is done when the passes of a step are over."""
+    checkpoints: Checkpoints = WholeCheckpoints()
+    finish_step: Callable[[], None] = partial(_call_all, [])
+    if mesh.plan.contiguous:
+        checkpoints = contiguous = ContiguousCheckpoints(mesh.device, checkpoints)
+        finish_step = contiguous.finish_step
+    if mesh.plan.checkpoints == "split":
+        checkpoints = SplitCheckpoints(mesh.group("tensor"), checkpoints)
+    return checkpoints, finish_step
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:

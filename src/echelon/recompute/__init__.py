@@ -3,7 +3,9 @@
 segment             the heart: layers that drop what autograd saves, and run again when it is asked for
 layer_call          one call of a layer: what its second run must find as the first
 arguments           of a call: kept tensors, and references to what the layer before returned
-checkpoints         how arguments are kept
+checkpoints         how arguments are kept: as they are,
+split_checkpoints       in parts over tensor ranks,
+contiguous              in one preallocated memory (slots)
 buffers             those that a forward changes
 surroundings        dropout, generators, autocast, modes, view
 second_run_check    the first step: a second run returns the same
@@ -11,16 +13,20 @@ segments            which layers form segments
 """
 
 from echelon.recompute.checkpoints import Checkpoints, Kept, WholeCheckpoints
+from echelon.recompute.contiguous import ContiguousCheckpoints
 from echelon.recompute.second_run_check import SecondRunCheck
 from echelon.recompute.segment import Segment, SegmentSettings
 from echelon.recompute.segments import divide, goes_back_at_once
+from echelon.recompute.split_checkpoints import SplitCheckpoints
 
 __all__ = [
     "Checkpoints",
+    "ContiguousCheckpoints",
     "Kept",
     "SecondRunCheck",
     "Segment",
     "SegmentSettings",
+    "SplitCheckpoints",
     "WholeCheckpoints",
     "divide",
     "goes_back_at_once",

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from echelon.errors import UserError
 from echelon.graph_entry import enter
-from echelon.recompute.checkpoints import Checkpoints, Kept
+from echelon.recompute.checkpoints import ArgumentName, Checkpoints, Kept
 from echelon.saved_tensors import Hooks
 
 
@@ -67,6 +67,7 @@ class Arguments:
     def __init__(
         self, args: Any, kwargs: Any, previous: Outputs | None, changed: frozenset[int] | None, name: str
     ) -> None:
+        self._name = name
         leaves, self._spec = tree_flatten((args, kwargs))
         self._leaves: list[Any] = [_as_argument(leaf, leaves, n, previous) for n, leaf in enumerate(leaves)]
         _check_opaque(self._leaves, name)
@@ -80,12 +81,13 @@ class Arguments:
     def _tensors(self) -> Iterator[tuple[int, Tensor]]:
         return ((number, leaf) for number, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor))
 
-    def storages(self) -> set[int]:
+    def storages(self, checkpoints: Checkpoints) -> set[int]:
         """Where the tensors lie that are kept as they are."""
         return {
             tensor.untyped_storage()._cdata
             for number, tensor in self._tensors()
             if tensor.layout == torch.strided
+            and checkpoints.keeps_memory(tensor, ArgumentName(self._name, number))
         }
 
     def keep(self, checkpoints: Checkpoints, hooks: Hooks | None) -> frozenset[int]:
@@ -93,7 +95,7 @@ class Arguments:
         changed = frozenset(n for n, tensor in self._tensors() if tensor._version != self._versions[n])
         for number, tensor in list(self._tensors()):
             value = self._copies.get(number, tensor) if number in changed else tensor
-            kept = checkpoints.keep(value, hooks)
+            kept = checkpoints.keep(value, hooks, ArgumentName(self._name, number))
             self._leaves[number] = _Checkpoint(kept, tensor.requires_grad, tensor.is_leaf)
         self._copies = {}
         return changed

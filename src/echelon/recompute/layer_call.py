@@ -65,7 +65,8 @@ class LayerCall:
         self._buffers: BufferStates = {}
 
     def kept_storages(self) -> set[int]:
-        return self._arguments.storages() | self.layer.history.weight_storages()
+        checkpoints = self._settings.checkpoints
+        return self._arguments.storages(checkpoints) | self.layer.history.weight_storages()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
