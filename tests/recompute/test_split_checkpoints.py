@@ -39,7 +39,7 @@ def checkpoint_bytes(kind: str, samples: int) -> tuple[int, int, list[Tensor]]:
     if "split" in kind:
         checkpoints = SplitCheckpoints(group, checkpoints)
     recompute(list(model), [1, 1, 1, 1], settings()._replace(checkpoints=checkpoints))
-    meter = Meter(model, lambda: dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), []))
+    meter = Meter(model, lambda: {key: [] for key in ("parameters", "gradients", "optimizer", "buffers")})
     x = torch.randn(samples, 8, dtype=torch.float64, requires_grad=True)
     with meter.activations():
         loss = model(x.transpose(0, 1).contiguous().transpose(0, 1)).sum()

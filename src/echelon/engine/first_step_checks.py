@@ -39,6 +39,8 @@ class FirstStepChecks:
 
     def decide(self) -> None:
         """The gradients are there: raise on every rank what any has found."""
+        for stage in self._local.stages.values():
+            stage.finish_passes()
         if not self._is_open:
             self._check_second_runs()  # of asynchronous workers, each for itself
             return

@@ -1,15 +1,16 @@
-"""recompute=full, sqrt: the layers of a stage in segments, which run again in the backward pass."""
+"""recompute=full, sqrt, budget:BYTES: layers of a stage in segments, which run again in the backward pass."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from torch import nn
 
+from echelon.engine.budgeting import is_budget, make_budgeted, share_budget
 from echelon.errors import UserError
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.plan import Plan
 from echelon.recompute import (
+    BudgetedStage,
     Checkpoints,
     ContiguousCheckpoints,
     SecondRunCheck,
@@ -20,7 +21,7 @@ from echelon.recompute import (
     divide,
     goes_back_at_once,
 )
-from echelon.runtime import LocalStages
+from echelon.runtime import LocalStages, Stage
 from echelon.sequence import View
 from echelon.wrapping import Wrapping
 
@@ -31,37 +32,42 @@ def recompute_layers(local: LocalStages, mesh: Mesh, view: View, wrapping: Wrapp
     if plan.recompute == "none":
         return
     check = SecondRunCheck()
+    budgeted: dict[Stage, BudgetedStage] = {}
     for number, stage in local.stages.items():
         layers = _layers(stage.module, plan)
         first = [0, *local.boundaries][number]
         names = {
             layer: f"layer {first + index} ({type(layer).__name__})" for index, layer in enumerate(layers)
         }
+        checkpoints, stage.finish_passes = _make_checkpoints(mesh)
+        settings = SegmentSettings(mesh.device, view, check, checkpoints, stage.second_run)
+        stage.check_second_runs = check.decide
+        if is_budget(plan):
+            budgeted[stage] = make_budgeted(names, settings, mesh, local.program, number)
+            continue
         segments = divide(list(names), plan.recompute)
         if goes_back_at_once(local.program, number):
             segments = segments[:-1]
-        checkpoints, finish_step = _make_checkpoints(mesh)
-        settings = SegmentSettings(mesh.device, view, check, checkpoints, stage.second_run)
         for segment in segments:
             Segment(segment, [names[layer] for layer in segment], settings).wrap(wrapping)
-        stage.check_second_runs = partial(_call_all, [check.decide, finish_step])
+    if budgeted:
+        share_budget(budgeted, mesh, wrapping)
 
 
 def _make_checkpoints(mesh: Mesh) -> tuple[Checkpoints, Callable[[], None]]:
     """How a stage keeps the inputs of segments, and what is done when the passes of a step are over."""
     checkpoints: Checkpoints = WholeCheckpoints()
-    finish_step: Callable[[], None] = partial(_call_all, [])
+    finish_passes: Callable[[], None] = _nothing
     if mesh.plan.contiguous:
         checkpoints = contiguous = ContiguousCheckpoints(mesh.device, checkpoints)
-        finish_step = contiguous.finish_step
+        finish_passes = contiguous.finish_step
     if mesh.plan.checkpoints == "split":
         checkpoints = SplitCheckpoints(mesh.group("tensor"), checkpoints)
-    return checkpoints, finish_step
+    return checkpoints, finish_passes
 
 
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def _nothing() -> None:
+    pass
 
 
 def _layers(module: nn.Module, plan: Plan) -> list[nn.Module]:

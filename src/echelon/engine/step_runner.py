@@ -229,7 +229,8 @@ class StepRunner(ABC):
 
     def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets
-        result = self._layers.loss(*self._layers.without_padding(output, targets))
+        with self._local.stages[self._local.program.stages - 1].during_loss():
+            result = self._layers.loss(*self._layers.without_padding(output, targets))
         check_loss(result)
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)
@@ -392,6 +393,7 @@ class ContinuousRunner(StepRunner):
         updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
         self._update.set_learning_rate(self._updates // updates_per_step)
         for stage in self._local.stages.values():
+            stage.finish_passes()
             stage.check_second_runs()
         super().update()
         self._updates += 1

@@ -10,7 +10,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16"),
-    "recompute": ("none", "full", "sqrt"),
+    "recompute": ("none", "full", "sqrt", "budget"),
     "checkpoints": ("whole", "split"),
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
@@ -35,9 +35,14 @@ def refuse_unsupported(plan: Plan) -> None:
             f"{name}={_show(name, getattr(plan, name))} is not implemented yet (only "
             f"{', '.join(f'{name}={_show(name, value)}' for value in values)})"
             for name, values in _RUNS.items()
-            if getattr(plan, name) not in values
+            if _kind(getattr(plan, name)) not in values
         ],
     )
+
+
+def _kind(value: object) -> object:
+    """'budget' of 'budget:1024'."""
+    return value.partition(":")[0] if isinstance(value, str) else value
 
 
 def _show(name: str, value: object) -> str:

@@ -10,8 +10,11 @@ buffers             those that a forward changes
 surroundings        dropout, generators, autocast, modes, view
 second_run_check    the first step: a second run returns the same
 segments            which layers form segments
+budget              which layers form segments so that a budget suffices, from measured_layers (budget_model)
+budget_stage        the layers of a stage under a budget
 """
 
+from echelon.recompute.budget_stage import BudgetedStage, BudgetSettings, RankBudget
 from echelon.recompute.checkpoints import Checkpoints, Kept, WholeCheckpoints
 from echelon.recompute.contiguous import ContiguousCheckpoints
 from echelon.recompute.second_run_check import SecondRunCheck
@@ -20,9 +23,12 @@ from echelon.recompute.segments import divide, goes_back_at_once
 from echelon.recompute.split_checkpoints import SplitCheckpoints
 
 __all__ = [
+    "BudgetSettings",
+    "BudgetedStage",
     "Checkpoints",
     "ContiguousCheckpoints",
     "Kept",
+    "RankBudget",
     "SecondRunCheck",
     "Segment",
     "SegmentSettings",

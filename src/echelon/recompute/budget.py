@@ -37,26 +37,28 @@ _Floats = NDArray[np.float64]
 _Integers = NDArray[np.int64]
 
 
-def choose(stages: Sequence[StageCosts], budget: int, levels: int = _LEVELS) -> Choice | None:
+def choose(
+    stages: Sequence[StageCosts], budget: int, *, longest: int | None = None, levels: int = _LEVELS
+) -> Choice | None:
     """The choice of least seconds that takes at most `budget` bytes; None if there is none.
 
-    It is never slower than the best uniform split that fits.
+    It is never slower than the best uniform split that fits. `longest`: how many layers a segment may have.
     """
-    uniform = list(uniform_choices(stages))
+    uniform = list(uniform_choices(stages, longest))
     fitting = [choice for choice in uniform if choice.peak <= budget]
     if uniform[0] in fitting:
         return uniform[0]
-    fitting += _shortest_paths(_Problem.of(stages, budget), levels)
+    fitting += _shortest_paths(_Problem.of(stages, budget, longest), levels)
     return min(fitting, key=lambda choice: (choice.seconds, choice.peak), default=None)
 
 
-def least_bytes(stages: Sequence[StageCosts]) -> int:
+def least_bytes(stages: Sequence[StageCosts], longest: int | None = None) -> int:
     """About the smallest budget for which there is a choice; for this one there is one."""
-    high = min(choice.peak for choice in uniform_choices(stages))
+    high = min(choice.peak for choice in uniform_choices(stages, longest))
     low = 0
     while high - low > max(1, high // 20):
         middle = (low + high) // 2
-        choice = choose(stages, middle, levels=_FEW_LEVELS)
+        choice = choose(stages, middle, longest=longest, levels=_FEW_LEVELS)
         low, high = (middle, high) if choice is None else (low, choice.peak)
     return high
 
@@ -72,17 +74,22 @@ class _Problem(NamedTuple):
     recomputed: _Integers  # [begin, end]: bytes of a segment beside its input
     budget: int
     passed: float  # which part of kept bytes the microbatch has that is in its backward pass
+    longest: int  # segment
 
     @classmethod
-    def of(cls, stages: Sequence[StageCosts], budget: int) -> "_Problem":
+    def of(cls, stages: Sequence[StageCosts], budget: int, longest: int | None) -> "_Problem":
         layers = [layer for stage in stages for layer in stage.layers]
         in_flight = np.array([stage.in_flight for stage in stages for _ in stage.layers], dtype=np.int64)
         ends = np.cumsum([len(stage.layers) for stage in stages])
         last = np.repeat(ends, [len(stage.layers) for stage in stages])
         seconds = np.concatenate([[0.0], np.cumsum([layer.seconds for layer in layers])])
+        recomputed = _all_recomputed(layers)
+        recomputed[np.repeat([stage.waiting > 0 for stage in stages], [len(s.layers) for s in stages])] = 0
         # With several stages, kept bytes behind a segment are counted as if they were still there.
-        passed = 1 / stages[0].in_flight if len(stages) == 1 else 0.0
-        return cls(stages, layers, in_flight, last, seconds, _all_recomputed(layers), budget, passed)
+        passed = 1 / stages[0].in_flight if len(stages) == 1 and stages[0].in_flight else 0.0
+        budget -= sum(stage.waiting_bytes for stage in stages)
+        most = longest or len(layers)
+        return cls(stages, layers, in_flight, last, seconds, recomputed, budget, passed, most)
 
     def room(self, limit: int, kept: _Integers) -> _Floats:
         """What a segment may take when it is computed again, if `kept` bytes are kept up to its input."""
@@ -147,6 +154,8 @@ class _Labels:
 
 def _shortest_paths(problem: _Problem, levels: int) -> Iterator[Choice]:
     """Choices that fit, the fastest among them, up to the levels."""
+    if problem.budget < 0:
+        return
     free = _label(problem, problem.budget, levels, bounded=False).at(len(problem.layers))
     fastest = np.inf
     for limit in _limits(problem, levels // _LEVELS_PER_LIMIT):
@@ -154,7 +163,7 @@ def _shortest_paths(problem: _Problem, levels: int) -> Iterator[Choice]:
         if not possible.size or possible.min() >= fastest:  # nor can a smaller limit be faster
             return
         for choice in _choices(problem, _label(problem, limit, levels)):
-            if choice.peak <= problem.budget:
+            if choice.peak <= problem.budget + sum(stage.waiting_bytes for stage in problem.stages):
                 fastest = min(fastest, choice.seconds)
                 yield choice
                 break
@@ -205,8 +214,8 @@ def _begin_segment(problem: _Problem, labels: _Labels, index: int, *, bounded: b
 
 def _last_end(problem: _Problem, begin: int) -> int:
     """Where the longest segment ends that begins here."""
-    end = begin
-    while end < problem.last[begin] and problem.layers[end].can_recompute:
+    end, last = begin, min(int(problem.last[begin]), begin + problem.longest)
+    while end < last and problem.layers[end].can_recompute:
         end += 1
     return end
 

@@ -11,6 +11,9 @@ and with n microbatches in flight on the stage, the bytes of a rank are at their
     or when a segment has been computed again:      the same, less what this microbatch kept of the layers
                                                     behind the segment, and what the segment's layers save
 
+Where a backward pass is in two halves (zero-bubble), what was computed again stays until the second half: of
+a microbatch that waits for it, everything is alive.
+
 What is alive in truth is never more: a storage that two neighbours save is counted once, and everything else
 that may lie in one storage is counted as if it did not.
 """
@@ -34,10 +37,16 @@ class LayerCost(NamedTuple):
 
 
 class StageCosts(NamedTuple):
-    """The layers of one stage, in order, and how many microbatches it keeps at once."""
+    """The layers of one stage, in order, and how many microbatches it keeps at once: before their backward
+    pass, and between its halves."""
 
     layers: tuple[LayerCost, ...]
     in_flight: int
+    waiting: int = 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self.waiting * sum(layer.saved for layer in self.layers)
 
 
 class Choice(NamedTuple):
@@ -52,12 +61,14 @@ def evaluate(stages: Sequence[StageCosts], segments: Sequence[Segments]) -> Choi
     """What a choice takes and costs."""
     kept = [_kept_bytes(stage.layers, chosen) for stage, chosen in zip(stages, segments, strict=True)]
     forward = sum(stage.in_flight * sum(each) for stage, each in zip(stages, kept, strict=True))
+    forward += sum(stage.waiting_bytes for stage in stages)
     peak, seconds = forward, 0.0
     for stage, chosen, each in zip(stages, segments, kept, strict=True):
         total = sum(each)
         behind = [total, *(total - before for before in accumulate(each))]
         for begin, end in chosen:
-            peak = max(peak, forward - behind[end] + recomputed_bytes(stage.layers, begin, end))
+            again = 0 if stage.waiting else recomputed_bytes(stage.layers, begin, end)  # else counted above
+            peak = max(peak, forward - behind[end] + again)
             seconds += sum(layer.seconds for layer in stage.layers[begin:end])
     return Choice(tuple(segments), seconds, peak)
 
@@ -68,11 +79,11 @@ def recomputed_bytes(layers: Sequence[LayerCost], begin: int, end: int) -> int:
     return inside - layers[begin].reused - sum(layer.shared for layer in layers[begin + 1 : end])
 
 
-def uniform_choices(stages: Sequence[StageCosts]) -> Iterator[Choice]:
-    """No segments; then every layer in segments of one length, for each length."""
+def uniform_choices(stages: Sequence[StageCosts], longest: int | None = None) -> Iterator[Choice]:
+    """No segments; then every layer in segments of one length, for each length up to `longest`."""
     yield evaluate(stages, [() for _ in stages])
-    longest = max((len(stage.layers) for stage in stages), default=0)
-    for length in range(1, longest + 1):
+    most = max((len(stage.layers) for stage in stages), default=0)
+    for length in range(1, min(most, longest or most) + 1):
         yield evaluate(stages, [tuple(_cut(stage.layers, length)) for stage in stages])
 
 

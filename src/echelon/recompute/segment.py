@@ -12,7 +12,7 @@ again in the first half only. What a second run must find as the first did is in
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,12 @@ class SegmentSettings(NamedTuple):
     check: SecondRunCheck
     checkpoints: Checkpoints
     during: Callable[[nn.Module], AbstractContextManager[None]]
+
+
+class SegmentCaller(Protocol):
+    """Calls a layer, alone or in one run with those before it."""
+
+    def call(self, layer: "RecomputedLayer", args: Any, kwargs: Any) -> Any: ...
 
 
 @final
@@ -73,7 +79,7 @@ class RecomputedLayer(Wrapper):
 
     entry: ClassVar[str] = "recompute"
 
-    def __init__(self, module: nn.Module, name: str, segment: Segment) -> None:
+    def __init__(self, module: nn.Module, name: str, segment: SegmentCaller) -> None:
         super().__init__(module)
         self.name, self._segment = name, segment
         self.history = LayerHistory(module, name)
@@ -101,6 +107,7 @@ class Run:
 
     def __init__(self, settings: SegmentSettings) -> None:
         self._settings = settings
+        self.watch: Callable[[Tensor], None] | None = None  # is told of what autograd saves in the first run
         self._hooks, self._observer = current_hooks(), current_observer()
         self._calls: list[LayerCall] = []
         self.last: RecomputedLayer | None = None
@@ -131,6 +138,8 @@ class Run:
 
     @untraced
     def _pack(self, tensor: Tensor) -> "KeptTensor | Place":
+        if self.watch is not None:
+            self.watch(tensor)
         if storage_of(tensor) in self._kept_storages:  # it is there anyway
             self.forms.append(None)
             return KeptTensor(tensor, self._hooks)

@@ -30,8 +30,12 @@ class Stage:
         self._num_forwards = 0  # in this step
         # Opened around the first forward pass of a training, if somebody wants to see what it does.
         self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
+        # Around the loss, if somebody wants to see what it saves.
+        self.during_loss: Callable[[], AbstractContextManager[None]] = nullcontext
+        # When the passes of a step are over; ranks of the stage may communicate.
+        self.finish_passes: Callable[[], None] = _nothing
         # Raises if layers that ran again in the first step returned something else.
-        self.check_second_runs: Callable[[], None] = _nothing_to_check
+        self.check_second_runs: Callable[[], None] = _nothing
         reducers = [sharing.reducer for sharing in sharings if sharing.reducer is not None]
         for previous, following in pairwise(reducers):
             following.follow(previous)
@@ -132,7 +136,7 @@ class Stage:
         return f"stage {self.index}: {sets}"
 
 
-def _nothing_to_check() -> None:
+def _nothing() -> None:
     pass
 
 
