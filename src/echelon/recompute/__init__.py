@@ -11,12 +11,13 @@ surroundings        dropout, generators, autocast, modes, view
 second_run_check    the first step: a second run returns the same
 segments            which layers form segments
 budget              which layers form segments so that a budget suffices, from measured_layers (budget_model)
-budget_stage        the layers of a stage under a budget
+budget_stage        the layers of a stage under a budget, which the stages of a rank share (rank_budget)
 """
 
-from echelon.recompute.budget_stage import BudgetedStage, BudgetSettings, RankBudget
+from echelon.recompute.budget_stage import BudgetedStage, BudgetSettings
 from echelon.recompute.checkpoints import Checkpoints, Kept, WholeCheckpoints
 from echelon.recompute.contiguous import ContiguousCheckpoints
+from echelon.recompute.rank_budget import RankBudget
 from echelon.recompute.second_run_check import SecondRunCheck
 from echelon.recompute.segment import Segment, SegmentSettings
 from echelon.recompute.segments import divide, goes_back_at_once

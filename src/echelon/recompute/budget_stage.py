@@ -1,17 +1,16 @@
 """The layers of a stage under a budget: each forward pass in the segments that were chosen for its shapes.
 
-    new shapes        measured, in segments that take about as little memory as any: a segment goes on until
-                      it would save more than half of the budget
+    new shapes        measured, in segments that take about as little memory as any: of single layers, or, if
+                      those would keep too many inputs, as long as they save at most half of the budget
     after the step    the choice is made, of all stages of the rank together, and used from then on
 
 With n microbatches of L layers that each save s bytes and take an input of x, segments of k layers keep
-n·(L/k)·x + k·s: least, 2·√(n·L·s·x), where both are equal. So a budget for which there is a choice at all is,
-but for layers that are much larger than others, also enough for the measurement.
+n·(L/k)·x + k·s: least, 2·√(n·L·s·x), where both are equal. So a budget for which there is a choice at all is
+also enough for the measurement, unless layers differ much from those before them.
 
 Ranks that communicate inside of layers run the same segments: `agree` returns the largest of their numbers.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from echelon.errors import UserError
-from echelon.recompute.budget import choose, least_bytes
 from echelon.recompute.budget_model import LayerCost, Segments, StageCosts
 from echelon.recompute.measured_layers import LayerMeasurement, SavedBytes
 from echelon.recompute.segment import RecomputedLayer, Run, SegmentSettings
@@ -133,16 +130,19 @@ class BudgetedStage:
         return output
 
     def _goes_on(self, measured: StagePass, place: int) -> bool:
-        """Whether a layer belongs to the segment before it."""
+        """Whether a layer belongs to the segment before it: segments of single layers would keep too many
+        inputs, and this one does not yet save half of the budget. Later layers are mostly as the last."""
         if not measured.segments or measured.segments[-1][1] != place:
             return False
         begin, _ = measured.segments[-1]
         if self._budget.longest is not None and place - begin >= self._budget.longest:
             return False
-        inside = sum(each.saved_bytes for each in measured.layers[begin:place])
-        expected = measured.layers[place - 1].saved_bytes  # layers are mostly alike
-        (largest,) = self._budget.agree([float(inside + expected)])
-        return largest <= self._budget.num_bytes / 2
+        saved = [layer.saved_bytes for layer in measured.layers]
+        inputs = [sum(measured.layers[first].inputs.values()) for first, _ in measured.segments]
+        rest = (len(self.layers) - place) * sum(measured.layers[-1].inputs.values())
+        kept = sum(self._in_flight) * (sum(inputs) + rest) / self._budget.parts
+        single, longer = self._budget.agree([kept + max(saved), float(sum(saved[begin:]) + max(saved))])
+        return single > self._budget.num_bytes and longer <= self._budget.num_bytes / 2
 
     @contextmanager
     def during_loss(self) -> Iterator[None]:
@@ -157,6 +157,7 @@ class BudgetedStage:
 
     def finish_step(self) -> None:
         self._in_step, self._pass, self._open = None, None, None
+        self.measured.clear()
 
     def costs(self, measured: StagePass) -> StageCosts:
         """What ranks that run the same segments have measured, the largest of each."""
@@ -199,58 +200,6 @@ def _agreed_costs(numbers: Sequence[float]) -> Iterator[LayerCost]:
         saved, size, seconds = numbers[3 * index : 3 * index + 3]
         reused, shared = numbers[3 * count + 2 * index : 3 * count + 2 * index + 2]
         yield LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
-
-
-@final
-class RankBudget:
-    """The budget of a rank, and its stages."""
-
-    def __init__(self, settings: BudgetSettings, stages: Sequence[BudgetedStage], plan: str) -> None:
-        self._settings, self._stages, self._plan = settings, list(stages), plan
-        self._costs: dict[BudgetedStage, StageCosts] = {}
-        self._error: UserError | None = None
-        self._is_first = True
-
-    def finish_step(self) -> None:
-        """The passes of a step are over: choose for the shapes that it has measured. Ranks that run the same
-        segments call this together."""
-        measured = [(stage, each) for stage in self._stages for each in stage.measured.values()]
-        for stage, each in measured:
-            self._costs[stage] = stage.costs(each)
-        if measured and len(self._costs) == len(self._stages):
-            segments = self._choose(list(self._costs.values()))
-            chosen = dict(zip(self._costs, segments, strict=True))
-            for stage, each in measured:
-                stage.choices[each.shapes] = chosen[stage]
-        for stage in self._stages:
-            stage.measured.clear()
-            stage.finish_step()
-        self._is_first = False
-
-    def _choose(self, costs: list[StageCosts]) -> Sequence[Segments]:
-        longest, num_bytes = self._settings.longest, self._settings.num_bytes
-        choice = choose(costs, num_bytes, longest=longest)
-        if choice is not None:
-            return choice.segments
-        least = least_bytes(costs, longest)
-        message = (
-            f"plan '{self._plan}': recompute=budget:{num_bytes} is less than what a rank keeps for the "
-            f"backward pass when layers are computed again, at least {least} bytes; set budget:{least} or "
-            "more, or make microbatches smaller"
-        )
-        if self._is_first:
-            self._error = UserError(message)
-        else:  # other ranks go on, and would wait
-            warnings.warn(f"{message}; this batch takes as little as it can", stacklevel=2)
-        choice = choose(costs, least, longest=longest)
-        assert choice is not None
-        return choice.segments
-
-    def check(self) -> None:
-        """Raise if the first step has shown that the budget is too small."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 def _shapes(arguments: Any) -> Shapes:
