@@ -1,4 +1,4 @@
-"""The budget of a rank: the choice for all of its stages, from what the first step of new shapes has measured."""
+"""The budget of a rank: the choice for all of its stages, from what steps with new shapes have measured."""
 
 import warnings
 from collections.abc import Sequence
