@@ -24,7 +24,7 @@ from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.loss_scale import LossScale
+from echelon.engine.normaliser import LossNormaliser
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
@@ -87,7 +87,7 @@ class StepRunner(ABC):
         placement = local.program.placement
         is_here = len(placement) - 1 in local.stages
         in_backward = update.units is not None
-        self._loss_scale = LossScale(
+        self._normaliser = LossNormaliser(
             mesh, placement[-1], is_here=is_here, deferred=update.deferred, exact=in_backward
         )
         if update.units is not None:
@@ -184,10 +184,10 @@ class StepRunner(ABC):
             self._same_batch = True
         samples = num_samples(batch)
         feed = self._feed(batch, "training", self._scopes.of_step(step, samples), begin)
-        scale = self._loss_scale.of_step(batch, samples, count_before)
+        normaliser = self._normaliser.of_step(batch, samples, count_before)
         if self._update.units is not None:
-            self._update.units.skip = lambda: scale.is_empty
-        feed = {number: microbatch._replace(scale=scale) for number, microbatch in feed.items()}
+            self._update.units.skip = lambda: normaliser.is_empty
+        feed = {number: microbatch._replace(normaliser=normaliser) for number, microbatch in feed.items()}
         self._upload = Upload(batch, self._mesh.device)
         return feed
 
@@ -239,8 +239,8 @@ class StepRunner(ABC):
         is_pair = isinstance(result, tuple)
         weight = microbatch.weight * (1 if is_pair else targets.share)
         normaliser: Number = 1.0
-        if microbatch.scale is not None:  # in training
-            normaliser = microbatch.scale.normaliser(count, targets.values, is_pair=is_pair)
+        if microbatch.normaliser is not None:  # in training
+            normaliser = microbatch.normaliser.of_loss(count, targets.values, is_pair=is_pair)
         return MicrobatchLoss(total * weight, count * weight, normaliser)
 
     @contextmanager

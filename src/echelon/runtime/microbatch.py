@@ -22,7 +22,7 @@ class Microbatch(NamedTuple):
     """One microbatch as a stage may need it.
 
     `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training;
-    `scale` knows the counts of all losses of its step.
+    `normaliser` knows the counts of all losses of its step.
     """
 
     inputs: Any
@@ -30,4 +30,4 @@ class Microbatch(NamedTuple):
     weight: int
     look: str
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
-    scale: Any = None
+    normaliser: Any = None

@@ -38,8 +38,8 @@ class Counts(NamedTuple):
 
 
 @final
-class LossScale:
-    """Makes the scale of each step's losses, on the ranks of the last stage."""
+class LossNormaliser:
+    """Makes the normaliser of each step's losses, on the ranks of the last stage."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class LossScale:
         self._before: Counts | None = None  # those of the last step
         self._is_first = True
 
-    def of_step(self, batch: Any, samples: int, count_before: Number | None) -> "StepScale":
-        """The scale of a step of `samples` samples here. `count_before`: what the last update was the mean
-        of. Replicas exchange a few numbers, which stay on the device."""
+    def of_step(self, batch: Any, samples: int, count_before: Number | None) -> "StepNormaliser":
+        """The normaliser of a step of `samples` samples here. `count_before`: what the last update was the
+        mean of. Replicas exchange a few numbers, which stay on the device."""
         if not self._is_here:
-            return StepScale(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
+            return StepNormaliser(Counts(1.0, 1.0, 1.0), None, is_only=False, local=None)
         reads = self._is_first or not self._deferred
         device = None if reads else self._mesh.device
         counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
@@ -76,10 +76,10 @@ class LossScale:
         self._is_only = self._has_all_losses and self._updates_per_step >= num_losses
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
-        scale = StepScale(per_update, expected, is_only=self._is_only, local=local)
+        normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
         if self._rule is not None:
-            scale.apply(self._rule, compares=self._compares)
-        return scale
+            normaliser.apply(self._rule, compares=self._compares)
+        return normaliser
 
     def learn(self, count: float) -> None:
         """The rehearsal of a step counted so much: find out what losses count. The same on every rank."""
@@ -112,7 +112,7 @@ class LossScale:
 
 
 @final
-class StepScale:
+class StepNormaliser:
     """What the losses of one step are divided by."""
 
     def __init__(self, counts: Counts, expected: Number | None, *, is_only: bool, local: int | None) -> None:
@@ -128,7 +128,7 @@ class StepScale:
         self.is_empty = self._counts[rule] == 0
         self._rule = rule if compares else None
 
-    def normaliser(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
+    def of_loss(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
         """For a loss that counted `count` for these targets."""
         if self._is_only:
             self.is_empty = count == 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import echelon
-from echelon.engine.loss_scale import Counts, StepScale, count_targets
+from echelon.engine.normaliser import Counts, StepNormaliser, count_targets
 from echelon.verify import Case, assert_equal
 from tests.cases import sgd
 from tests.reads import no_reads
@@ -112,10 +112,10 @@ def test_pipedream_updates_by_the_mean_of_each_microbatch() -> None:
 
 @pytest.mark.parametrize("count", [0, 5])
 def test_a_step_of_one_loss_is_divided_by_its_count_wherever_that_is(count: float) -> None:
-    scale = StepScale(Counts(9, 9, 9), None, is_only=True, local=None)
-    assert scale.normaliser(count, None, is_pair=True) == (count or 1)
+    normaliser = StepNormaliser(Counts(9, 9, 9), None, is_only=True, local=None)
+    assert normaliser.of_loss(count, None, is_pair=True) == (count or 1)
     with no_reads():
-        on_device = scale.normaliser(torch.tensor(count), None, is_pair=True)
+        on_device = normaliser.of_loss(torch.tensor(count), None, is_pair=True)
     assert float(on_device) == (count or 1)
 
 
