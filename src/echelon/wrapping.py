@@ -63,6 +63,12 @@ class Wrapping:
         self._hooks: list[tuple[str, nn.Module, RemovableHandle]] = []
         self._attributes: list[tuple[Any, str, object]] = []  # each with the value that it had
 
+    def __enter__(self) -> "Wrapping":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def wrap(self, wrapper: Wrapper) -> None:
         """Put an entry around its module, inside of those that come later in the stack.
 

@@ -46,7 +46,7 @@ def test_metrics_show_compare_and_travel_by_their_values() -> None:
 
 def test_metrics_are_printed_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     # A debugger, or a failed assertion, that printed them waited for the GPU.
-    metrics = Metrics(StepNumbers(torch.tensor([6.0, 4.0, 0.5])), 0.25)
+    metrics = Metrics(StepNumbers(torch.tensor([6.0, 4.0, 0.5, 1.0, 0.0])), 0.25)
     with monkeypatch.context() as patch:
         patch.setattr(HostCopy, "is_ready", False)
         patch.setattr(HostCopy, "wait", lambda _: pytest.fail("waits for the device"))
@@ -55,7 +55,7 @@ def test_metrics_are_printed_without_waiting(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_metrics_of_a_refused_step_are_printed_with_its_error() -> None:
-    metrics = Metrics(StepNumbers(torch.zeros(3)), 0.25)
+    metrics = Metrics(StepNumbers(torch.zeros(5)), 0.25)
     assert repr(metrics).startswith("Metrics(refused: no replica had a sample that the loss counts; ")
 
 

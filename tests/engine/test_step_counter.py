@@ -30,7 +30,7 @@ def test_the_last_steps_are_left_for_later() -> None:
 
 
 def test_of_several_refused_steps_all_are_counted_and_the_first_is_told() -> None:
-    different = StepNumbers([1.0, 1.0, 1.0, 1.0])  # a problem
+    different = StepNumbers([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])  # a problem
     counter = counter_of(EMPTY)
     counter.add(different)
     assert "no replica had a sample" in str(counter.late_error())

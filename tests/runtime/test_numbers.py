@@ -11,12 +11,13 @@ from echelon.runtime import Outcome, StepNumbers
 from echelon.runtime.numbers import check_counted
 
 
-def numbers(*values: float, may_be_empty: bool = False) -> StepNumbers:
-    return StepNumbers(torch.tensor(values, dtype=torch.float64), may_be_empty=may_be_empty)
+def numbers(*sums: float, flags: tuple[float, ...] = (), may_be_empty: bool = False) -> StepNumbers:
+    values = torch.tensor([*sums, 1.0, 0.0, *flags], dtype=torch.float64)
+    return StepNumbers(values, may_be_empty=may_be_empty)
 
 
 def test_numbers_are_read_once_somebody_looks() -> None:
-    step = numbers(8.0, 4.0, 5.0, 0.0)
+    step = numbers(8.0, 4.0, 5.0, flags=(0.0,))
     assert step.is_ready
     assert isinstance(step.norm, torch.Tensor), "it is where it was computed"
     assert step.read() == Outcome(8.0, 4.0, 5.0)
@@ -24,7 +25,7 @@ def test_numbers_are_read_once_somebody_looks() -> None:
 
 
 def test_numbers_that_were_read_hold_no_memory_of_the_device_or_of_transfers() -> None:
-    values = torch.tensor([8.0, 4.0, 5.0, 0.0])
+    values = torch.tensor([8.0, 4.0, 5.0, 1.0, 0.0])
     step = StepNumbers(values)
     memory = [weakref.ref(values), weakref.ref(step._copy)]
     del values
@@ -35,7 +36,7 @@ def test_numbers_that_were_read_hold_no_memory_of_the_device_or_of_transfers() -
 
 
 def test_an_error_is_raised_at_every_look_and_once_seen_is_known() -> None:
-    step = numbers(0.0, 0.0, 0.0, 0.0)
+    step = numbers(0.0, 0.0, 0.0, flags=(0.0,))
     for _ in range(2):
         with pytest.raises(UserError, match="no replica had a sample that the loss counts"):
             step.read()
@@ -48,12 +49,20 @@ def test_an_update_of_no_samples_may_be_none_s_error() -> None:
 
 def test_a_problem_comes_before_the_count_that_it_may_have_spoilt() -> None:
     with pytest.raises(UserError, match="ranks ran different modules in this step"):
-        numbers(0.0, 0.0, 0.0, 2.0, may_be_empty=True).read()
+        numbers(0.0, 0.0, 0.0, flags=(2.0,), may_be_empty=True).read()
 
 
 def test_numbers_go_to_other_processes_as_values() -> None:
-    assert pickle.loads(pickle.dumps(numbers(8.0, 4.0, 5.0, 0.0))).read() == Outcome(8.0, 4.0, 5.0)
+    assert pickle.loads(pickle.dumps(numbers(8.0, 4.0, 5.0, flags=(0.0,)))).read() == Outcome(8.0, 4.0, 5.0)
     assert StepNumbers.known(Outcome(1.0, 2.0, 3.0)).read() == Outcome(1.0, 2.0, 3.0)
+
+
+def test_a_skipped_step_has_numbers_and_no_error() -> None:
+    """Gradients that are not finite have no norm, whether the sum of squares is infinite or no number."""
+    for norm in (float("inf"), float("nan")):
+        step = StepNumbers([8.0, 4.0, norm, 1024.0, 1.0, 0.0])
+        assert step.error() is None
+        assert step.read() == Outcome(8.0, 4.0, float("inf"), 1024.0, 1.0)
 
 
 def test_a_mean_over_nothing_is_refused() -> None:

@@ -41,6 +41,7 @@ class Host:
         staleness: float,
         clip: float | None,
         schedule: Callable[[int], float] | None,
+        skips_overflows: bool = False,
     ) -> None:
         self._parameters = [p for _, p in named]
         self._weights = flat_buckets(self._parameters, dtype_of=weight_dtype)
@@ -55,6 +56,7 @@ class Host:
             workers=workers,
             staleness=staleness,
             clip=clip,
+            skips_overflows=skips_overflows,
         )
         self._connections: list[Connection] = []
 

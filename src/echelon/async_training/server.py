@@ -75,10 +75,12 @@ class Server:
         workers: int,
         staleness: float,
         clip: float | None,
+        skips_overflows: bool = False,
     ) -> None:
+        """`skips_overflows`: gradients that are not finite make no update, because losses were scaled."""
         self._weights, self._local, self._stepper = weights, local, stepper
         self._learning_rate = learning_rate
-        self._clip, self._in_rounds = clip, staleness == 0
+        self._clip, self._in_rounds, self._skips_overflows = clip, staleness == 0, skips_overflows
         self._changed = threading.Condition()
         self.queue = DeviceQueue(weights[0].buffer.device if weights else torch.device("cpu"))
         self._clocks = Clocks(workers, staleness)
@@ -215,11 +217,13 @@ class Server:
         if count > 0:
             self._give(_sum(gradients))
             norm = self._norm() / count
+        makes_version = count > 0 and (math.isfinite(norm) or not self._skips_overflows)
+        if makes_version:
             self._learning_rate.set(self.version)
             self._stepper.step(clip_factor(norm, self._clip) / count)
             self.version += 1
         for worker, contribution in round_:
-            if count > 0:
+            if makes_version:
                 self._log.append(Push(worker, contribution.step, self._pulled[worker], self.version))
             self._clocks.complete(worker, contribution.step)
             contribution.result = PushResult(self.version, total, count, norm)

@@ -6,9 +6,13 @@
 
 The loss, norm and tokens of a step are those of the update it went into: with staleness 0 of the global
 batch, else of this worker's own. Whatever ranks do together between steps calls `synchronize` first.
+
+With fp16 every worker has a loss scale of its own. It pushes gradients of the loss itself, without the scale;
+where they are not finite, the server makes no version, and the worker's next scale is smaller.
 """
 
 import atexit
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import final
@@ -26,7 +30,7 @@ from echelon.collectives import Group
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
-from echelon.precision import DirectStepper, MasterStepper
+from echelon.precision import DirectStepper, LossScaling, MasterStepper
 from echelon.runtime import Outcome, Push, StepNumbers, Update
 from echelon.runtime.numbers import HostCopy, check_counted
 
@@ -50,9 +54,11 @@ class AsyncUpdate(Update):
         clip: float | None = None,
         schedule: Callable[[int], float] | None = None,
         stepper: type[DirectStepper] | type[MasterStepper] = DirectStepper,
+        loss_scaling: LossScaling | None = None,
     ) -> None:
         self._gradients, self._share_buffers = gradients, share_buffers
         self._is_stale, self._is_empty = staleness > 0, False
+        self.loss_scaling = loss_scaling  # this worker's own
         parameter_set = gradients.parameter_set
         self._group: Group = parameter_set.group
         self._host: Host | None = None
@@ -65,6 +71,7 @@ class AsyncUpdate(Update):
                 staleness=staleness,
                 clip=clip,
                 schedule=schedule,
+                skips_overflows=loss_scaling is not None,
             )
             self.optimizer = self._host.optimizer
         else:
@@ -101,15 +108,18 @@ class AsyncUpdate(Update):
         result = self._port.push(self._step, gradient)
         self._step += 1
         self._is_empty = result.counted == 0
-        if (
-            self._host is None and not self._is_empty
-        ):  # the server sets its own; here it is for those who look
+        overflows = self.loss_scaling is not None and not self._is_empty and not math.isfinite(result.norm)
+        has_update = not self._is_empty and not overflows
+        if self._host is None and has_update:  # the server sets its own; here it is for those who look
             self._learning_rate.set(result.version - 1)
-        outcome = Outcome(result.total, result.counted, result.norm)
+        scale = float(self.loss_scale)
+        outcome = Outcome(result.total, result.counted, result.norm, scale, float(overflows))
         self.numbers = StepNumbers.known(outcome, of_worker=self._is_stale)
+        if self.loss_scaling is not None:
+            self.loss_scaling.after_step(overflows=overflows, refused=self._is_empty)
 
     @property
-    def skips(self) -> bool:
+    def refuses(self) -> bool:
         return self._is_empty
 
     def publish(self) -> None:
@@ -132,11 +142,21 @@ class AsyncUpdate(Update):
 
     def owned(self) -> list[OwnedSlice]:
         if self._host is None:
-            return []
+            return self._owned_scale()
         parameters = self._gradients.parameter_set.parameters
         frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
         version = OwnedSlice(Slice(ENGINE, "version", (), (), ()), torch.tensor(self._host.server.version))
-        return [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen), version]
+        weights = [*self._host.owned(), *(OwnedSlice(whole_slice(name, p), p) for name, p in frozen)]
+        return [*weights, version, *self._owned_scale()]
+
+    def _owned_scale(self) -> list[OwnedSlice]:
+        if self.loss_scaling is None:
+            return []
+        counters, whose = self.loss_scaling.counters(), f"of worker {self._group.rank}"
+        return [
+            OwnedSlice(Slice(ENGINE, f"{part} {whose}", (), (), ()), torch.as_tensor(value).double())
+            for part, value in counters.items()
+        ]
 
     def storages(self) -> dict[str, list[Tensor]]:
         worker = self._gradients.storages()

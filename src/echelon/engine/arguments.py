@@ -16,6 +16,7 @@ from echelon.audit import MODES
 from echelon.engine.restore import check_whole
 from echelon.errors import UserError, raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
+from echelon.precision.loss_scaling import loss_scale_errors
 
 
 def check_arguments(
@@ -153,9 +154,11 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_model(model: nn.Module, plan: Plan, clip: float | None) -> None:
-    """Refuse a model that this rank has in parts, or in which nothing learns; or a clip without a norm."""
+def check_model(model: nn.Module, plan: Plan, clip: float | None, loss_scale: object = None) -> None:
+    """Refuse a model that this rank has in parts, or in which nothing learns; a clip without a norm, or a
+    loss scale without fp16."""
     _check_clip(plan, clip)
+    raise_errors("the arguments of parallelize", loss_scale_errors(loss_scale, plan.precision))
     check_whole(model)
     check_trainable(model)
 

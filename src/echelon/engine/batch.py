@@ -70,5 +70,14 @@ def cast(structure: Any, dtype: torch.dtype) -> Any:
 
 
 def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:
-    """A loss of so many samples as (total, count). A plain mean counts them: it was taken over that many."""
-    return result if isinstance(result, tuple) else (result * samples, samples)
+    """A loss of so many samples as (total, count). A plain mean counts them: it was taken over that many.
+
+    The total is float32 at least: a sum over samples, times a loss scale, is more than fp16 holds.
+    """
+    if isinstance(result, tuple):
+        return _in_float32(result[0]), result[1]
+    return _in_float32(result) * samples, samples
+
+
+def _in_float32(total: Tensor) -> Tensor:
+    return total.to(torch.promote_types(total.dtype, torch.float32))

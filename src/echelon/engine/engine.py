@@ -64,13 +64,15 @@ class Engine:
         audit: AuditSettings,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
-        self._counter = StepCounter()
         self._names, self._local, self._layers = names, local, layers
         self._update, self._scopes, self._wrapping, self._reader = update, scopes, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages)
         continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
+        scaling = update.loss_scaling
+        smallest_scale = 1.0 if scaling is None else scaling.smallest
+        self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
         kind = ContinuousRunner if continuous else FlushedRunner
         self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes)
         if isinstance(self._runner, FlushedRunner):
@@ -114,11 +116,18 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """How many updates were made; on a CUDA device the last two may still turn out to be refused.
+        """How many updates were made; on a CUDA device the last two may still turn out to be refused, or
+        skipped.
 
         With a PipeDream schedule: how many steps had a sample that the loss counts.
         """
         return self._counter.updates
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps skipped an update because fp16 gradients were not finite; on a CUDA device, as far
+        as is known."""
+        return self._counter.skipped
 
     @property
     def audit(self) -> list[AuditResult]:
@@ -145,8 +154,11 @@ class Engine:
         CUDA device a look at its metrics raises, and so does the second step after it, on every rank; that
         call trains nothing and can be repeated.
 
-        With a PipeDream schedule such a step is reported alike, but not undone: it has applied the updates of
-        earlier microbatches, and buffers keep what its own have changed.
+        With precision=fp16, a step whose gradients are not finite is skipped: it changes no weight and no
+        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too.
+
+        With a PipeDream schedule a refused step is reported alike, but not undone: it has applied the updates
+        of earlier microbatches, and buffers keep what its own have changed.
         """
         self._check_open()
         self._check_steps(but=1)

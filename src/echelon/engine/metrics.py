@@ -47,8 +47,9 @@ class Metrics:
     """One training step, over the global batch.
 
     `loss` is the mean over everything the loss counted, `grad_norm` the norm of its gradient before
-    clipping, `tokens` that count, `seconds` this rank's time. `skipped`: the step has numbers, but left the
-    weights as they are. No plan has such steps yet, so it is False: a step makes an update or is refused.
+    clipping, `tokens` that count, `seconds` this rank's time. `skipped`: gradients were not finite under
+    precision=fp16, so that the step left weights and optimizer state as they are, on all ranks; `grad_norm`
+    is infinite then. `loss_scale` is what fp16 multiplied the loss by; elsewhere 1.
 
     On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
     to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a
@@ -62,8 +63,8 @@ class Metrics:
 
     @property
     def loss(self) -> float:
-        total, counted, _ = self._numbers.read()
-        return total / counted
+        outcome = self._numbers.read()
+        return outcome.total / outcome.counted
 
     @property
     def grad_norm(self) -> float:
@@ -79,8 +80,11 @@ class Metrics:
 
     @property
     def skipped(self) -> bool:
-        self._numbers.read()
-        return False
+        return self._numbers.read().num_skipped > 0
+
+    @property
+    def loss_scale(self) -> float:
+        return self._numbers.read().loss_scale
 
     @property
     def is_ready(self) -> bool:

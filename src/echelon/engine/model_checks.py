@@ -16,6 +16,7 @@ from echelon.engine.arguments import check_model
 from echelon.engine.unwrapping import without_compiling
 from echelon.errors import raise_errors
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.precision import LossScale
 from echelon.runtime.power_iteration import iterated_modules
 
 _Lookup = nn.Embedding | nn.EmbeddingBag
@@ -26,12 +27,14 @@ def is_cut(plan: Plan) -> bool:
     return plan.data > 1 or plan.microbatches > 1 or plan.context > 1
 
 
-def accept_model(model: nn.Module, plan: Plan, clip: float | None) -> tuple[nn.Module, Plan]:
+def accept_model(
+    model: nn.Module, plan: Plan, clip: float | None, loss_scale: LossScale | None
+) -> tuple[nn.Module, Plan]:
     """The model as it is trained, without what torch.compile has put around it; and the plan."""
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)
-    check_model(model, plan, clip)
+    check_model(model, plan, clip, loss_scale)
     return model, plan
 
 

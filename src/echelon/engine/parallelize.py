@@ -32,6 +32,7 @@ from echelon.mesh import Mesh
 from echelon.optim.local import Make
 from echelon.ownership import StateNames
 from echelon.plan import Plan
+from echelon.precision import LossScale
 from echelon.tensor_parallel import Table
 from echelon.wrapping import Wrapping
 
@@ -43,6 +44,7 @@ def parallelize(
     optimizer: Make,
     loss: Loss | None = None,
     clip: float | None = None,
+    loss_scale: LossScale | None = None,
     schedule: Callable[[int], float] | None = None,
     prefetch: int = 1,
     smallest_unit: int = SMALLEST_UNIT,
@@ -58,7 +60,8 @@ def parallelize(
 
     `optimizer` is given the parameters of this rank; `loss(output, target)` returns a mean over samples, or
     (total, count) for an exact mean over tokens; without it, the model's own loss is used; `clip` bounds the
-    global gradient norm; `schedule` maps the step to a factor of the learning rate; `prefetch` is how many
+    global gradient norm; `loss_scale` is what precision=fp16 multiplies losses by, "dynamic" unless it is a
+    number; `schedule` maps the step to a factor of the learning rate; `prefetch` is how many
     units zero=3 gathers ahead, and `smallest_unit` how many bytes a module needs to be a unit of its own, in
     a model that lists no layers. `seed` is that of dropout, whose masks then do not depend on the plan; None
     leaves them to torch. `boundaries` are the layers before which stages begin, if not evenly; `sample_batch`
@@ -70,14 +73,13 @@ def parallelize(
     0: never.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    model, plan = accept_model(model, supported_plan(plan), clip)
+    model, plan = accept_model(model, supported_plan(plan), clip, loss_scale)
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
     names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
-        mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), Wrapping()
-        undo.callback(wrapping.remove)
+        mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         settings = AuditSettings.of(model, audit, check_every)  # before the model is split
@@ -88,7 +90,7 @@ def parallelize(
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0)
+        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
         recompute_layers(local, mesh, layers.view, wrapping)

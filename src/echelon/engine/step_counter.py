@@ -4,31 +4,39 @@ The learning rate and the masks of dropout belong to the number of a step. On a 
 be refused after the next one has begun, with the next number. So a refused step keeps its number, on a CPU
 too: no two updates share one, and a training goes on alike wherever it runs.
 
-    step      first   refused   next
-    number        0         1      2
-    updates       1         1      2
+    step      first   refused   next   skipped   next
+    number        0         1      2         3      4
+    updates       1         1      2         2      3
+
+A skipped step is no error: fp16 gradients were not finite. Many in a row at the smallest loss scale are one.
 """
 
 from collections import deque
 from typing import final
 
 from echelon.errors import UserError
-from echelon.runtime import StepNumbers
+from echelon.runtime import Outcome, StepNumbers
+
+MOST_SKIPPED = 20  # steps in a row at the smallest loss scale
 
 
 @final
 class StepCounter:
     """Counts the steps of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, smallest_scale: float = 1.0, skips_steps: bool = True) -> None:
+        """`smallest_scale`: below which no loss scale falls. `skips_steps`: a skipped update is its step's
+        only one."""
         self.begun = 0  # also the number of the next step
-        self._num_refused = 0
+        self.skipped = 0  # steps with a skipped update, as far as is known
+        self._num_refused = self._num_in_row = 0
+        self._smallest_scale, self._skips_steps = smallest_scale, skips_steps
         self._unchecked: deque[StepNumbers] = deque()
 
     @property
     def updates(self) -> int:
         """Steps that have made an update, as far as is known."""
-        return self.begun - self._num_refused
+        return self.begun - self._num_refused - (self.skipped if self._skips_steps else 0)
 
     def add(self, numbers: StepNumbers) -> None:
         """A step is done, or queued on a device."""
@@ -39,8 +47,28 @@ class StepCounter:
         """The first error of steps that nobody has checked; the last `but` are left for later."""
         first: UserError | None = None
         while len(self._unchecked) > but:
-            error = self._unchecked.popleft().error()
+            numbers = self._unchecked.popleft()
+            error = numbers.error()
             if error is not None:
                 self._num_refused += 1
-                first = first or error  # also where somebody has read it: elsewhere nobody may have
+            else:
+                error = self._check_skipped(numbers.outcome)
+            first = first or error  # also where somebody has read it: elsewhere nobody may have
         return first
+
+    def _check_skipped(self, outcome: Outcome) -> UserError | None:
+        """Count a skipped step; an error if no smaller loss scale is left to hope for."""
+        if not outcome.num_skipped:
+            self._num_in_row = 0
+            return None
+        self.skipped += 1
+        self._num_in_row += outcome.loss_scale <= self._smallest_scale
+        if self._num_in_row < MOST_SKIPPED:
+            return None
+        self._num_in_row = 0
+        return UserError(
+            f"gradients were not finite in {MOST_SKIPPED} steps in a row at loss scale "
+            f"{outcome.loss_scale:g}, below which it does not fall: the loss, or what it is computed of, is "
+            "not finite, or fp16 cannot hold it; lower the learning rate, set clip, check the batches, use "
+            "loss_scale='dynamic' if it is a number, or use precision=bf16"
+        )

@@ -55,6 +55,7 @@ from echelon.runtime import (
     Script,
     Stage,
     StepNumbers,
+    SynchronousUpdate,
     Update,
     Versions,
     Wire,
@@ -187,7 +188,8 @@ class StepRunner(ABC):
         normaliser = self._normaliser.of_step(batch, samples, count_before)
         if self._update.units is not None:
             self._update.units.skip = lambda: normaliser.is_empty
-        feed = {number: microbatch._replace(normaliser=normaliser) for number, microbatch in feed.items()}
+        scale = self._update.loss_scale
+        feed = {n: each._replace(normaliser=normaliser, loss_scale=scale) for n, each in feed.items()}
         self._upload = Upload(batch, self._mesh.device)
         return feed
 
@@ -241,6 +243,7 @@ class StepRunner(ABC):
         normaliser: Number = 1.0
         if microbatch.normaliser is not None:  # in training
             normaliser = microbatch.normaliser.of_loss(count, targets.values, is_pair=is_pair)
+            normaliser = normaliser / microbatch.loss_scale
         return MicrobatchLoss(total * weight, count * weight, normaliser)
 
     @contextmanager
@@ -298,7 +301,7 @@ class FlushedRunner(StepRunner):
         finally:
             units.rehearsal = None
             self._measured.clear()
-        self._loss_scale.learn(outcome.counted)
+        self._normaliser.learn(outcome.counted)
         self._is_rehearsed = True
 
     def _measure(self, local: Sequence[LocalParameter]) -> None:
@@ -329,7 +332,7 @@ class FlushedRunner(StepRunner):
         super().norm(tally)
 
     def publish(self) -> None:
-        self._buffers.restore(self._update.skips)
+        self._buffers.restore(self._update.refuses)
         super().publish()
 
     def _program(self, number: int) -> Program:
@@ -345,6 +348,9 @@ class ContinuousRunner(StepRunner):
 
     A step in which no sample counts is reported, but not undone: it also made updates of earlier steps'
     microbatches. Its own microbatches update no weight.
+
+    A microbatch's loss scale is that of the step that took it in; it travels with the tally. A stage whose
+    gradients overflow skips its own update of them.
     """
 
     def _prepare(self) -> Versions:
@@ -358,14 +364,25 @@ class ContinuousRunner(StepRunner):
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)
         tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
-        counts_norm = self._updates and self._mesh.group("stage").rank == 0
-        norm = self._update.numbers.norm if counts_norm else 0.0
-        square = norm.square().view(1) if isinstance(norm, Tensor) else tally.new_full((1,), norm * norm)
-        summed = torch.cat([tally[:2], square])
+        return self._agree(tally)
+
+    def _agree(self, tally: Tensor) -> StepNumbers:
+        """Sum the numbers of a step over all ranks. The norm is of the last update of each stage; skipped are
+        the updates since the step before, of any stage: they decide on the next loss scale."""
+        update, is_counted = self._update, self._mesh.group("stage").rank == 0
+        assert isinstance(update, SynchronousUpdate)
+        norm = update.numbers.norm if self._updates and is_counted else 0.0
+        overflows = update.pop_overflows()
+        counted = [norm**2, overflows if is_counted else 0.0]
+        summed = torch.cat([tally[:2], *(_as_row(number, tally) for number in counted)])
         group = self._mesh.group("all")
         with group.ledger.about("metrics"):
             group.all_reduce(summed)
-        return StepNumbers(torch.cat([summed[:2], summed[2:].sqrt()]))
+        scale = _as_row(update.loss_scale, tally)
+        if update.loss_scaling is not None:
+            overflows, is_empty = summed[3] > 0, summed[1] == 0
+            update.loss_scaling.after_step(overflows=overflows, refused=is_empty)
+        return StepNumbers(torch.cat([summed[:2], summed[2:3].sqrt(), scale, summed[3:]]))
 
     @property
     def is_empty(self) -> bool:
@@ -405,6 +422,11 @@ class ContinuousRunner(StepRunner):
         with _unsafe_preserve_version_counter(buffers):
             super().publish()
         self._update.start_step()
+
+
+def _as_row(number: Number, like: Tensor) -> Tensor:
+    """A row of one number, where `like` is; nobody waits for it."""
+    return number.double().view(1) if isinstance(number, Tensor) else like.new_full((1,), number)
 
 
 def _look(structure: Any) -> str:

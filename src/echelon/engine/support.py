@@ -9,7 +9,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "expert": (1,),
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
-    "precision": ("fp64", "fp32", "bf16"),
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
     "recompute": ("none", "full", "sqrt", "budget"),
     "checkpoints": ("whole", "split"),
     "contiguous": (False, True),

@@ -25,11 +25,13 @@ from echelon.precision import (
     DirectStepper,
     KeyedRounding,
     LocalStepper,
+    LossScale,
     MasterStepper,
     Placement,
     RoundingStepper,
     Stepper,
     WholeStepper,
+    make_loss_scaling,
     takes_units,
 )
 from echelon.precision.element_runs import runs_of
@@ -44,6 +46,7 @@ def make_update(
     clip: float | None,
     schedule: Callable[[int], float] | None,
     seed: int,
+    loss_scale: LossScale | None,
 ) -> Update:
     """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws."""
     plan = mesh.plan
@@ -61,6 +64,7 @@ def make_update(
             clip=clip,
             schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
             stepper=MasterStepper if has_masters(plan) else DirectStepper,
+            loss_scaling=make_loss_scaling(loss_scale, plan.precision),
         )
     deferred = reads_late(mesh.device)
     rounding = None if plan.masters else KeyedRounding(seed)
@@ -81,6 +85,7 @@ def make_update(
         steady=steady,
         deferred=deferred,
         in_backward=plan.update != "step",
+        loss_scaling=make_loss_scaling(loss_scale, plan.precision, mesh.device if deferred else None),
     )
 
 

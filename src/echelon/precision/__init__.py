@@ -1,23 +1,33 @@
-"""Types of numbers: what a plan computes in, and float32 masters below that."""
+"""Types of numbers: what a plan computes in, float32 masters below that, and loss scaling for fp16."""
 
 import torch
 
+from echelon.precision.loss_scaling import DynamicScale, LossScale, LossScaling, make_loss_scaling
 from echelon.precision.rounding import KeyedRounding, Placement
 from echelon.precision.rounding_stepper import RoundingStepper
 from echelon.precision.stepper import DirectStepper, LocalStepper, MasterStepper, Stepper, takes_units
 from echelon.precision.whole_stepper import WholeStepper
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 __all__ = [
     "DTYPES",
     "DirectStepper",
+    "DynamicScale",
     "KeyedRounding",
     "LocalStepper",
+    "LossScale",
+    "LossScaling",
     "MasterStepper",
     "Placement",
     "RoundingStepper",
     "Stepper",
     "WholeStepper",
+    "make_loss_scaling",
     "takes_units",
 ]

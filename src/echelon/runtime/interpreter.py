@@ -159,12 +159,13 @@ class Interpreter:
                 counted[0] += total.detach()
                 counted[1] += count
                 counted[2] += count * normaliser
-        if torch.is_grad_enabled():
-            ones = [torch.ones_like(total)] if total.requires_grad else []
-            self._gradients[slot_of(instruction)] = Gradients([*ones], tally)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
-        return total / normaliser
+        mean = total / normaliser
+        if torch.is_grad_enabled():
+            ones = [torch.ones_like(mean)] if mean.requires_grad else []
+            self._gradients[slot_of(instruction)] = Gradients([*ones], tally)
+        return mean
 
     def _pass_on(self, instruction: Instruction, value: Value) -> None:
         if self._is_here(instruction.stage + 1, instruction):

@@ -11,7 +11,7 @@ from echelon.runtime.scaling import Number
 
 class MicrobatchLoss(NamedTuple):
     """The loss total of a microbatch, how much it is the total of, and what to divide it by before the
-    backward pass: the count of its update, as far as it is known."""
+    backward pass: the count of its update, as far as it is known, by the loss scale."""
 
     total: Tensor
     counted: Number
@@ -22,7 +22,7 @@ class Microbatch(NamedTuple):
     """One microbatch as a stage may need it.
 
     `look` says what its inputs look like, the same on all ranks; `scope` opens its place in the training;
-    `normaliser` knows the counts of all losses of its step.
+    `normaliser` knows the counts of all losses of its step, which are multiplied by `loss_scale`.
     """
 
     inputs: Any
@@ -31,3 +31,4 @@ class Microbatch(NamedTuple):
     look: str
     scope: Callable[[], AbstractContextManager[None]] = nullcontext
     normaliser: Any = None
+    loss_scale: Number = 1.0

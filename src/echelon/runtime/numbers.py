@@ -5,6 +5,7 @@ device then has nothing to do until the host has queued more. So a step reads no
 copy to the host, and only `read` waits for it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
@@ -19,11 +20,14 @@ _NO_SAMPLE_HERE = "this worker had no sample that the loss counts; give every wo
 
 
 class Outcome(NamedTuple):
-    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient."""
+    """Of an update: the loss total, how much it is the total of, the norm of the mean's gradient; what losses
+    were scaled by, and how many updates were skipped because gradients were not finite."""
 
     total: float
     counted: float
     norm: float
+    loss_scale: float = 1.0
+    num_skipped: float = 0.0
 
 
 @final
@@ -58,7 +62,7 @@ class StepNumbers:
     def __init__(
         self, values: Tensor | Sequence[float], *, may_be_empty: bool = False, of_worker: bool = False
     ) -> None:
-        """`values`: [total, count, norm], and flags for each `Problem` where there may be any.
+        """`values`: those of `Outcome`, and flags for each `Problem` where there may be any.
 
         `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
         """
@@ -83,14 +87,21 @@ class StepNumbers:
         """Whether `read` returns without waiting for the device."""
         return self._copy is None or self._copy.is_ready
 
-    def error(self) -> UserError | None:
-        """Why the update was refused, if it was. Waits for the device."""
+    @property
+    def outcome(self) -> Outcome:
+        """The numbers, also if the update was refused. Waits for the device."""
         if self._outcome is None:
             values = self._values if self._copy is None else self._copy.wait()
-            total, counted, norm, *flags = map(float, values)
-            self._outcome = Outcome(total, counted, norm)
-            self._error = self._first_error(flags)
+            total, counted, norm, scale, skipped, *flags = map(float, values)
+            norm = math.inf if skipped and math.isnan(norm) else norm  # a difference of two infinities
+            self._outcome = Outcome(total, counted, norm, scale, skipped)
+            self._error = self._first_error(self._outcome, flags)
             self._values, self._copy = self._outcome, None  # gives pinned memory back to torch
+        return self._outcome
+
+    def error(self) -> UserError | None:
+        """Why the update was refused, if it was. Waits for the device."""
+        _ = self.outcome
         return None if self._error is None else UserError(self._error)
 
     def read(self) -> Outcome:
@@ -98,14 +109,12 @@ class StepNumbers:
         error = self.error()
         if error is not None:
             raise error
-        assert self._outcome is not None
-        return self._outcome
+        return self.outcome
 
-    def _first_error(self, flags: Sequence[float]) -> str | None:
+    def _first_error(self, outcome: Outcome, flags: Sequence[float]) -> str | None:
         if any(flags):
             return next(problem.value for problem, flag in zip(Problem, flags, strict=True) if flag)
-        is_empty = self._outcome is not None and self._outcome.counted == 0
-        if not is_empty or self._may_be_empty:
+        if outcome.counted != 0 or self._may_be_empty:
             return None
         return _NO_SAMPLE_HERE if self._of_worker else _NO_SAMPLE
 

@@ -11,7 +11,7 @@ from echelon.collectives import Group
 from echelon.data_parallel import Problem, squared_norm
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
-from echelon.precision import Stepper
+from echelon.precision import LossScaling, Stepper
 from echelon.runtime.numbers import StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
@@ -42,6 +42,12 @@ class Update(ABC):
     numbers: StepNumbers  # of the last update
     deferred: bool = False  # whether nobody reads them before the step returns
     units: UnitUpdates | None = None  # where units are updated in the backward pass
+    loss_scaling: LossScaling | None = None  # of fp16
+
+    @property
+    def loss_scale(self) -> Number:
+        """What the losses of the next step are multiplied by before their backward pass."""
+        return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
 
     def set_learning_rate(self, step: int) -> None:  # noqa: B027 (nothing to do where a server sets it)
         """Set the rate for the update of `step`, as the schedule says."""
@@ -60,8 +66,14 @@ class Update(ABC):
 
     @property
     def skips(self) -> bool | Tensor:
-        """After `norm`: whether `step` changes nothing, for want of samples or for a problem. A tensor is on
-        the device, and to read it is to wait."""
+        """After `norm`: whether `step` changes no weight. A tensor is on the device, and to read it is to
+        wait."""
+        return self.refuses
+
+    @property
+    def refuses(self) -> bool | Tensor:
+        """After `norm`: whether there are no samples, or there is a problem, so that the step changes nothing
+        and is an error. A step whose gradients overflow is none: it skips its update alone."""
         return False
 
     @abstractmethod
@@ -116,16 +128,20 @@ class SynchronousUpdate(Update):
         steady: bool = True,
         deferred: bool = False,
         in_backward: bool = False,
+        loss_scaling: LossScaling | None = None,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
-        `steady`: all of them are at the same update, so that one's count tells of the next one's.
+        `steady`: all of them are at the same update, so that one's count tells of the next one's, and its
+        overflow is everyone's. Elsewhere the runner collects overflows (`pop_overflows`).
         `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
         changes nothing, and only `numbers` tells.
         `in_backward`: units are updated in the backward pass, and `step` updates what is left.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
+        self.loss_scaling = loss_scaling
+        self._overflows: Number = 0.0  # updates that overflowed since the last `pop_overflows`
         self.optimizer = stepper.optimizer
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=steady)
         self._last_count: Number | None = None
@@ -152,47 +168,65 @@ class SynchronousUpdate(Update):
         _sum(summed, self._group)
         if self.units is not None:
             _flag_wrong_count(summed, self.units)
+        is_scaled = self.loss_scaling is not None
         if self.deferred:
-            self._scaling = scale_on_device(summed, self._clip)
-            norm = torch.as_tensor(self._scaling.norm).view(1)
-            values = torch.cat([summed[:2], norm, summed[4:]])
+            self._scaling = scale_on_device(summed, self._clip, scaled=is_scaled)
             self._count: Number = summed[1]
-            self.numbers = StepNumbers(values, may_be_empty=not self._steady)
+            found = [_on_device(each, summed) for each in self._found()]
+            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:]])
         else:
             sums: list[float] = summed.tolist()
-            self._scaling = scale_on_host(sums, self._clip)
-            values_here = [*sums[:2], float(self._scaling.norm), *sums[4:]]
+            self._scaling = scale_on_host(sums, self._clip, scaled=is_scaled)
             self._count = sums[1]
-            self.numbers = StepNumbers(values_here, may_be_empty=not self._steady)
+            values = [*sums[:2], *map(float, self._found()), *sums[4:]]
+        self.numbers = StepNumbers(values, may_be_empty=not self._steady)
+
+    def _found(self) -> tuple[Number, Number, bool | Tensor]:
+        """What `StepNumbers` tells beside sums: norm, loss scale, whether the update is skipped."""
+        return self._scaling.norm, self.loss_scale, self._scaling.overflows
 
     @property
     def skips(self) -> bool | Tensor:
         return self._scaling.skip
 
+    @property
+    def refuses(self) -> bool | Tensor:
+        return self._scaling.refused
+
     def step(self) -> None:
-        """A microbatch without samples is an update that changes nothing."""
+        """A microbatch without samples is an update that changes nothing, and so is one that overflows."""
+        scaling = self._scaling
         if self.units is None:
             self.stepper.start_update()
-            self.stepper.step(self._scaling.factor, self._scaling.skip)
+            self.stepper.step(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
-            self.stepper.step(1.0, self._scaling.skip)
-        if self._steady:
-            self._remember_count()
+            self.stepper.step(1.0, scaling.skip)
+        if not self._steady:
+            self._overflows = self._overflows + scaling.overflows
+            return
+        self._remember_count()
+        if self.loss_scaling is not None:
+            self.loss_scaling.after_step(overflows=scaling.overflows, refused=scaling.refused)
+
+    def pop_overflows(self) -> Number:
+        """How many updates were skipped since the last call, where stages are at different updates."""
+        overflows, self._overflows = self._overflows, 0.0
+        return overflows
 
     def _remember_count(self) -> None:
         """That of an update that was refused is no guide."""
-        skip = self._scaling.skip
-        if not isinstance(skip, Tensor):
-            self._last_count = self._last_count if skip else self._count
+        refused = self._scaling.refused
+        if not isinstance(refused, Tensor):
+            self._last_count = self._last_count if refused else self._count
         else:
             before = 0.0 if self._last_count is None else self._last_count
-            self._last_count = torch.where(skip, before, self._count)
+            self._last_count = torch.where(refused, before, self._count)
 
     def publish(self) -> None:
         # The first time, ranks agree on the order in which gradients came, and a refused step may have had
         # none. The first update of a parameter reads the flag too.
         reads = not self.deferred or not self._has_published
-        if reads and self.skips:
+        if reads and self.refuses:
             return
         self._has_published = True
         self._stages.publish()
@@ -211,13 +245,11 @@ class SynchronousUpdate(Update):
             for part, value in self.stepper.state(local).items():
                 if part not in self.stepper.whole_parts:
                     owned += own_state(part, value, slices)
-        normaliser = torch.as_tensor(0.0 if self._last_count is None else self._last_count).double()
-        numbers = {name: torch.tensor(number) for name, number in self.stepper.counters().items()}
-        numbers["normaliser"] = normaliser
-        return [
-            *owned,
-            *(OwnedSlice(Slice(ENGINE, name, (), (), ()), value) for name, value in numbers.items()),
-        ]
+        counters: dict[str, Number] = {"normaliser": 0.0 if self._last_count is None else self._last_count}
+        counters |= self.stepper.counters()
+        if self.loss_scaling is not None:
+            counters |= self.loss_scaling.counters()
+        return [*owned, *(_own_counter(part, value) for part, value in counters.items())]
 
     def owned_whole(self) -> list[OwnedSlice]:
         states = [(each.name, self.stepper.state(each)) for each in self._stages.local_parameters()]
@@ -247,6 +279,15 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _own_counter(part: str, value: Number) -> OwnedSlice:
+    return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value).double())
+
+
+def _on_device(number: Number, like: Tensor) -> Tensor:
+    """A float64 number where `like` is; nobody waits for it."""
+    return number.double() if isinstance(number, Tensor) else like.new_full((), number)
 
 
 def _sum(numbers: Tensor, group: Group) -> None:

@@ -1,0 +1,147 @@
+"""Loss scaling for fp16: the backward pass starts from the loss times a scale.
+
+An fp16 number below 6e-8 is zero, and most gradients are small; times 65,536 they are not. Above 65,504 it is
+infinite: then the scale was too large, and the step is skipped on all ranks. With the default of "dynamic":
+
+    gradients   not finite   finite, 2,000 times   finite
+    scale            65536                 32768    65536
+    update         skipped                  made     made
+
+The scale divides what a loss is divided by anyway (its normaliser), which updates take back without another
+pass over gradients. State is plain numbers, or tensors on a device, where nobody reads them.
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+SMALLEST = 1.0  # no dynamic scale falls below: a smaller one would only lose gradients
+
+
+@dataclass(frozen=True)
+class DynamicScale:
+    """Starts at `start`; divided by `factor` after a step whose gradients were not finite, and multiplied by
+    it after `interval` steps in a row whose gradients were."""
+
+    start: float = 2.0**16
+    factor: float = 2.0
+    interval: int = 2000
+
+
+LossScale = float | Literal["dynamic"] | DynamicScale
+
+
+class ScaleState(NamedTuple):
+    """The scale, and the steps with finite gradients since it last changed."""
+
+    scale: float | Tensor
+    good_steps: float | Tensor
+
+
+@final
+class LossScaling:
+    """The scale of a training, from step to step."""
+
+    def __init__(self, choice: LossScale, device: torch.device | None = None) -> None:
+        """`choice`: a number for a scale that stays. `device`: where the state is, if not on the host."""
+        self._rule = DynamicScale() if choice == "dynamic" else choice
+        start = self._rule.start if isinstance(self._rule, DynamicScale) else float(self._rule)
+        numbers: list[float | Tensor] = [start, 0.0]
+        if device is not None:
+            numbers = [torch.full((), each, dtype=torch.float64, device=device) for each in (start, 0.0)]
+        self.state = ScaleState(*numbers)
+
+    @property
+    def scale(self) -> float | Tensor:
+        return self.state.scale
+
+    def counters(self) -> dict[str, float | Tensor]:
+        """What a training needs to go on, by name."""
+        return {"loss scale": self.state.scale, "good steps": self.state.good_steps}
+
+    @property
+    def smallest(self) -> float:
+        """The scale cannot fall below this; skipped steps there are not the scale's fault."""
+        return SMALLEST if isinstance(self._rule, DynamicScale) else float(self._rule)
+
+    def after_step(self, *, overflows: bool | Tensor, refused: bool | Tensor) -> None:
+        """A step is over: its gradients were not finite, or were, or it was `refused` for another reason."""
+        if not isinstance(self._rule, DynamicScale):
+            return
+        change = _next_on_device if isinstance(self.state.scale, Tensor) else _next_on_host
+        self.state = change(self.state, self._rule, overflows, refused)
+
+
+def _next_on_host(state: ScaleState, rule: DynamicScale, overflows: object, refused: object) -> ScaleState:
+    scale, good = float(state.scale), float(state.good_steps)
+    if overflows:
+        return ScaleState(max(scale / rule.factor, SMALLEST), 0.0)
+    if refused:
+        return state
+    if good + 1 >= rule.interval:
+        return ScaleState(scale * rule.factor, 0.0)
+    return ScaleState(scale, good + 1)
+
+
+def _next_on_device(
+    state: ScaleState, rule: DynamicScale, overflows: bool | Tensor, refused: bool | Tensor
+) -> ScaleState:
+    """The same, without a look at any of the numbers."""
+    scale, good = state
+    assert isinstance(scale, Tensor)
+    assert isinstance(good, Tensor)
+    assert isinstance(overflows, Tensor)
+    assert isinstance(refused, Tensor)
+    grows = good + 1 >= rule.interval
+    scale_after = torch.where(grows, scale * rule.factor, scale)
+    good_after = torch.where(grows, 0.0, good + 1)
+    scale_after, good_after = torch.where(refused, scale, scale_after), torch.where(refused, good, good_after)
+    smaller = (scale / rule.factor).clamp(min=SMALLEST)
+    return ScaleState(torch.where(overflows, smaller, scale_after), good_after.masked_fill(overflows, 0.0))
+
+
+def make_loss_scaling(
+    choice: LossScale | None, precision: str, device: torch.device | None = None
+) -> LossScaling | None:
+    """What a precision needs: only fp16 has gradients that are too small for it."""
+    if precision != "fp16":
+        return None
+    return LossScaling("dynamic" if choice is None else choice, device)
+
+
+def loss_scale_errors(choice: object, precision: str | None) -> list[str]:
+    """Why a training cannot scale its losses so. `precision`: the plan's, if it is known."""
+    if choice is None:
+        return []
+    errors = _setting_errors(choice)
+    if precision not in (None, "fp16"):
+        errors.append(
+            f"loss_scale={choice!r} precision={precision}: only losses of fp16 are scaled, others have the "
+            "range of float32; drop loss_scale, or use precision=fp16"
+        )
+    return errors
+
+
+def _setting_errors(choice: object) -> list[str]:
+    if choice == "dynamic":
+        return []
+    if not isinstance(choice, DynamicScale):
+        if _is_number(choice) and choice > 0:  # type: ignore[operator]
+            return []
+        return [f"loss_scale={choice!r}: must be 'dynamic', a number above 0, or a DynamicScale"]
+    errors = []
+    if not _is_number(choice.start) or choice.start < SMALLEST:
+        errors.append(f"loss_scale: DynamicScale(start={choice.start!r}): must be a number, at least 1")
+    if not _is_number(choice.factor) or choice.factor <= 1:
+        errors.append(f"loss_scale: DynamicScale(factor={choice.factor!r}): must be a number above 1")
+    if not isinstance(choice.interval, int) or isinstance(choice.interval, bool) or choice.interval < 1:
+        errors.append(f"loss_scale: DynamicScale(interval={choice.interval!r}): must be a number of steps")
+    return errors
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
