@@ -43,9 +43,9 @@ def test_a_plan_that_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify_judges_the_plan_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     # It proves in fp64, so a precision that cannot run was replaced before anybody looked at it.
-    code, _, err = output(capsys, "verify", "--plan", "precision=fp16")
+    code, _, err = output(capsys, "verify", "--plan", "compress=gist")
     assert code == 2
-    assert "precision=fp16 is not implemented yet (only precision=fp64, precision=fp32," in err
+    assert "compress=gist is not implemented yet (only compress=none)" in err
     code, _, err = output(capsys, "verify", "--plan", "data=99999")
     assert code == 2
     assert "torchrun" in err

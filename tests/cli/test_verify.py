@@ -34,9 +34,9 @@ def test_bf16_finds_an_injected_bug_and_reports_it_in_json(capsys: pytest.Captur
 
 
 def test_another_precision_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = output(capsys, "--precision", "fp16")
+    code, _, err = output(capsys, "--precision", "fp8")
     assert code == 2
-    assert "--precision fp16: must be fp64 or bf16" in err
+    assert "--precision fp8: must be fp64, bf16 or fp16" in err
 
 
 def test_all_errors_of_options_and_job_come_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,5 @@ def test_squares_that_are_not_finite_are_an_overflow_where_losses_are_scaled(squ
         assert (overflow.skip, overflow.refused, overflow.overflows) == (True, False, True)
         assert not scale((8.0, 4.0, 4.0, square, 0.0), None).skip, "fp32 trains on, as one device does"
         problem = scale((8.0, 4.0, 4.0, square, 1.0), None, scaled=True)
-        assert (problem.refused, problem.overflows) == (True, False), (
-            "refused: it says nothing of the scale"
-        )
+        assert (problem.refused, problem.overflows) == (True, False), "refused: it says nothing of the scale"
         assert not scale((8.0, 4.0, 4.0, 65504.0**2, 0.0), None, scaled=True).skip

@@ -259,5 +259,5 @@ def test_bugs_of_gradients_are_found(bug: str) -> None:
 
 
 def test_other_precisions_are_refused() -> None:
-    with pytest.raises(UserError, match="--precision fp16: must be fp64 or bf16"):
-        verify(perceptron_case(), "data=2", precision="fp16")  # type: ignore[call-overload]
+    with pytest.raises(UserError, match="--precision fp8: must be fp64, bf16 or fp16"):
+        verify(perceptron_case(), "data=2", precision="fp8")  # type: ignore[call-overload]

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Steps = Annotated[
     str | None,
-    typer.Option("--steps", metavar="INTEGER", help="Optimizer steps before comparing; 20, or 5 in bf16."),
+    typer.Option("--steps", metavar="INTEGER", help="Optimizer steps before comparing; 20, or 5 below fp64."),
 ]
 PrecisionName = Annotated[
     str,
     typer.Option(
-        "--precision", help="fp64: equal to one device; or bf16: as close to it as rounding allows."
+        "--precision", help="fp64: equal to one device; bf16 or fp16: as close to it as rounding allows."
     ),
 ]
 InjectedBug = Annotated[
@@ -90,7 +90,7 @@ def _option_errors(precision: str, inject_bug: str | None) -> list[str]:
 
     errors = []
     if precision not in PRECISIONS:
-        errors.append(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
+        errors.append(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     if inject_bug is not None and inject_bug not in BUGS:
         errors.append(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")
     return errors

@@ -134,7 +134,7 @@ class ForwardAudit:
                 warnings.simplefilter("ignore")
                 self._set_modes(self._skeleton, training=training)
                 outcome = self._call_own(self._skeleton, trial)
-                return self._report(outcome, self._layers.user_loss, is_own=True)
+                return self._report(outcome, self._layers.whole_loss, is_own=True)
         except Exception as error:
             return f"its forward cannot be run by itself: {type(error).__name__}: {error}".splitlines()[0]
         finally:

@@ -15,6 +15,7 @@ from echelon.context_parallel import AllToAllView, RingView, positions, take
 from echelon.data_parallel import SharedGradient
 from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss, num_samples
+from echelon.engine.float32_loss import in_float32
 from echelon.engine.hidden_padding import HiddenPadding, SplitOutput
 from echelon.engine.loss_check import LossCheck
 from echelon.engine.padding import LocalTargets, Padding, has_positions
@@ -32,6 +33,7 @@ from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
 from echelon.pipeline_parallel import StageModule
+from echelon.precision import DTYPES
 from echelon.program import Program
 from echelon.sequence import View, assign
 from echelon.tensor_parallel import Shard, Sharded, Table, number_layers, split_loss, split_over
@@ -65,7 +67,8 @@ class LayerSharding:
         if mesh.plan.sequence:
             assert self.sharded is not None
             check_split(model, before, self.sharded, mesh.plan)
-        self.user_loss, self.loss, self._ignores = loss, self._loss(loss), split_loss(loss) is not None
+        self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
+        self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
         unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
         self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)
@@ -100,14 +103,14 @@ class LayerSharding:
         over_parts = split_loss(loss)
         vocabulary = None if self.sharded is None else self.sharded.vocabulary
         if over_parts is None or vocabulary is None:
-            return loss
+            return self.whole_loss
         group = self._mesh.group("tensor")
         return lambda output, targets: over_parts(output, targets, group, vocabulary)
 
     @property
     def has_split_logits(self) -> bool:
         """Whether the last layer returns this rank's part of the vocabulary."""
-        return self.loss is not self.user_loss
+        return self.loss is not self.whole_loss
 
     @property
     def counts_loss(self) -> bool:

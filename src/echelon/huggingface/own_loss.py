@@ -79,6 +79,7 @@ class ReplacedLoss:
 def mean_as_total(mean: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Total and count of a mean over the labels that are not ignored."""
     count = (labels != IGNORED_TARGET).sum()
+    mean = mean.to(torch.promote_types(mean.dtype, torch.float32))  # a total may be more than fp16 holds
     # The mean of no labels is not a number, and its gradient is zero.
     return torch.where(count > 0, mean, 0) * count, count
 

@@ -3,13 +3,13 @@
 `verify` trains twice, with the plan on real processes and on one device in plain torch, and compares every
 weight, every optimizer state, every loss and gradient norm. Float64, because there rounding cannot hide a
 mistake: two-rank data parallelism differs by 3e-12 in float64 and by 1e-3 in float32. What float64 does not
-run, the float32 masters of bf16, has a contract of its own (low_precision.py).
+run, the float32 masters below float32, has a contract of its own (low_precision.py).
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args, overload
 
 import torch
@@ -44,7 +44,7 @@ from echelon.verify.verdict import (
     tensor_gaps,
 )
 
-Precision = Literal["fp64", "bf16"]
+Precision = Literal["fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 _DEADLINE = 300.0  # seconds without a sign of life
@@ -67,7 +67,7 @@ def verify(
     case: Case,
     plan: Plan | str,
     *,
-    precision: Literal["bf16"],
+    precision: Literal["bf16", "fp16"],
     inject_bug: str | Bug | None = ...,
     ranks: Ranks | None = ...,
 ) -> LowPrecisionVerdict: ...
@@ -96,13 +96,13 @@ def verify(
 ) -> Verdict | LowPrecisionVerdict:
     """Train `case` with `plan` on real processes and on one device; compare everything.
 
-    In float64 both must be equal, up to `tolerance`. With precision="bf16", the plan may be no further from
-    one device in bf16 than that is from float32. Asynchronous training has a meaning of its own, which its
-    log records: the log is replayed on one process. `inject_bug` breaks the parallel training in a known way
-    (by name, see inject_bug.py; or a function of the engine): the verdict must find it. `ranks` are running
-    processes to use, as many as the plan takes; with pipeline=auto, any number. Without them, `verify`
-    starts its own, which takes longer. Under torchrun it trains on all ranks of that, and every rank returns
-    the verdict.
+    In float64 both must be equal, up to `tolerance`. With precision="bf16" or "fp16", the plan may be no
+    further from one device in that type than that is from float32. Asynchronous training has a meaning of its
+    own, which its log records: the log is replayed on one process. `inject_bug` breaks the parallel training
+    in a known way (by name, see inject_bug.py; or a function of the engine): the verdict must find it.
+    `ranks` are running processes to use, as many as the plan takes; with pipeline=auto, any number. Without
+    them, `verify` starts its own, which takes longer. Under torchrun it trains on all ranks of that, and
+    every rank returns the verdict.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     _check(plan, precision, inject_bug)
@@ -142,7 +142,7 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
     plan = Plan.parse(results[0].plan)
     dtype = DTYPES[plan.precision]
     rounded, against = _reference(case, plan, results[0], dtype)
-    exact, _ = _reference(case, plan, results[0], torch.float32)
+    exact, _ = _reference(case, plan, results[0], torch.float32, rounded.overflows)
     exact.masters = {name: exact.weights[name] for name in rounded.masters}
     _refuse_standstill(case, rounded, dtype)
     start = case.build(dtype=dtype).state_dict()
@@ -174,7 +174,9 @@ def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine,
 
 def make_engine(case: Case, plan: Plan) -> Engine:
     """An engine that trains `case`; on each rank the model starts with other weights."""
-    dtype = DTYPES[plan.precision]
+    dtype, options = DTYPES[plan.precision], {"check_every": 0} | case.options
+    if plan.precision != "fp16":  # a case of fp16 is proven in float64 too
+        options.pop("loss_scale", None)
     return parallelize(
         case.build(int(os.environ["RANK"]), dtype),
         plan,
@@ -183,7 +185,7 @@ def make_engine(case: Case, plan: Plan) -> Engine:
         clip=case.clip,
         seed=case.seed,
         sample_batch=case.batches(dtype)[0],
-        **({"check_every": 0} | case.options),  # what ranks hold is compared at the end
+        **options,  # what ranks hold is compared at the end
     )
 
 
@@ -200,6 +202,7 @@ def result_of(engine: Engine, case: Case, metrics: Sequence[Metrics]) -> Trainin
         plan=str(engine.plan),
         boundaries=engine.boundaries,
         masters=_masters(engine),
+        skipped=[step.skipped for step in metrics],
     )
     return summarize(result) if engine.mesh.rank else result
 
@@ -236,7 +239,7 @@ def _ranks_to_launch(plan: Plan) -> int:
 def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
     refuse_unsupported(plan)
     if precision not in PRECISIONS:
-        raise UserError(f"--precision {precision}: must be {' or '.join(PRECISIONS)}")
+        raise UserError(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     if bug is not None and plan.data == 1:
         raise UserError(f"--inject-bug {bug} with '{plan}': the bug is between replicas; set data=2 or more")
     if isinstance(bug, str) and plan.sync != "all-reduce":
@@ -244,14 +247,21 @@ def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
 
 
 def _reference(
-    case: Case, plan: Plan, result: TrainingResult, dtype: torch.dtype
+    case: Case,
+    plan: Plan,
+    result: TrainingResult,
+    dtype: torch.dtype,
+    overflows: Collection[tuple[int, int]] = (),
 ) -> tuple[TrainingResult, str]:
-    """What the training of a plan is compared with, in `dtype`, and its name."""
+    """What the training of a plan is compared with, in `dtype`, and its name. `overflows`: what it skips."""
     if plan.sync == "async" and plan.staleness > 0:
         return replay(result.log, case, plan.data, dtype=dtype), LOG
     if plan.schedule in ASYNCHRONOUS_SCHEDULES:
-        return train_by_formula(case, plan, result.boundaries, dtype), FORMULA
-    return train_on_one_device(case, dtype, keeps_masters=plan.masters), ONE_DEVICE
+        return train_by_formula(case, plan, result.boundaries, dtype, overflows), FORMULA
+    reference = train_on_one_device(
+        case, dtype, keeps_masters=plan.masters, followed=result.skipped, overflows=overflows
+    )
+    return reference, ONE_DEVICE
 
 
 def _refuse_standstill(case: Case, reference: TrainingResult, dtype: torch.dtype) -> None:

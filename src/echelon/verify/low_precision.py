@@ -1,19 +1,22 @@
-"""The contract in bf16: a plan may be no further from one device in bf16 than that is from float32.
+"""The contract in bf16 and fp16: a plan may be no further from one device in that type than that is from
+float32.
 
-In bf16 no two ways to train are equal: every sum is rounded to three digits. How far apart they may end is
-measured, by three trainings of one case from the same weights:
+In bf16 no two ways to train are equal: every sum is rounded to three digits, in fp16 to four. How far apart
+they may end is measured, by three trainings of one case from the same weights:
 
     A  one device in float32
     B  one device in bf16, with float32 masters     B to A: what rounding alone does
     C  the plan in bf16, with float32 masters       C to B: must not be more
+
+In fp16 all three skip the same steps: those in which gradients of B, times its loss scale, are not finite.
 
 The distance of x and y is ‖x − y‖ / (‖x‖ + ‖y‖): 0 where they are equal, 1/3 where one is twice the other,
 never above 1. For weights and masters, x and y are what training has added to the start.
 
 Both distances are samples of a random quantity, and a plan rounds where one device does not: the gradient of
 each microbatch, and with gradients=same their sums. So C to B may be a few times B to A, and a few roundings
-of bf16 more (`_allowed`). Rounding itself keeps well below, bugs do not. Trainings drift apart from step to
-step, until nothing can be told from rounding: such a comparison is refused.
+of the type more (`_allowed`). Rounding itself keeps well below, bugs do not. Trainings drift apart from step
+to step, until nothing can be told from rounding: such a comparison is refused.
 """
 
 import math
@@ -27,17 +30,17 @@ from torch import Tensor
 from echelon.errors import UserError
 from echelon.ownership import MASTER
 from echelon.plan import Plan
+from echelon.precision import DTYPES
 from echelon.verify.reference import TrainingResult
-from echelon.verify.verdict import is_alike, named_tensors, number_lists, rank_gaps
+from echelon.verify.verdict import LOG, is_alike, named_tensors, number_lists, rank_gaps
 
 WEIGHTS = "weights"  # the kind of all that is in the state dict
 _LARGEST_ROUNDING = 0.1  # twice that is still less than the distance from an update of twice the size
 _FLOAT32_ROUNDING = 2.0**-20  # of a number, by sums in another order: a few times the precision of float32
-_BF16_ROUNDING = 2.0**-8  # of a number
 
 
 class Distance(NamedTuple):
-    """How far the plan is from one device in bf16, how far that is from float32, and what is allowed."""
+    """How far the plan is from one device in its type, how far that is from float32, and what is allowed."""
 
     plan: float
     rounding: float
@@ -86,7 +89,7 @@ _NEAR, _FAR = _Norms(0.0, 0.0, 0.0, 0.0), _Norms(math.inf, 1.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class LowPrecisionVerdict:
-    """How far a plan in bf16 ended from one device in bf16."""
+    """How far a plan below float32 ended from one device in the same type."""
 
     plan: Plan
     steps: int
@@ -137,7 +140,7 @@ class LowPrecisionVerdict:
 
     def __str__(self) -> str:
         name, worst = self.worst
-        after = f"{self.against} in bf16 after {self.steps} steps"
+        after = f"{self.against} in {self.plan.precision} after {self.steps} steps"
         measured = f"weights differ by {self.groups[WEIGHTS]}; worst is {name}, by {worst}"
         if self.holds:
             return f"'{self.plan}' is within rounding of {after}: {measured}"
@@ -160,6 +163,8 @@ def compare_low_precision(
 
     `start` is the state dict before training.
     """
+    ran, differences = Plan.parse(results[0].plan), tuple(rank_gaps(results, against))
+    unit = rounding_of(ran.precision)
     plan_norms, rounding_norms = _measure(results[0], rounded, start), _measure(rounded, exact, start)
     plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
     kinds: dict[str, list[str]] = {}
@@ -170,16 +175,20 @@ def compare_low_precision(
         from_rounding = {name: rounding_norms.get(name, _NEAR) for name in names}
         rounding = _combine(from_rounding.values()).distance
         plan = _combine(plan_norms[name] for name in names)
-        groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding), plan.resolution))
+        groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
         for name, norms in from_rounding.items():
-            tensors[name] = _tensor_distance(plan_norms[name], norms.distance, rounding)
-    _refuse_drift(groups, steps)
-    numbers = _number_distances(results[0], rounded, exact, against)
-    ran, differences = Plan.parse(results[0].plan), tuple(rank_gaps(results, against))
+            tensors[name] = _tensor_distance(plan_norms[name], norms.distance, rounding, unit)
+    _refuse_drift(groups, steps, ran.precision)
+    numbers = _number_distances(results[0], rounded, exact, against, unit)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
 
 
-def _refuse_drift(groups: Mapping[str, Distance], steps: int) -> None:
+def rounding_of(precision: str) -> float:
+    """Of a number, relative to it: 2**-8 in bf16, 2**-11 in fp16."""
+    return torch.finfo(DTYPES[precision]).eps / 2
+
+
+def _refuse_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> None:
     """Refuse a comparison in which rounding alone is as large as a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
@@ -190,8 +199,9 @@ def _refuse_drift(groups: Mapping[str, Distance], steps: int) -> None:
     kind, furthest = max(masters_and_state.items(), key=lambda item: item[1].rounding)
     if furthest.rounding > _LARGEST_ROUNDING:
         raise UserError(
-            f"after {steps} steps one device in bf16 is {furthest.rounding:.2f} from float32 (all {kind}): "
-            f"above {_LARGEST_ROUNDING}, rounding would hide a bug; use fewer steps, or a lower learning rate"
+            f"after {steps} steps one device in {precision} is {furthest.rounding:.2f} from float32 (all "
+            f"{kind}): above {_LARGEST_ROUNDING}, rounding would hide a bug; use fewer steps, or a lower "
+            "learning rate"
         )
 
 
@@ -205,41 +215,49 @@ def _origin(name: str, start: Mapping[str, Tensor]) -> Tensor:
     return torch.zeros(()) if weight is None else _real(weight)
 
 
-def _allowed(rounding: float) -> float:
-    """Of many elements together: twice what rounding does, and four roundings of bf16 more.
+def _allowed(rounding: float, unit: float) -> float:
+    """Of many elements together: twice what rounding does, and four roundings of a number (`unit`) more.
 
     What rounding does not change, like counters and frozen weights, the plan may not change either.
     """
-    return 2 * rounding + 4 * _BF16_ROUNDING if rounding else 0.0
+    return 2 * rounding + 4 * unit if rounding else 0.0
 
 
-def _tensor_distance(plan: _Norms, rounding: float, group: float) -> Distance:
+def _tensor_distance(plan: _Norms, rounding: float, group: float, unit: float) -> Distance:
     """Of one tensor, which may be small: chance moves its distances more than those of its kind."""
-    allowed = 4 * _allowed(max(rounding, group)) if rounding else 0.0
+    allowed = 4 * _allowed(max(rounding, group), unit) if rounding else 0.0
     return Distance(plan.distance, rounding, max(allowed, plan.resolution))
 
 
 def _number_distances(
-    result: TrainingResult, rounded: TrainingResult, exact: TrainingResult, against: str
+    result: TrainingResult, rounded: TrainingResult, exact: TrainingResult, against: str, unit: float
 ) -> dict[str, Distance]:
     """Of each number of each step. Differences grow from step to step, and so does what is allowed."""
     distances = {}
     plan_lists, rounded_lists, exact_lists = (number_lists(r, against) for r in (result, rounded, exact))
     for name, expected in rounded_lists.items():
         if len(plan_lists[name]) != len(expected):
-            distances[f"{name} of all steps"] = Distance(math.inf, 0.0, _BF16_ROUNDING)
-        largest = _BF16_ROUNDING
+            distances[f"{name} of all steps"] = Distance(math.inf, 0.0, unit)
+        largest = unit
         for step, numbers in enumerate(zip(plan_lists[name], expected, exact_lists[name], strict=False)):
             c, b, a = numbers
             rounding = _scalar_distance(b, a)
             largest = max(rounding, largest)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
-    return distances
+    return distances | _skip_distances(result, rounded, against)
+
+
+def _skip_distances(result: TrainingResult, rounded: TrainingResult, against: str) -> dict[str, Distance]:
+    """The steps that only one of the two skipped. Asynchronous workers each skip their own."""
+    pairs = () if against == LOG else zip(result.skipped, rounded.skipped, strict=True)
+    unlike = [step for step, (c, b) in enumerate(pairs) if c != b]
+    return {f"skipped {step}": Distance(math.inf, 0.0, 0.0) for step in unlike}
 
 
 def _scalar_distance(first: float, second: float) -> float:
-    gap = abs(first - second)
-    return gap / (abs(first) + abs(second)) if gap else 0.0
+    if first == second or (math.isnan(first) and math.isnan(second)):  # norms of skipped steps are infinite
+        return 0.0
+    return abs(first - second) / (abs(first) + abs(second))
 
 
 def _combine(norms: Iterable[_Norms]) -> _Norms:

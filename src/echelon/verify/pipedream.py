@@ -4,10 +4,12 @@
     pipedream-vertical    W(t+1) = W(t) − ν·∇f(W₀(t−d+1), W₁(t−d+1), …, W_{d−1}(t−d+1)) on microbatch t
     pipedream-2bw         W(t+1) = W(t) − ν·∇f(W(t−1))                                  on batch t
 
-where versions before the first are the first, and "−ν·" stands for the optimizer's step.
+where versions before the first are the first, and "−ν·" stands for the optimizer's step. In fp16 the loss of
+a microbatch has the scale of its step, and W_i(t+1) = W_i(t) where the gradient of stage i is not finite. The
+next scale follows from the updates of all stages that were made in the step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,35 +19,67 @@ from echelon.engine.batch import num_samples, part_bounds, take_part, total_and_
 from echelon.pipeline_parallel import split_model
 from echelon.plan import Plan
 from echelon.verify.case import Case
-from echelon.verify.reference import ReferenceModel, TrainingResult
+from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingResult, is_finite
 
 Part = tuple[Any, int]  # (inputs, targets), and the index of the first sample in the global batch
 
 
 def train_by_formula(
-    case: Case, plan: Plan, boundaries: list[int], dtype: torch.dtype = torch.float64
+    case: Case,
+    plan: Plan,
+    boundaries: list[int],
+    dtype: torch.dtype = torch.float64,
+    overflows: Collection[tuple[int, int]] = (),
 ) -> TrainingResult:
-    """What the pipeline of `plan` must end with, after all steps of `case` and a drain."""
+    """What the pipeline of `plan` must end with, after all steps of `case` and a drain.
+
+    `overflows`: the updates to skip in a type that has no overflows.
+    """
     reference = ReferenceModel(case, dtype, keeps_masters=plan.masters)
+    scale = ReferenceScale(case, dtype)
     stages = _stages(reference.model, boundaries)
     parameter_stages = [stages[p] for p in reference.parameters]
     versions = [reference.copy()]
     version_of = _version_rule(plan)
     batches = case.batches(dtype)
-    losses = []
+    losses, skipped = [], []
+    found = set(overflows)
     for step, batch in enumerate(batches):
         total = count = 0.0
         for parts in _updates(batch, plan):
             newest = len(versions) - 1
             used = [version_of(newest, stage) for stage in parameter_stages]
             reference.load([versions[version][index] for index, version in enumerate(used)])
-            part_total, part_count = _backward(reference, step, parts)
+            part_total, part_count = _backward(reference, step, parts, scale.value)
             reference.load(versions[-1])
-            reference.update(reference.pop_gradients())  # without samples there are none, and nothing changes
+            gradients = reference.pop_gradients(scale.value)
+            if scale.is_used:
+                by_stage = zip(parameter_stages, gradients, strict=True)
+                found |= {(newest, stage) for stage, gradient in by_stage if not is_finite([gradient])}
+            kept = [
+                None if (newest, stage) in found else gradient
+                for stage, gradient in zip(parameter_stages, gradients, strict=True)
+            ]
+            reference.update(kept)  # without samples there are none, and nothing changes
             versions.append(reference.copy())
             total, count = total + part_total, count + part_count
         losses.append(total / count)
-    return reference.result(losses, [], batches[-1])
+        skipped.append(not found.isdisjoint(_made_in(plan, step)))
+        scale.after_step(skipped=skipped[-1])
+    result = reference.result(losses, [], batches[-1])
+    result.skipped, result.overflows = skipped, sorted(found)
+    return result
+
+
+def _made_in(plan: Plan, step: int) -> set[tuple[int, int]]:
+    """The (update, stage) that a step makes: stage i is d−1−i microbatches behind those taken in."""
+    every = plan.microbatches if plan.schedule == "pipedream-2bw" else 1
+    made = set()
+    for stage in range(plan.stages):
+        behind = plan.stages - 1 - stage
+        begin, end = (max(0, taken * plan.microbatches - behind) // every for taken in (step, step + 1))
+        made |= {(update, stage) for update in range(begin, end)}
+    return made
 
 
 def _stages(model: nn.Module, boundaries: list[int]) -> dict[nn.Parameter, int]:
@@ -81,8 +115,8 @@ def _updates(batch: Any, plan: Plan) -> Iterator[list[Part]]:
         yield parts
 
 
-def _backward(reference: ReferenceModel, step: int, parts: list[Part]) -> tuple[float, float]:
-    """Compute the gradient of the mean loss of `parts`; returns the loss total and count."""
+def _backward(reference: ReferenceModel, step: int, parts: list[Part], scale: float) -> tuple[float, float]:
+    """Compute the gradient of the mean loss of `parts`, times `scale`; returns the loss total and count."""
     results = [
         total_and_count(reference.loss(batch, step, first_sample), num_samples(batch))
         for batch, first_sample in parts
@@ -90,5 +124,5 @@ def _backward(reference: ReferenceModel, step: int, parts: list[Part]) -> tuple[
     count = sum(float(count) for _, count in results)
     if count == 0:
         return 0.0, 0.0
-    torch.stack([total for total, _ in results]).sum().div(count).backward()
+    torch.stack([total for total, _ in results]).sum().div(count).mul(scale).backward()
     return sum(float(total.detach()) for total, _ in results), count

@@ -2,10 +2,11 @@
 
 It must stay independent of the code that it judges, so it repeats in the plainest way what a step means. Of
 echelon's code it uses only the dropout masks, and says itself which step and samples they are for; and the
-hashes that stochastic rounding draws.
+hashes that stochastic rounding draws, and the settings of a loss scale, which it applies itself.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import key_dropout, scope
+from echelon.precision import DynamicScale
 from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
 from echelon.verify.rounding import round_keyed
 from echelon.wrapping import Wrapping
+
+_CLOSE = 16.0  # times the largest number, or a part of it: as many parts as a sum may have, about
 
 
 @dataclass
@@ -32,10 +36,36 @@ class TrainingResult:
     plan: str = ""  # as it ran, without `auto`
     boundaries: list[int] = field(default_factory=list)  # the layers before which stages begin
     masters: dict[str, Tensor] = field(default_factory=dict)  # of the weights, below float32
+    skipped: list[bool] = field(default_factory=list)  # each step, by fp16's loss scaling
+    overflows: list[tuple[int, int]] = field(default_factory=list)  # of a reference: each (update, stage)
 
     @property
-    def numbers(self) -> tuple[list[float], list[float], float]:
-        return self.losses, self.grad_norms, self.evaluation
+    def numbers(self) -> tuple[list[float], list[float], list[bool], float]:
+        return self.losses, self.grad_norms, self.skipped, self.evaluation
+
+
+@final
+class ReferenceScale:
+    """The loss scale of fp16, written out again: 2**16, halved when a step is skipped, doubled after 2,000
+    that are not; or the case's own. In other types it is 1."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        choice = case.options.get("loss_scale") or "dynamic"
+        self.is_used = dtype == torch.float16
+        rule = DynamicScale() if choice == "dynamic" else choice
+        self._rule = rule if isinstance(rule, DynamicScale) and self.is_used else None
+        self.value = (rule.start if isinstance(rule, DynamicScale) else float(rule)) if self.is_used else 1.0
+        self._good = 0
+
+    def after_step(self, *, skipped: bool) -> None:
+        if self._rule is None:
+            return
+        if skipped:
+            self.value, self._good = max(self.value / self._rule.factor, 1.0), 0
+            return
+        self._good += 1
+        if self._good == self._rule.interval:
+            self.value, self._good = self.value * self._rule.factor, 0
 
 
 @final
@@ -64,10 +94,11 @@ class ReferenceModel:
         with scope(seed=self._case.seed, step=step, first_sample=first_sample):
             return self._loss(batch)
 
-    def pop_gradients(self) -> list[Tensor | None]:
-        """The gradients of all parameters, in the type that the optimizer works in."""
+    def pop_gradients(self, scale: float = 1.0) -> list[Tensor | None]:
+        """The gradients of all parameters, in the type that the optimizer works in; of a loss times `scale`,
+        without that."""
         gradients = [
-            None if p.grad is None else p.grad.to(master.dtype)
+            None if p.grad is None else p.grad.to(master.dtype) / scale
             for p, master in zip(self.parameters, self.masters, strict=True)
         ]
         for parameter in self.parameters:
@@ -117,7 +148,10 @@ class ReferenceModel:
 
     def _loss(self, batch: tuple[Any, Any]) -> Any:
         inputs, targets = batch
-        return self._case.loss(self.model(cast_floats(inputs, self._dtype)), targets)
+        output = self.model(cast_floats(inputs, self._dtype))
+        if self._dtype.itemsize < 4:
+            output = cast_floats(output, torch.float32)
+        return self._case.loss(output, targets)
 
     def _full_masters(self) -> dict[str, Tensor]:
         if self.masters is self.parameters or not self._keeps_masters:
@@ -135,18 +169,53 @@ class ReferenceModel:
 
 
 def train_on_one_device(
-    case: Case, dtype: torch.dtype = torch.float64, *, keeps_masters: bool = True
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    *,
+    keeps_masters: bool = True,
+    followed: Sequence[bool] = (),
+    overflows: Collection[tuple[int, int]] = (),
 ) -> TrainingResult:
-    """Train on the whole of each batch at once."""
+    """Train on the whole of each batch at once.
+
+    In fp16 a step is skipped where gradients are not finite; close to that, where the `followed` training
+    skipped it. `overflows`: what to skip in a type that has no overflows.
+    """
     reference = ReferenceModel(case, dtype, keeps_masters=keeps_masters)
-    losses, grad_norms = [], []
+    scale = ReferenceScale(case, dtype)
+    losses, grad_norms, skipped = [], [], []
     batches = case.batches(dtype)
     for step, batch in enumerate(batches):
-        loss = mean(reference.loss(batch, step))
-        loss.backward()
-        grad_norms.append(reference.update(reference.pop_gradients()))
+        loss = mean(reference.loss(batch, step)).to(torch.promote_types(dtype, torch.float32))
+        gradients = _gradients(reference, loss, scale.value)
+        skips = (step, 0) in overflows
+        if scale.is_used:
+            skips = not is_finite(gradients)
+            if step < len(followed) and skips != followed[step] and _is_close(reference, loss, scale.value):
+                skips = followed[step]
+        grad_norms.append(math.inf if skips else reference.update(gradients))
         losses.append(float(loss.detach()))
-    return reference.result(losses, grad_norms, batches[-1])
+        skipped.append(skips)
+        scale.after_step(skipped=skips)
+    result = reference.result(losses, grad_norms, batches[-1])
+    result.skipped = skipped
+    result.overflows = [(step, 0) for step, skips in enumerate(skipped) if skips]
+    return result
+
+
+def is_finite(gradients: Iterable[Tensor | None]) -> bool:
+    return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+
+
+def _gradients(reference: ReferenceModel, loss: Tensor, scale: float) -> list[Tensor | None]:
+    (loss * scale).backward(retain_graph=True)
+    return reference.pop_gradients(scale)
+
+
+def _is_close(reference: ReferenceModel, loss: Tensor, scale: float) -> bool:
+    """Whether gradients are close to the largest number: a plan computes parts, and sums them in float32."""
+    smaller, larger = (_gradients(reference, loss, scale * factor) for factor in (1 / _CLOSE, _CLOSE))
+    return is_finite(smaller) and not is_finite(larger)
 
 
 def mean(result: Any) -> Tensor:

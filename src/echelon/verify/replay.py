@@ -2,6 +2,7 @@
 
 The gradient of an entry is that of the weights of version `pulled`, on the worker's part of the batch of its
 step. Entries that made the same version are one update by their mean, weighted by what the loss counted.
+In fp16 a worker's step that is not in the log had gradients that were not finite.
 For dropout, a worker with n samples numbers them from worker · n, as if every worker had as many.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from echelon.engine.batch import num_samples, take_part, total_and_count
 from echelon.runtime import Push
 from echelon.verify.case import Case
-from echelon.verify.reference import ReferenceModel, TrainingResult
+from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingResult
 
 
 class Replay:
@@ -33,6 +34,8 @@ class Replay:
         self._base_rates = [group["lr"] for group in self._reference.optimizer.param_groups]
         self._batches = case.batches(dtype)
         self._versions = [self._reference.copy()]
+        self._scales = [ReferenceScale(case, dtype) for _ in range(workers)]
+        self._next_steps = [0] * workers
 
     def update(self, entries: Sequence[Push]) -> None:
         """Make the version that all `entries` went into."""
@@ -59,8 +62,19 @@ class Replay:
         samples = num_samples(part)
         result = self._reference.loss(part, entry.step, entry.worker * samples)
         total, count = total_and_count(result, samples)
-        total.backward()
-        return self._reference.pop_gradients(), float(count)
+        scale = self._scale(entry)
+        (total / count * scale).backward()
+        return self._reference.pop_gradients(scale / float(count)), float(count)
+
+    def _scale(self, entry: Push) -> float:
+        """The worker's loss scale in fp16: its steps that are not in the log were skipped."""
+        scale, worker = self._scales[entry.worker], entry.worker
+        for _ in range(self._next_steps[worker], entry.step):
+            scale.after_step(skipped=True)
+        self._next_steps[worker] = entry.step + 1
+        value = scale.value
+        scale.after_step(skipped=False)
+        return value
 
     def _set_rates(self) -> None:
         factor = 1.0 if self._schedule is None else self._schedule(len(self._versions) - 1)

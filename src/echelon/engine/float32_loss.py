@@ -1,0 +1,31 @@
+"""The loss in float32: what a model below float32 returns is converted before its loss.
+
+In fp16 a sum over 10,000 tokens is infinite, and in bf16 a mean has three digits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from echelon.engine.batch import Loss
+from echelon.engine.own_loss import OwnLoss
+from echelon.tensor_parallel import split_loss
+
+
+def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
+    """A loss of what a model of `dtype` returns. Those that convert logits themselves, in parts, and a loss
+    that the model has computed already, are what they are."""
+    if dtype.itemsize >= torch.float32.itemsize or split_loss(loss) is not None or isinstance(loss, OwnLoss):
+        return loss
+
+    def float32_loss(output: Any, targets: Any) -> Any:
+        return loss(tree_map(_in_float32, output), targets)
+
+    return float32_loss
+
+
+def _in_float32(leaf: Any) -> Any:
+    is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
+    return leaf.float() if is_low else leaf
