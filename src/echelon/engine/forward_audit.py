@@ -26,6 +26,7 @@ from echelon.context_parallel import take
 from echelon.engine.batch import Loss, cast, num_samples, take_part
 from echelon.engine.free_memory import free_bytes
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.missing_operation import missing_operation
 from echelon.engine.neighbours import share_samples
 from echelon.engine.padding import has_positions
 from echelon.engine.sample_audit import batch_norms
@@ -78,6 +79,9 @@ class ForwardAudit:
         scope = partial(self._scopes.at_sample(0, 1), 0)
         training, failure, outcome = self._by_layers(Trial(sample, scope))
         if failure:
+            missing = missing_operation(failure, self._mesh.plan, self._mesh.device)
+            if missing is not None:  # on every rank, before a stage waits for one that cannot run
+                raise missing
             return skipped(NAME, f"the model does not take one sample: {failure}")
         by_layers = None if outcome is None else self._report(outcome, self._layers.loss)
         own = self._run_own(Trial(sample, scope), training=training)

@@ -24,6 +24,7 @@ from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.missing_operation import missing_operation
 from echelon.engine.normaliser import LossNormaliser
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
@@ -162,11 +163,14 @@ class StepRunner(ABC):
             )
         try:
             return self._interpreter.run(script, feed)
-        except BaseException:
+        except BaseException as error:
             self._interpreter.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
             self.is_broken = self._pipelined
+            missing = missing_operation(str(error), self._mesh.plan, self._mesh.device)
+            if missing is not None and isinstance(error, RuntimeError):
+                raise missing from error
             raise
 
     def _script(self, key: object, make: Callable[[], Program]) -> Script:

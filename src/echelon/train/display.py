@@ -105,6 +105,8 @@ class Display:
             ("memory per rank", show_bytes(step.memory_bytes)),
             ("sent per step", f"{show_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
         ]
+        if step.loss_scale != 1.0:
+            figures.append(("loss scale", f"{step.loss_scale:,.0f}{', skipped' if step.skipped else ''}"))
         if self._evaluated is not None:
             at = f"[dim]at step {self._evaluated.step}[/]"
             figures.insert(1, ("validation loss", f"{self._evaluated.loss:.4f}  {at}"))

@@ -39,6 +39,8 @@ class Stepped:
     comm_seconds: float
     comm_hidden_seconds: float
     memory_bytes: int
+    skipped: bool = False  # fp16: gradients were not finite
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class Job:
     out: str = "runs"
     name: str = "train"
     audit: str = "first"
+    loss_scale: float | None = None  # of fp16; dynamic
     model: ModelJob = field(default_factory=ModelJob)
     data: DataJob = field(default_factory=DataJob)
     optimizer: OptimizerJob = field(default_factory=OptimizerJob)

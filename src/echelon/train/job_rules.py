@@ -18,6 +18,7 @@ from echelon.errors import UserError, did_you_mean
 from echelon.models import ModelConfig
 from echelon.optim.schedules import schedule_errors
 from echelon.plan import Plan
+from echelon.precision.loss_scaling import loss_scale_errors
 from echelon.train.batches import make_batches
 from echelon.train.memory_fit import host_memory_errors
 from echelon.train.plan_fit import division_errors
@@ -142,6 +143,9 @@ def _check_plan(job: "Job", findings: _Findings) -> Plan | None:
     if plan is None:
         return None
     findings.attempt(lambda: refuse_unsupported(plan), "plan", "plan")
+    if findings.all_valid("loss_scale"):
+        for error in loss_scale_errors(job.loss_scale, plan.precision):
+            findings.add(error, "loss_scale")
     for unfit in (rank_error(plan), work_error(plan)):
         if unfit is not None:
             findings.add(unfit, "plan")

@@ -69,6 +69,7 @@ class Logbook:
             "step_seconds": usual,
             "tokens_per_second": steps[-1].tokens / usual,
             "memory_bytes": max(step.memory_bytes for step in steps),
+            "skipped_steps": sum(step.skipped for step in steps),
             "audit": [
                 {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
             ],

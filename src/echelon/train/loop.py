@@ -42,6 +42,7 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
         optimizer=partial(make_optimizer, job.optimizer),
         loss=cross_entropy,
         clip=job.optimizer.clip,
+        loss_scale=job.loss_scale,
         schedule=_rates(job),
         seed=job.seed,
         sample_batch=batches.at(0, (0, 1)) if measures else None,
@@ -132,9 +133,8 @@ def _look(unread: _Unread, job: Job, report: Callable[[Event], None]) -> None:
     step, metrics, record = unread
     if record is not None:
         report(_stepped(step, metrics, record))
-    refuse_divergence(job, step, loss=metrics.loss)
-    if not metrics.skipped:
-        refuse_divergence(job, step, gradient_norm=metrics.grad_norm)
+    if not metrics.skipped:  # fp16: the next loss scale may do
+        refuse_divergence(job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
 
 
 def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
@@ -149,6 +149,8 @@ def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
         comm_seconds=record.moves.busy(),
         comm_hidden_seconds=record.moves.hidden(),
         memory_bytes=record.memory_bytes,
+        skipped=metrics.skipped,
+        loss_scale=metrics.loss_scale,
     )
 
 

@@ -66,6 +66,7 @@ def case_of(job: Job, plan: Plan, steps: int) -> Case:
         steps=steps,
         clip=job.optimizer.clip,
         seed=job.seed,
+        options={} if job.loss_scale is None else {"loss_scale": job.loss_scale},
     )
 
 
