@@ -52,13 +52,21 @@ class Served:
         into = torch.empty(2)
         return self.server.pull(worker, step, [into]), into.tolist()
 
-    def gradient(self, value: float, count: float = 1.0, used: bool = True) -> Gradient:
+    def gradient(self, value: float, count: float = 1.0, used: bool = True, factor: float = 1.0) -> Gradient:
         buckets = flat_buckets([self.parameter])
         buckets[0].buffer.fill_(value)
-        return Gradient(buckets, torch.tensor([used], dtype=torch.uint8), 0.0, count)
+        return Gradient(buckets, torch.tensor([used], dtype=torch.uint8), 0.0, count, factor)
 
-    def push(self, worker: int, step: int, value: float, count: float = 1.0, used: bool = True) -> PushResult:
-        return self.server.push(worker, step, self.gradient(value, count, used))
+    def push(
+        self,
+        worker: int,
+        step: int,
+        value: float,
+        count: float = 1.0,
+        used: bool = True,
+        factor: float = 1.0,
+    ) -> PushResult:
+        return self.server.push(worker, step, self.gradient(value, count, used, factor))
 
     def synchronize(self, worker: int) -> tuple[int, list[float]]:
         into = torch.empty(2)

@@ -46,6 +46,35 @@ def test_a_round_updates_what_any_worker_used(user: int) -> None:
     assert served.pull(0, 1) == (1, [-2.0, -2.0])
 
 
+@pytest.mark.parametrize("factors", [(1.0, 0.25), (0.25, 4.0)])
+def test_gradients_are_added_as_those_of_loss_totals(factors: tuple[float, float]) -> None:
+    """Workers divide losses by counts of their own, and multiply them by loss scales of their own."""
+    served = Served(2, staleness=0)
+    first = served.later(served.push, 1, 0, 3.0 / factors[1], 1.0, True, factors[1])
+    second = served.push(0, 0, 5.0 / factors[0], 3.0, True, factors[0])
+    assert first.result(1) == second == (1, 0.0, 4.0, pytest.approx(8**0.5))
+    assert served.pull(0, 1) == (1, [-2.0, -2.0])
+
+
+def test_a_worker_without_samples_does_not_set_the_factor() -> None:
+    served = Served(2, staleness=0)
+    first = served.later(served.push, 1, 0, 3.0 * 2.0**20, 1.0, True, 2.0**-20)
+    served.push(0, 0, 0.0, 0.0, True, 1.0)
+    assert first.result(1).norm == pytest.approx(18**0.5)
+    assert served.pull(0, 1) == (1, [-3.0, -3.0])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_push_that_overflows_makes_no_version(value: float) -> None:
+    served = Served(2, staleness=float("inf"), skips_overflows=True)
+    assert served.push(1, 0, value).version == 0
+    assert served.pull(1, 1) == (0, [0.0, 0.0])
+    assert served.push(0, 0, 1.0).version == 1
+    assert served.server.log(1) == [Push(0, 0, 0, 1)], "no entry tells of it"
+    unscaled = Served(1, staleness=1)
+    assert unscaled.push(0, 0, value).version == 1, "without a loss scale it is applied, as on one device"
+
+
 def test_clipping_is_by_the_norm_of_the_mean() -> None:
     served = Served(1, staleness=1, clip=1.0)
     served.push(0, 0, 30.0, count=10.0)

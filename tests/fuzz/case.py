@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from echelon.data_parallel import grad_accumulation
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.optim import SM3, Adafactor, CombinedOptimizer
+from echelon.precision import DynamicScale, LossScale
 from echelon.verify import Case
 from tests.contract_models import CASES, SEQUENCE, VOCAB
 from tests.fuzz.random_training import RandomTraining
-from tests.fuzz.values import OF_TOKENS, TRANSFORMERS
+from tests.fuzz.values import LOW_PRECISIONS, OF_TOKENS, TRANSFORMERS
 
 _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2, "adafactor": 1e-2, "sm3": 1e-2}
+# Low enough for gradients to be far from an overflow, where one device and parts of a sum would differ.
+_SCALES: tuple[LossScale, ...] = (256.0, DynamicScale(start=256.0, interval=2))
 _IGNORED = -100
 _SMALLEST = grad_accumulation.SMALLEST
 
@@ -23,9 +26,11 @@ def case_of(training: RandomTraining) -> Case:
     """What `verify` trains."""
     foreign = CASES.get(training.model)
     is_transformer = training.model in TRANSFORMERS
-    options = {"prefetch": training.prefetch}
+    options: dict[str, Any] = {"prefetch": training.prefetch}
     if training.smallest_unit == 0:
         options["smallest_unit"] = 0
+    if training.plan.precision == "fp16":
+        options["loss_scale"] = _SCALES[training.seed % len(_SCALES)]
     return Case(
         partial(make_model, training) if is_transformer or foreign is None else foreign.make_model,
         partial(make_batch, training),
@@ -127,7 +132,7 @@ def _make(training: RandomTraining, name: str) -> Any:
     }
     rate = _RATES[name]
     if (
-        training.plan.precision == "bf16"
+        training.plan.precision in LOW_PRECISIONS
     ):  # where rounding is as large as many gradients, and drives them apart
         kinds["adamw"] = partial(torch.optim.AdamW, eps=1e-3)
         kinds["adafactor"] = partial(Adafactor, eps=(1e-2, 1e-3))

@@ -18,6 +18,7 @@ from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
 from tests.fuzz.ownership import RecordingRanks
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
+from tests.fuzz.values import LOW_PRECISIONS
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
 _DEADLINE = 20.0  # seconds without a sign of life
@@ -62,7 +63,7 @@ class Runner:
         try:
             case, plan = case_of(training), self._plan(training)
             ranks = RecordingRanks(self._ranks(training.ranks))
-            precision: Precision = "bf16" if plan.precision == "bf16" else "fp64"
+            precision: Precision = plan.precision if plan.precision in LOW_PRECISIONS else "fp64"
             verdict = verify(case, plan, precision=precision, ranks=ranks)
             text = "\n".join([str(verdict), *ranks.errors])
             result = EQUAL if verdict.holds and not ranks.errors else FAILED

@@ -113,7 +113,7 @@ class Normalized(torch.nn.Module):
 @pytest.mark.parametrize(
     "plan", ["data=2", "data=2 zero=3", "data=4 zero=3 shard=2", "data=2 sync=async staleness=0"]
 )
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 def test_real_engines_own_the_whole_state(
     warm_ranks: Callable[[int], Ranks], plan: str, precision: Any
 ) -> None:

@@ -29,6 +29,7 @@ FEW: list[Wish] = [  # of different kinds, of which only the smallest training r
     {"shard": 2, "sync": "all-reduce", "data": 4},
     {"dropout": 0.2},
     {"precision": "bf16"},
+    {"precision": "fp16"},
     {"gradients": "same", "precision": "bf16", "data": 2},
 ]
 

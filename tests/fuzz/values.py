@@ -20,6 +20,7 @@ Values = Mapping[str, Any]
 MOST_RANKS = 8
 MOST_COMPILING = 4  # more would take minutes
 TRANSFORMERS = ("gpt", "llama")
+LOW_PRECISIONS = ("bf16", "fp16")
 OF_TOKENS = (*TRANSFORMERS, "lstm", "encoder")
 PLAN_FIELDS = tuple(Plan.__dataclass_fields__)
 INFINITE = float("inf")
@@ -45,7 +46,14 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "microbatches": (1, 2, 3, 4, 5, 6, 7, 8),
     "sequence": (False, True),
     "compile": (*(False,) * 79, True),  # it takes seconds on every rank
-    "precision": ("fp32", "fp64", "fp32", "fp64", "bf16", "fp16"),  # bf16 is compared in bf16, others in fp64
+    "precision": (
+        "fp32",
+        "fp64",
+        "fp32",
+        "fp64",
+        "bf16",
+        "fp16",
+    ),  # those of LOW_PRECISIONS are compared in themselves, others in fp64
     "gradients": ("fp32", "same"),
     "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
     "checkpoints": ("whole", "split"),

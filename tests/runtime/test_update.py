@@ -8,7 +8,7 @@ from echelon.collectives import Group, RecordingGroup
 from echelon.data_parallel import Buffers, Problem, SingleReplica
 from echelon.errors import UserError
 from echelon.ownership import ENGINE
-from echelon.precision import DirectStepper, MasterStepper
+from echelon.precision import DirectStepper, DynamicScale, LossScale, LossScaling, MasterStepper
 from echelon.program import build
 from echelon.runtime import LocalStages, Outcome, Stage, SynchronousUpdate
 from tests.groups import DeferredGroup
@@ -30,6 +30,7 @@ class Updated:
         steady: bool = True,
         deferred: bool = False,
         dtype: torch.dtype = torch.float64,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.module = nn.Module()
         self.module.weight = self.weight = nn.Parameter(torch.zeros(2, dtype=dtype))
@@ -39,6 +40,8 @@ class Updated:
         sharing = SingleReplica(set_of(self.module, RecordingGroup("data")))
         stage = Stage(0, self.module, [sharing], Buffers(self.module, self.replicas))
         self.local = LocalStages({0: stage}, build("naive", (1,), 1), [])
+        device = torch.device("cpu") if deferred else None
+        self.scaling = None if loss_scale is None else LossScaling(loss_scale, device)
         kind = DirectStepper if dtype == torch.float64 else MasterStepper
         stepper = kind(
             lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.5),
@@ -55,6 +58,7 @@ class Updated:
             schedule=lambda step: float(step),
             steady=steady,
             deferred=deferred,
+            loss_scaling=self.scaling,
         )
 
     def step(self, total: float, count: float, gradient: list[float]) -> Outcome:
@@ -64,14 +68,15 @@ class Updated:
 
     def update_weights(self, total: float, count: float, gradient: list[float]) -> None:
         self.update.start_step()
-        self.weight.grad = torch.tensor(gradient, dtype=self.weight.grad_dtype) / NORMALISER
-        self.update.norm(tally(total, count))
+        normaliser = NORMALISER / float(self.update.loss_scale) if self.scaling else NORMALISER
+        self.weight.grad = torch.tensor(gradient, dtype=self.weight.grad_dtype) / normaliser
+        self.update.norm(tally(total, count, normaliser))
         self.update.step()
         self.update.publish()
 
 
-def tally(total: float, count: float) -> Tensor:
-    return torch.tensor([total, count, count * NORMALISER], dtype=torch.float64)
+def tally(total: float, count: float, normaliser: float = NORMALISER) -> Tensor:
+    return torch.tensor([total, count, count * normaliser], dtype=torch.float64)
 
 
 def test_an_update_is_of_the_mean_whatever_losses_were_divided_by() -> None:
@@ -165,6 +170,82 @@ def test_in_a_pipeline_that_never_drains_an_update_of_no_samples_changes_nothing
     assert updated.weight.tolist() == [-1.0, -2.0]
     assert updated.replicas.ledger.moves
     assert updated.update.start_step() is None, "stages are at different updates, so no count is everyone's"
+
+
+SCALE = DynamicScale(start=64.0, interval=2)
+INF = float("inf")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_loss_scale_changes_no_update(deferred: bool) -> None:
+    plain, scaled = Updated(clip=1.0), Updated(clip=1.0, deferred=deferred, loss_scale=SCALE)
+    for step in [(8.0, 4.0, [12.0, 16.0]), (6.0, 2.0, [6.0, 8.0]), (1.0, 3.0, [-1.0, 0.1])]:
+        expected = plain.step(*step)
+        outcome = scaled.step(*step)
+        assert outcome[:3] == pytest.approx(expected[:3])
+    assert outcome.loss_scale == 128.0, "two steps were good"
+    torch.testing.assert_close(scaled.weight, plain.weight)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_an_overflow_skips_the_update_and_halves_the_scale(deferred: bool, bad: float) -> None:
+    updated, undisturbed = (Updated(deferred=deferred, loss_scale=SCALE) for _ in range(2))
+    for each in (updated, undisturbed):
+        each.step(8.0, 4.0, [12.0, 16.0])
+    updated.module.counter.add_(1)
+    outcome = updated.step(6.0, 2.0, [bad, 8.0])
+    assert outcome == Outcome(6.0, 2.0, INF, 64.0, 1.0)
+    assert torch.equal(updated.weight, undisturbed.weight)
+    assert updated.update.start_step() == 2.0, "its count is as good as any"
+    assert updated.step(6.0, 2.0, [6.0, 8.0]).loss_scale == 32.0
+    undisturbed.step(6.0, 2.0, [6.0, 8.0])
+    assert torch.equal(updated.weight, undisturbed.weight), "momentum has not seen it"
+
+
+def test_an_overflow_is_skipped_without_a_look_at_the_device() -> None:
+    updated = Updated(deferred=True, loss_scale=SCALE)
+    updated.step(8.0, 4.0, [12.0, 16.0])
+    weight = updated.weight.detach().clone()
+    numbers = []
+    for gradient in ([INF, 1.0], [1.0, 2.0]):
+        updated.module.counter.add_(1)
+        scale = float(updated.update.loss_scale)
+        updated.weight.grad = torch.tensor(gradient, dtype=torch.float64) / NORMALISER * scale
+        with no_reads():
+            updated.update.norm(tally(2.0, 2.0, NORMALISER / scale))
+            updated.update.step()
+            updated.update.publish()
+        numbers.append((updated.update.numbers, torch.equal(updated.weight, weight)))
+    assert [(each.read().num_skipped, same) for each, same in numbers] == [(1.0, True), (0.0, False)]
+
+
+def test_the_first_update_may_overflow_and_its_buffers_are_shared() -> None:
+    """A skipped step keeps its running statistics, so replicas agree on them; a refused one undoes them."""
+    updated = Updated(deferred=True, loss_scale=SCALE)
+    updated.module.counter.add_(1)
+    assert updated.step(6.0, 2.0, [INF, 8.0]).num_skipped == 1.0
+    assert updated.update.skips
+    assert not updated.update.refuses
+    assert updated.weight.tolist() == [0.0, 0.0]
+    assert updated.replicas.ledger.moves
+
+
+def test_in_a_pipeline_that_never_drains_overflows_are_counted_until_somebody_asks() -> None:
+    updated = Updated(steady=False, loss_scale=SCALE)
+    for gradient in ([INF, 1.0], [1.0, 1.0], [1.0, INF]):
+        updated.step(2.0, 2.0, gradient)
+    assert updated.update.loss_scale == 64.0, "it is all stages' to decide"
+    assert (updated.update.pop_overflows(), updated.update.pop_overflows()) == (2.0, 0.0)
+
+
+def test_the_loss_scale_is_owned() -> None:
+    updated = Updated(loss_scale=SCALE)
+    updated.step(2.0, 2.0, [1.0, 1.0])
+    owned = {
+        each.slice.part: each.tensor.item() for each in updated.update.owned() if each.slice.name == ENGINE
+    }
+    assert owned == {"normaliser": 2.0, "loss scale": 64.0, "good steps": 1.0}
 
 
 def test_start_step_forgets_gradients() -> None:

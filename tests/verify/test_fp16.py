@@ -40,6 +40,7 @@ def check(case: Case, plan: str, ranks: Ranks) -> LowPrecisionVerdict:
         "pipeline=2 microbatches=2 schedule=zero-bubble",
         PIPEDREAM,
         "data=2 sync=async staleness=1",
+        "data=2 sync=async staleness=0 precision=fp16 gradients=same",
     ],
 )
 def test_plans_are_within_rounding_of_one_device(plan: str, warm_ranks: WarmRanks) -> None:

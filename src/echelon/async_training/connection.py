@@ -96,7 +96,7 @@ class Connection:
                 version = self._server.pull(self._worker, request.number, self._outbox)
                 return Message(Kind.DONE, version), self._outbox, "parameters"
             case Kind.PUSH:
-                gradient = Gradient(self._inbox, self._used, request.total, request.counted)
+                gradient = Gradient(self._inbox, self._used, *request[2:])
                 result = self._server.push(self._worker, request.number, gradient)
                 return Message(Kind.DONE, *result), [], ""
             case Kind.SYNCHRONIZE:

@@ -49,11 +49,6 @@ class WorkerGradients(LocalSum):
         for bucket in self.buckets:
             bucket.close()
 
-    def scale(self, factor: float) -> None:
-        """The server adds gradients of loss totals: take back what the losses were divided by."""
-        if factor != 1.0:
-            torch._foreach_mul_([bucket.buffer for bucket in self.buckets], factor)
-
     def used_flags(self) -> Tensor:
         """Which of the trained parameters have got a gradient in this step."""
         return torch.tensor([p in self._used for p in self._trained], dtype=torch.uint8)

@@ -3,8 +3,8 @@
     worker                                  server
     PULL step                        ──▶
                                      ◀──    DONE version; weights
-    PUSH step, total, count; used,
-    gradients                        ──▶
+    PUSH step, total, count, factor;
+    used, gradients                  ──▶
                                      ◀──    DONE version, total, count, norm
     SYNCHRONIZE                      ──▶
                                      ◀──    DONE version; weights
@@ -51,7 +51,7 @@ class Message(NamedTuple):
     number: int = 0
     total: float = 0.0
     counted: float = 0.0
-    norm: float = 0.0
+    norm_or_factor: float = 0.0
 
 
 def open_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -73,8 +73,8 @@ def recv_message(group: Group, source: int) -> Message:
     values = torch.empty(len(Message._fields), dtype=torch.float64)
     with group.ledger.about("requests"):
         group.recv(values, source)
-    kind, number, total, counted, norm = values.tolist()
-    return Message(Kind(int(kind)), int(number), total, counted, norm)
+    kind, number, *numbers = values.tolist()
+    return Message(Kind(int(kind)), int(number), *numbers)
 
 
 def send_tensors(group: Group, tensors: Iterable[Tensor], target: int, subject: str) -> None:

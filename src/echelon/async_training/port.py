@@ -99,7 +99,8 @@ class RemotePort(Port):
         return self._ask_weights(Message(Kind.PULL, step), into)
 
     def push(self, step: int, gradient: Gradient) -> PushResult:
-        send_message(self._group, Message(Kind.PUSH, step, gradient.total, gradient.count), SERVER)
+        request = Message(Kind.PUSH, step, gradient.total, gradient.count, gradient.factor)
+        send_message(self._group, request, SERVER)
         buffers = [gradient.used, *(bucket.buffer for bucket in gradient.buckets)]
         send_tensors(self._group, buffers, SERVER, "gradients")
         return PushResult(*self._reply()[1:])

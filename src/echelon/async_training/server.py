@@ -44,12 +44,16 @@ class PushResult(NamedTuple):
 
 @dataclass(eq=False)
 class Gradient:
-    """One worker's gradient of its loss total, in buckets; `used` flags parameters in the model's order."""
+    """One worker's gradient, in buckets; `used` flags parameters in the model's order.
+
+    Times `factor` it is that of the loss total. In fp16 that product may be too small or too large.
+    """
 
     buckets: list[Bucket]
     used: Tensor
     total: float
     count: float
+    factor: float = 1.0
 
 
 @dataclass(eq=False)
@@ -213,14 +217,16 @@ class Server:
     def _apply(self, round_: list[tuple[int, _Contribution]]) -> None:
         gradients = [contribution.gradient for _, contribution in round_]
         total, count = sum(each.total for each in gradients), sum(each.count for each in gradients)
-        norm = 0.0
+        norm = mean = 0.0
         if count > 0:
-            self._give(_sum(gradients))
-            norm = self._norm() / count
+            summed = _sum(gradients)
+            self._give(summed)
+            mean = summed.factor / count
+            norm = self._norm() * mean
         makes_version = count > 0 and (math.isfinite(norm) or not self._skips_overflows)
         if makes_version:
             self._learning_rate.set(self.version)
-            self._stepper.step(clip_factor(norm, self._clip) / count)
+            self._stepper.step(clip_factor(norm, self._clip) * mean)
             self.version += 1
         for worker, contribution in round_:
             if makes_version:
@@ -242,10 +248,11 @@ class Server:
 
 
 def _sum(gradients: list[Gradient]) -> Gradient:
-    """The sum, in the memory of the first."""
+    """The sum, in the memory of the first, with the factor of one that counts; others add zeros."""
     first, *rest = gradients
+    first.factor = next(each.factor for each in gradients if each.count > 0)
     for other in rest:
         for total, part in zip(first.buckets, other.buckets, strict=True):
-            total.buffer.add_(part.buffer)
+            total.buffer.add_(part.buffer, alpha=other.factor / first.factor)
         first.used |= other.used
     return first

@@ -7,8 +7,8 @@
 The loss, norm and tokens of a step are those of the update it went into: with staleness 0 of the global
 batch, else of this worker's own. Whatever ranks do together between steps calls `synchronize` first.
 
-With fp16 every worker has a loss scale of its own. It pushes gradients of the loss itself, without the scale;
-where they are not finite, the server makes no version, and the worker's next scale is smaller.
+With fp16 every worker has a loss scale of its own, and pushes what gradients are to be multiplied by beside
+them. Where they are not finite, the server makes no version, and the worker's next scale is smaller.
 """
 
 import atexit
@@ -80,7 +80,7 @@ class AsyncUpdate(Update):
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=False)
         self._step = 0
         self._messages: dist.ProcessGroup | None = None
-        self._tally = (0.0, 0.0)
+        self._tally = (0.0, 0.0, 1.0)
         self._port = self._open_port(ranks)
         # When nobody has this any more, or the process ends, the server must not wait for this worker.
         weakref.finalize(self, self._port.leave).atexit = False
@@ -100,8 +100,8 @@ class AsyncUpdate(Update):
         total, count, scaled = HostCopy(
             tally
         ).wait()  # unlike tolist, lets the server's threads use the device
-        self._tally = total, count
-        self._gradients.scale(scaled / count if count else 1.0)
+        # The server adds gradients of loss totals: it takes back what the losses were divided by.
+        self._tally = total, count, scaled / count if count else 1.0
 
     def step(self) -> None:
         gradient = Gradient(self._gradients.buckets, self._gradients.used_flags(), *self._tally)
