@@ -12,6 +12,7 @@ import echelon
 from echelon.engine import Engine, updates
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.precision.loss_scaling import ScaleState
 from tests.cases import adamw, vectors
 from tests.data_parallel.test_zero_models import ByRank
 from tests.reads import HasReadError, no_reads
@@ -82,8 +83,9 @@ def test_the_same_training(plan: str) -> None:
     assert difference < (1e-12 if "fp64" in plan else 1e-6)
 
 
-def test_in_bf16_masters_are_the_same_but_for_rounding() -> None:
-    agree, difference = train_twice("data=1 precision=bf16")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_below_float32_masters_are_the_same_but_for_rounding(precision: str) -> None:
+    agree, difference = train_twice(f"data=1 precision={precision}")
     assert agree
     assert difference < 1e-2
 
@@ -119,12 +121,35 @@ def train_without_reads(plan: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["data=1", "data=1 microbatches=3", "data=1 precision=bf16"])
+@pytest.mark.parametrize(
+    "plan", ["data=1", "data=1 microbatches=3", "data=1 precision=bf16", "data=1 precision=fp16"]
+)
 def test_a_step_reads_nothing_and_metrics_do_when_somebody_looks(plan: str) -> None:
     assert len(train_without_reads(plan)) == 2
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["data=1 microbatches=2", "schedule=pipedream microbatches=2"])
+def test_steps_that_overflow_are_skipped_without_a_read(plan: str) -> None:
+    with deferring():
+        engine = engine_of(f"{plan} precision=fp16")
+    assert not engine.step(batch(0)).skipped
+    scaling = engine._update.loss_scaling
+    assert scaling is not None
+    scaling.state = ScaleState(torch.full((), 2.0**60, dtype=torch.float64), scaling.state.good_steps)
+    before = [each.tensor.clone() for each in engine._local.owned_weights()]
+    with no_reads():
+        metrics = [engine.step(batch(step)) for step in range(1, 3)]
+    assert [(each.skipped, each.loss_scale) for each in metrics] == [(True, 2.0**60), (True, 2.0**59)]
+    engine.synchronize()
+    assert all(map(torch.equal, [each.tensor for each in engine._local.owned_weights()], before))
+    assert engine.skipped_steps == 2
+    engine.close(restore=False)
+
+
+FP16_PLANS = ["data=2 zero=1 precision=fp16", "pipeline=2 schedule=pipedream microbatches=2 precision=fp16"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *FP16_PLANS])
 def test_a_step_of_ranks_reads_nothing(warm_ranks: Warm, plan: str) -> None:
     first, second = warm_ranks(2).run(train_without_reads, plan)
     assert first == second

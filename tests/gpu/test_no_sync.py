@@ -18,6 +18,7 @@ import echelon
 from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
+from echelon.precision.loss_scaling import ScaleState
 from tests.gpu.nccl import environment
 
 pytestmark = [
@@ -33,6 +34,8 @@ SINGLE = [
     "data=1 microbatches=2",
     "data=1 precision=bf16",
     "data=1 precision=bf16 microbatches=2",
+    "data=1 precision=fp16",
+    "data=1 precision=fp16 microbatches=2",
     "data=1 precision=fp64",
     "data=1 update=backward",
     "data=1 precision=bf16 masters=false",
@@ -43,6 +46,9 @@ RANKS = [
     "data=2 zero=1 precision=bf16",
     "data=2 zero=2 microbatches=2",
     "data=2 zero=3 precision=bf16",
+    "data=2 zero=1 precision=fp16",
+    "tensor=2 precision=fp16",
+    "pipeline=2 schedule=pipedream microbatches=4 precision=fp16",
     "tensor=2",
     "tensor=2 sequence=true",
     "context=2",
@@ -199,6 +205,27 @@ def test_a_refused_step_changes_no_bit_and_raises_later() -> None:
     engine.step(batch(2))
     with pytest.raises(echelon.UserError, match="no replica had a sample"):
         engine.step(batch(3))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_steps_that_overflow_are_skipped_without_waiting(schedule: str) -> None:
+    torch.manual_seed(0)
+    plan = f"schedule={schedule} microbatches=2 precision=fp16"
+    engine = echelon.parallelize(build(CONFIG), plan, optimizer=adamw, loss=cross_entropy)
+    for step in range(WARM_UP):
+        engine.step(batch(step))
+    scaling = engine._update.loss_scaling
+    assert scaling is not None
+    engine.synchronize()
+    scaling.state = ScaleState(torch.full_like(scaling.state.scale, 2.0**60), scaling.state.good_steps)
+    before = [each.tensor.clone() for each in engine._local.owned_weights()]
+    with waiting_raises():
+        metrics = [engine.step(batch(WARM_UP + step)) for step in range(3)]
+    assert [each.skipped for each in metrics] == [True] * 3
+    assert [each.loss_scale for each in metrics] == [2.0**60, 2.0**59, 2.0**58]
+    engine.synchronize()
+    assert all(map(torch.equal, [each.tensor for each in engine._local.owned_weights()], before))
+    assert engine.skipped_steps == 3
 
 
 def normalised() -> nn.Module:
