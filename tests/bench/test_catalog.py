@@ -15,6 +15,9 @@ def test_every_bench_says_what_it_measures() -> None:
         "start",
         "one-gpu",
         "kernels",
+        "recompute",
+        "optimizer-step",
+        "selective-costs",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

@@ -11,7 +11,10 @@ from echelon.bench import (
     kernels,
     launching,
     one_gpu,
+    optimizer_step,
     pipeline,
+    recompute,
+    selective_costs,
     start,
     step,
     tensor,
@@ -20,9 +23,10 @@ from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
 
-_NEED_GPU = ("one-gpu", "kernels")
+_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step")
 
-Bench = Callable[[bool], tuple[dict[str, Any], list[Row]]]
+Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
+_TAKES_ONLY = ("recompute",)
 
 
 def benches() -> dict[str, Bench]:
@@ -37,6 +41,9 @@ def benches() -> dict[str, Bench]:
         "start": start.bench,
         "one-gpu": one_gpu.bench,
         "kernels": kernels.bench,
+        "recompute": recompute.bench,
+        "optimizer-step": optimizer_step.bench,
+        "selective-costs": selective_costs.bench,
     }
 
 
@@ -45,8 +52,9 @@ def runnable(quick: bool) -> list[str]:
     return [name for name in benches() if quick or name not in _NEED_GPU or torch.cuda.is_available()]
 
 
-def run(name: str, *, quick: bool = False) -> Result:
-    """Measure. `quick` only shows that a bench works: few rounds, small sizes, meaningless figures."""
+def run(name: str, *, quick: bool = False, only: str = "") -> Result:
+    """Measure. `quick` only shows that a bench works: few rounds, small sizes, meaningless figures. `only`:
+    the rows whose case and contender have this text, of a bench that takes long."""
     available = benches()
     if name not in available:
         raise UserError(f"'{name}' is not a bench{did_you_mean(name, available)}")
@@ -54,6 +62,8 @@ def run(name: str, *, quick: bool = False) -> Result:
         raise UserError(
             f"bench {name} measures a GPU, and torch sees none here; add --quick to see that it runs"
         )
-    settings, rows = available[name](quick)
-    command = f"echelon bench {name}{' --quick' if quick else ''}"
+    if only and name not in _TAKES_ONLY:
+        raise UserError(f"bench {name} has no part to choose with --only; {', '.join(_TAKES_ONLY)} has")
+    settings, rows = available[name](quick, only) if only else available[name](quick)
+    command = f"echelon bench {name}{' --quick' if quick else ''}{f' --only {only!r}' if only else ''}"
     return make_result(name, command, settings, rows)

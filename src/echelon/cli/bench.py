@@ -10,15 +10,18 @@ from echelon.errors import did_you_mean, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 NAMES = (
-    "launch, collectives, step, data-parallel, pipeline, tensor, start, one-gpu, kernels; "
-    "the last two need a GPU"
+    "launch, collectives, step, data-parallel, pipeline, tensor, start, selective-costs, one-gpu, kernels, "
+    "recompute, optimizer-step; the last four need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it runs, not to measure.")]
+Only = Annotated[str, typer.Option("--only", help="Of recompute: rows whose names have this text.")]
 
 
-def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Json = False) -> None:
+def bench(
+    name: Name = None, out: Out = None, quick: Quick = False, only: Only = "", as_json: Json = False
+) -> None:
     """Measure, side by side with the peers that are installed."""
     from echelon.bench import benches, place_errors, render, run, runnable, save
 
@@ -37,7 +40,7 @@ def bench(name: Name = None, out: Out = None, quick: Quick = False, as_json: Jso
     results = []
     for bench_name in names:
         with screen.status(f"measuring {bench_name} …"):
-            result = run(bench_name, quick=quick)
+            result = run(bench_name, quick=quick, only=only)
         screen.print(render(result))
         if out is not None:
             save(result, Path(out))

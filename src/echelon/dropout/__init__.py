@@ -10,6 +10,7 @@ from echelon.dropout.mask import keep_mask
 from echelon.dropout.modules import (
     GlobalIndices,
     KeyedDropout,
+    draw_masks_again,
     drops_each_element,
     is_keyed,
     key_dropout,
@@ -27,6 +28,7 @@ __all__ = [
     "TrainingPosition",
     "current",
     "draw_ahead",
+    "draw_masks_again",
     "drops_each_element",
     "is_keyed",
     "keep_mask",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from echelon.dropout.mask import Draw, mask_of
 
@@ -32,7 +33,10 @@ def _has_triton() -> bool:
 
 
 def drop(x: Tensor, draw: Draw, *, inplace: bool = False) -> Tensor:
-    """x · mask / (1 - p), in the memory of `x` if `inplace`."""
+    """x · mask / (1 - p), in the memory of `x` if `inplace`. Modes see it as one function of torch."""
+    if has_torch_function_unary(x):
+        overridden: Tensor = handle_torch_function(drop, (x,), x, draw, inplace=inplace)
+        return overridden
     function: Any = _Drop.apply
     dropped: Tensor = function(x, draw, inplace)
     return dropped

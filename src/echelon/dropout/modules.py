@@ -55,6 +55,14 @@ def split_features(module: nn.Module, rank: int, ranks: int) -> None:
         keyed.feature_part = rank, ranks
 
 
+def draw_masks_again(model: nn.Module) -> None:
+    """Let keyed dropouts keep no masks of single elements for the backward pass."""
+    for module in keyed_modules(model):
+        keyed = find_wrapper(module, KeyedDropout)
+        assert keyed is not None
+        keyed.draws_again = True
+
+
 def drops_each_element(module: _DropoutNd) -> bool:
     """Whether it drops single elements, not whole channels."""
     kind = _KINDS.get(type(module).forward)
@@ -114,6 +122,7 @@ class KeyedDropout(Wrapper):
         self.indices: GlobalIndices | None = None
         self.feature_part: tuple[int, int] | None = None  # of the last dim: (rank, ranks)
         self.ahead: DrawsAhead | None = None  # only while compiled code runs
+        self.draws_again = False  # keeps no mask for the backward pass, also where it takes long to draw
 
     @property
     def drops(self) -> bool:
@@ -153,7 +162,7 @@ class KeyedDropout(Wrapper):
             else None
         )
         draw = Draw(key, position.first_sample, dropout.p, indices, self.feature_part)
-        if kind is _ELEMENTS and has_kernel(input):
+        if kind is _ELEMENTS and (self.draws_again or has_kernel(input)):
             return drop(input, draw, inplace=dropout.inplace)
         return kind.apply(input, mask_of(draw, shape, input.device), dropout.p, dropout.inplace)
 

@@ -5,6 +5,7 @@ and its names, parameters and state are what they were. Layers of one class shar
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.layering import listed_layers
 from echelon.plan import Plan
+from echelon.recompute.selective import not_watched
 from echelon.tensor_parallel import prepare_compiling
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper
 
@@ -29,6 +31,11 @@ _LIMITS = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
 _SAME_KERNELS = {"deterministic": True}
 
 
+# recompute=selective: the share of the bytes that a layer would keep. The compiler computes again what is
+# pointwise, and then the products that cost least, until it keeps no more.
+_KEPT_SHARE = 0.58
+
+
 def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) -> None:
     """If the plan says so, compile each layer that the stages list; a model that lists none, as a whole.
 
@@ -39,12 +46,13 @@ def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) 
         return
     _check_compiler()
     options = _SAME_KERNELS if plan.tensor > 1 else None
+    backend = SelectiveCompiler(options) if plan.recompute == "selective" else "inductor"
     for stage in stages:
         inside = set(stage.modules())
         layers = [layer for layer in listed_layers(stage) if layer in inside]
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
-                wrapping.wrap(CompiledForward(layer, options))
+                wrapping.wrap(CompiledForward(layer, options, backend))
 
 
 @final
@@ -53,9 +61,11 @@ class CompiledForward(Wrapper):
 
     entry = "compile"
 
-    def __init__(self, module: nn.Module, options: dict[str, Any] | None) -> None:
+    def __init__(
+        self, module: nn.Module, options: dict[str, Any] | None, backend: "SelectiveCompiler | str"
+    ) -> None:
         super().__init__(module)
-        self._options = options
+        self._options, self._backend = options, backend
         self._compiled: Any = None
         keyed = (find_wrapper(inside, KeyedDropout) for inside in module.modules())
         self._dropouts = [wrapper for wrapper in keyed if wrapper is not None]
@@ -64,13 +74,36 @@ class CompiledForward(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
             prepare_compiling(self.module)
-            self._compiled = torch.compile(self.inner, options=self._options)
+            options = self._options if self._backend == "inductor" else None  # others have their own
+            self._compiled = torch.compile(self.inner, backend=self._backend, options=options)
         beat()  # the first calls take long
-        with torch._dynamo.config.patch(_LIMITS), without_gradients(self._low), draw_ahead(self._dropouts):
+        with (
+            torch._dynamo.config.patch(_LIMITS),
+            without_gradients(self._low),
+            draw_ahead(self._dropouts),
+            not_watched(),
+        ):
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compiled": None}
+
+
+@final
+@dataclass(frozen=True)
+class SelectiveCompiler:
+    """torch's compiler, which keeps less for the backward pass. Equal ones share what they have compiled."""
+
+    options: dict[str, Any] | None
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # takes seconds to import
+
+        with torch._functorch.config.patch(activation_memory_budget=_KEPT_SHARE):
+            return compile_fx(graph, inputs, config_patches=self.options)
+
+    def __hash__(self) -> int:
+        return hash(SelectiveCompiler)
 
 
 def _check_compiler() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.dropout import key_dropout, keyed_modules, scope
+from echelon.dropout import draw_masks_again, key_dropout, keyed_modules, scope
 from echelon.engine.batch import part_bounds
 from echelon.mesh import Mesh
 from echelon.wrapping import Wrapping
@@ -88,4 +88,6 @@ def make_scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrappi
         counts = partial(assume_equal_counts, group=group)
     if seed is not None:
         key_dropout(model, wrapping)
+    if mesh.plan.recompute == "selective":
+        draw_masks_again(model)
     return Scopes(model, seed, counts, mesh.position.replica, mesh.plan.microbatches)

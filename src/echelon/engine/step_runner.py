@@ -47,6 +47,7 @@ from echelon.program import (
     check,
     forward_only,
 )
+from echelon.recompute.selective import selective_of
 from echelon.runtime import (
     Interpreter,
     LocalStages,
@@ -85,6 +86,7 @@ class StepRunner(ABC):
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
         self.is_broken = False  # whether a step has failed in the middle of the pipeline
+        self._recompute = selective_of(plan)
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         placement = local.program.placement
         is_here = len(placement) - 1 in local.stages
@@ -252,7 +254,7 @@ class StepRunner(ABC):
 
     @contextmanager
     def around(self, microbatch: Microbatch) -> Iterator[None]:
-        with self._meter.activations(), microbatch.scope():
+        with self._meter.activations(), self._recompute(), microbatch.scope():
             yield
 
     def reduce(self, stage: Stage) -> None:

@@ -10,7 +10,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16", "fp16"),
-    "recompute": ("none", "full", "sqrt", "budget"),
+    "recompute": ("none", "full", "selective", "sqrt", "budget"),
     "checkpoints": ("whole", "split"),
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),

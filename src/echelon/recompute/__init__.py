@@ -12,6 +12,7 @@ second_run_check    the first step: a second run returns the same
 segments            which layers form segments
 budget              which layers form segments so that a budget suffices, from measured_layers (budget_model)
 budget_stage        the layers of a stage under a budget, which the stages of a rank share (rank_budget)
+selective           another way: no layer runs again, only what is large and cheap
 """
 
 from echelon.recompute.budget_stage import BudgetedStage, BudgetSettings

@@ -1,0 +1,49 @@
+"""What recompute=selective computes again is cheap where it was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.bench import selective_costs
+from echelon.recompute import selective_operations
+from echelon.recompute.selective_operations import MOST_PASSES
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "selective-costs.json"
+_KEPT = {"attention", "linear, rows of 6400"}
+_BY_LENGTH = {"linear, rows of 1600"}  # the time of a product depends on its rows
+_DEARER = {"cpu: keyed dropout"}  # masks take long to draw on a CPU, and are not kept all the same
+
+
+def measured() -> list[Any]:
+    rows = json.loads(_FILE.read_text())["rows"]
+    assert rows
+    return [(row["case"], row["contender"], row["extras"]["passes"]) for row in rows]
+
+
+def test_every_operation_is_measured() -> None:
+    _, rows = selective_costs.bench(quick=True)
+    names = {operation.name for operation in selective_costs.operations("cpu")}
+    assert len(rows) >= len(names)
+    assert names == {name for case, name, _ in measured() if case.startswith("cpu")}
+
+
+@pytest.mark.parametrize(("case", "name", "passes"), measured())
+def test_the_classification_is_what_was_measured(case: str, name: str, passes: float) -> None:
+    if name in _KEPT:
+        assert passes > MOST_PASSES
+    elif name not in _BY_LENGTH and case not in _DEARER:
+        assert passes < MOST_PASSES
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cost_of_a_product_is_about_what_was_measured(device: str) -> None:
+    tables = {
+        "cpu": selective_operations._BYTES_PER_FLOP["cpu"] / 4,
+        "cuda": selective_operations._BYTES_PER_FLOP_16_BIT["cuda"] / 2,
+    }
+    for case, name, passes in measured():
+        if case.startswith(device) and name.startswith("linear"):
+            expected = 2 * int(name.split()[-1]) * tables[device]
+            assert expected / 4 < passes < expected * 4
