@@ -64,6 +64,7 @@ def pictures() -> dict[str, str]:
         "zero.svg": draw_zero(),
         "hybrid.svg": draw_hybrid(),
         "samples.svg": draw_samples(),
+        "memory.svg": draw_memory(),
         "tensor.svg": draw_tensor(),
         **{f"schedule-{name}.svg": draw_schedule(schedule) for name, schedule in SCHEDULE_PICTURES.items()},
     }
@@ -509,6 +510,38 @@ def draw_hybrid() -> str:
     ]
     for index, text in enumerate(notes):
         picture.words(left, 270 + 22 * index, text, 12)
+    return picture.svg()
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+_MEMORY_COLOURS = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer": GREEN,
+    "activations": PINK,
+    "buffers": GREY,
+}
+
+
+def draw_memory() -> str:
+    """One bar for each setting of the bench `memory`: peak bytes by category."""
+    rows = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))["rows"]
+    picture = Drawing(900, 128 + 34 * len(rows), "Peak memory of one rank by category, under each setting")
+    left, scale = 430, 380 / max(sum(row["extras"].values()) for row in rows)
+    for place, row in enumerate(rows):
+        x, y = float(left), 64 + 34 * place
+        picture.words(24, y + 17, row["contender"], 12)
+        for category, colour in _MEMORY_COLOURS.items():
+            width = row["extras"][f"{category}_bytes"] * scale
+            if width >= 0.5:
+                picture.box(x, y, width, 24, colour)
+                x += width
+        total = sum(row["extras"].values())
+        picture.words(x + 6, y + 17, show_figure("total_bytes", total), 12, colour=QUIET)
+    for place, (category, colour) in enumerate(_MEMORY_COLOURS.items()):
+        picture.box(24 + place * 130, 84 + 34 * len(rows), 22, 16, colour)
+        picture.words(54 + place * 130, 97 + 34 * len(rows), category, 12, colour=QUIET)
     return picture.svg()
 
 

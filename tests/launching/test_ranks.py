@@ -233,6 +233,17 @@ def test_a_number_of_ranks_that_means_nothing_is_refused(ranks: int) -> None:
         Ranks(ranks)
 
 
+def test_a_folder_too_long_for_sockets_is_refused(tmp_path: Path) -> None:
+    """multiprocessing raised OSError: AF_UNIX path too long."""
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    script = "from echelon.launching import Ranks; Ranks(1)"
+    environment = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert "set TMPDIR to a shorter one" in done.stderr
+    assert "AF_UNIX" not in done.stderr
+
+
 @pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
 def test_a_deadline_that_means_nothing_is_refused(deadline: float) -> None:
     with pytest.raises(UserError, match="must be more than 0 seconds"):

@@ -30,10 +30,10 @@ def difference(
     gaps = {name: _gap(own, reference) for name, own in losses.items()}
     equal = [name for name, gap in gaps.items() if gap <= _ROUNDING]
     which = f"one device trains as {' and '.join(equal)}" if equal else "one device trains as neither"
-    told = "; ".join(f"{name} {_show(own)}, off by {gaps[name]:.1e}" for name, own in losses.items())
+    listing = "; ".join(f"{name} {_show(own)}, off by {gaps[name]:.1e}" for name, own in losses.items())
     return (
         f"zero={peer.level}: the losses of {ECHELON} and {peer.name} differ, so they do not train the same; "
-        f"{which}: {told}; one device {_show(reference)}"
+        f"{which}: {listing}; one device {_show(reference)}"
     )
 
 

@@ -46,9 +46,9 @@ class WeightHooks:
 
     def check(self) -> None:
         """Raise if a hook would see something else than one device's."""
-        for name, what in self._refused.items():
+        for name, hook in self._refused.items():
             raise UserError(
-                f"plan '{self._plan}': {what} on {name} sees the gradient of a part of the batch, and what "
+                f"plan '{self._plan}': {hook} on {name} sees the gradient of a part of the batch, and what "
                 "it makes of the parts does not add up to what it makes of the whole; use data=1, "
                 "microbatches=1 and context=1, or, to clip the norm of the whole gradient, clip=… of "
                 "parallelize"

@@ -47,7 +47,7 @@ def is_plain_causal_loss(model: Any) -> bool:
         return False
     text = _source(kind.forward)
     has_auxiliary = bool(getattr(model.config, "output_router_logits", False))
-    additions = [what for what in _ADDED_TO_LOSS.findall(text) if has_auxiliary or "aux_loss" not in what]
+    additions = [term for term in _ADDED_TO_LOSS.findall(text) if has_auxiliary or "aux_loss" not in term]
     return len(_PLAIN_LOSS.findall(text)) == 1 and not additions
 
 

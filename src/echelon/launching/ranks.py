@@ -32,6 +32,7 @@ T = TypeVar("T")
 OnMessage = Callable[[int, Any], None]
 
 _START_SECONDS = 120.0  # every rank imports the main module, and gives no sign of life meanwhile
+_LONGEST_FOLDER = 107 - len("/listener-12345678")  # of a socket's path, by the kernel's limit
 _GRACE_SECONDS = 0.5  # after the first failure, for the root cause to arrive
 
 
@@ -231,4 +232,10 @@ def _check_arguments(ranks: int, deadline: float | None) -> None:
         errors.append(f"ranks={ranks!r}: must be an integer of at least 1")
     if deadline is not None and not deadline > 0:  # NaN is no deadline either
         errors.append(f"deadline={deadline!r}: must be more than 0 seconds, or None for no deadline")
+    folder = get_temp_dir()  # of this process: made at its first launch
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        errors.append(
+            f"the folder of temporary files, {folder}, has {len(os.fsencode(folder))} letters: it is to hold "
+            f"sockets, and Linux allows {_LONGEST_FOLDER}; set TMPDIR to a shorter one, like /tmp"
+        )
     raise_errors("the arguments of the launch", errors)
