@@ -117,15 +117,24 @@ def test_an_output_that_cannot_be_cut_is_refused(output: Any, found: str, ignore
 
 def test_a_sequence_that_leaves_a_rank_without_positions_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sequence of 3 positions is too short: .* at least 8 positions"):
-        padding("context=4").true_length(torch.zeros(2, 3))
-    assert padding("context=4").true_length(torch.zeros(2, 4)) == 4
+        padding("context=4").true_length((torch.zeros(2, 3, 1), None))
+    assert padding("context=4").true_length((torch.zeros(2, 4, 1), None)) == 4
+
+
+def test_a_batch_of_vectors_is_refused_and_not_divided_by_features() -> None:
+    """A linear layer was given a part of the features, and torch raised about shapes."""
+    padding = Padding(Plan.parse("context=2"), 0)
+    with pytest.raises(UserError, match=r"vectors \[\[3, 8\]\].*use data instead of context=2"):
+        padding.true_length((torch.ones(3, 8), torch.ones(3, 8)))
+    mask_beside = {"tokens": torch.ones(3, 8, dtype=torch.int64), "mask": torch.ones(3, 8)}
+    assert padding.true_length((mask_beside, torch.ones(3, 8))) is None
 
 
 def test_lengths_that_differ_are_refused() -> None:
-    batch = (torch.zeros(2, 6), torch.zeros(2, 7))
+    batch = (torch.zeros(2, 6, 1), torch.zeros(2, 7))
     with pytest.raises(UserError, match=r"\[6, 7\] positions in dim 1, and not all are divisible by 4"):
         padding("context=2").true_length(batch)
-    assert padding("context=2").true_length((torch.zeros(2, 4), torch.zeros(2, 8))) is None
+    assert padding("context=2").true_length((torch.zeros(2, 4, 1), torch.zeros(2, 8))) is None
 
 
 class Pooled(nn.Sequential):

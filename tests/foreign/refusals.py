@@ -21,6 +21,7 @@ REFUSALS: list[tuple[str, str, str]] = [
     ("scaled by frequency", "context=2", "has scale_grad_by_freq"),
     ("mixes", "data=2*", "the model mixes samples"),
     ("contrastive", "data=2*", "the loss does not add up over samples"),
+    ("contrastive", "context=2", "the inputs are vectors"),
     ("contrastive", "pipeline=2*", "the loss does not add up over samples"),
     ("weighted", "data=2*", "the loss does not add up over samples"),
     ("batch norm", "*zero=2 microbatches=2", "statistics over the whole batch"),

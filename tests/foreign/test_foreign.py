@@ -16,7 +16,6 @@ from tests.foreign.refusals import expected_refusal
 from tests.foreign.vision import VISION
 
 CASES: dict[str, Foreign] = {**LANGUAGE, **VISION, **ODDITIES}
-WITHOUT_SEQUENCE = ("contrastive",)  # lists layers, but its inputs are vectors: no context
 PLANS = [
     "data=2",
     "data=2 zero=1",
@@ -60,12 +59,7 @@ def test_ten_of_them_are_equal_or_refused(name: str, plan: str, warm_ranks: Any)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        (name, plan)
-        for name in sorted(CASES)
-        for plan in PLANS
-        if plan != "context=2" or name not in WITHOUT_SEQUENCE
-    ],
+    [(name, plan) for name in sorted(CASES) for plan in PLANS],
 )
 def test_all_of_them_are_equal_or_refused(name: str, plan: str, warm_ranks: Any) -> None:
     check(name, plan, warm_ranks)

@@ -79,10 +79,11 @@ class Padding:
         parts = plan.context * plan.tensor if plan.sequence else 1
         self._multiple = math.lcm(2 * plan.context, parts)
 
-    def true_length(self, batch: Any) -> int | None:
+    def true_length(self, batch: tuple[Any, Any]) -> int | None:
         """The length of the sequences of a batch, if they are to be padded."""
         if self._plan.context == 1:
             return None
+        self._check_sequences(batch[0])
         lengths: set[int] = {leaf.shape[1] for leaf in tree_leaves(batch) if has_positions(leaf)}
         if not any(length % self._multiple for length in lengths):
             return None
@@ -116,6 +117,17 @@ class Padding:
 
     def _padded(self, length: int) -> int:
         return next_multiple(length, self._multiple)
+
+    def _check_sequences(self, inputs: Any) -> None:
+        """Refuse a batch of vectors, whose features would be taken for positions."""
+        tensors = [leaf for leaf in tree_leaves(inputs) if has_positions(leaf)]
+        if not tensors or any(leaf.ndim > 2 or not leaf.is_floating_point() for leaf in tensors):
+            return
+        raise UserError(
+            f"plan '{self._plan}': the inputs are vectors {[list(leaf.shape) for leaf in tensors]}; context "
+            "divides sequences, [samples, positions] of tokens or [samples, positions, features]: use data "
+            f"instead of context={self._plan.context}"
+        )
 
     def _check_every_rank_has_some(self, length: int) -> None:
         if all(self._num_true(length, rank) for rank in range(self._plan.context)):
