@@ -15,9 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from echelon import optim
 from echelon.bench.result import make_result
 from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
@@ -44,6 +46,18 @@ _TWO = [
     "context=2",
     "context=2 attention=all-to-all",
     *[f"pipeline=2 schedule={name} microbatches=4" for name in (*_SCHEDULES, *_CONTINUOUS)],
+    *[f"data=2 zero={level} recompute=full" for level in (0, 3)],
+    "data=2 zero=3 recompute=sqrt microbatches=2",
+    "data=2 zero=2 recompute=selective",
+    "data=2 zero=3 recompute=budget:64KiB contiguous=true",
+    "tensor=2 recompute=full checkpoints=split",
+    "tensor=2 sequence=true recompute=selective",
+    "context=2 recompute=full",
+    "pipeline=2 schedule=zero-bubble microbatches=4 recompute=full",
+    "pipeline=2 schedule=pipedream microbatches=4 recompute=sqrt",
+    *[f"data=2 zero={level} update=backward" for level in range(4)],
+    "data=2 zero=2 microbatches=3 update=last-backward recompute=full",
+    "pipeline=2 schedule=zero-bubble microbatches=4 update=last-backward",
 ]
 _FOUR = [
     *[f"data=4 zero={level}" for level in range(4)],
@@ -63,6 +77,9 @@ _FOUR = [
     "tensor=2 context=2 attention=all-to-all",
     "tensor=2 pipeline=2 microbatches=2",
     "context=2 pipeline=2 microbatches=2",
+    "data=2 tensor=2 zero=3 recompute=sqrt checkpoints=split",
+    "data=2 pipeline=2 zero=3 microbatches=3 recompute=full contiguous=true",
+    "data=2 tensor=2 zero=1 update=backward recompute=selective",
 ]
 _EIGHT = [
     "data=8 zero=2",
@@ -149,6 +166,8 @@ SCENARIOS: dict[str, Train] = {
     "evaluations between steps": with_evaluations,
     "two engines": beside_another,
     "shapes that change": plainly,
+    "Adafactor": plainly,
+    "SM3": plainly,
 }
 _SCENARIO_PLANS = {
     2: [
@@ -166,6 +185,13 @@ _SCENARIO_PLANS = {
     ],
     8: [],
 }
+# Where optimizers that need sums over rows and columns talk to other ranks.
+_OPTIMIZER_PLANS = {
+    2: ["data=2 zero=1", "data=2 zero=3 update=backward", "tensor=2"],
+    4: ["data=2 tensor=2 zero=2"],
+    8: [],
+}
+_OPTIMIZERS = {"Adafactor": partial(optim.Adafactor, lr=1e-2), "SM3": partial(optim.SM3, lr=1e-2)}
 
 
 def case_for(plan: str, scenario: str) -> Case:
@@ -176,13 +202,18 @@ def case_for(plan: str, scenario: str) -> Case:
         case = dataclasses.replace(CASES["llama"], clip=None, steps=_STEPS)
     else:
         case = dataclasses.replace(CASES["gpt"], steps=_STEPS)
+    if parsed.update != "step":
+        case = dataclasses.replace(case, clip=None)
+    if scenario in _OPTIMIZERS:
+        case = dataclasses.replace(case, make_optimizer=_OPTIMIZERS[scenario])
     return dataclasses.replace(case, make_batch=lengths_that_change) if "shapes" in scenario else case
 
 
 def works(ranks: int) -> Iterator[tuple[str, str]]:
     """Every plan, and some of them in every other scenario."""
     yield from ((plan, "plain") for plan in PLANS[ranks])
-    others = [name for name in SCENARIOS if name != "plain"]
+    others = [name for name in SCENARIOS if name != "plain" and name not in _OPTIMIZERS]
+    yield from ((plan, name) for plan in _OPTIMIZER_PLANS[ranks] for name in _OPTIMIZERS)
     yield from ((plan, name) for plan in _SCENARIO_PLANS[ranks] for name in others)
 
 

@@ -40,6 +40,14 @@ SINGLE = [
     "data=1 update=backward",
     "data=1 precision=bf16 masters=false",
     "data=1 precision=bf16 masters=false microbatches=2 update=last-backward",
+    "data=1 precision=fp16 microbatches=2 recompute=full",
+    "data=1 precision=bf16 recompute=full",
+    "data=1 precision=bf16 recompute=sqrt",
+    "data=1 precision=bf16 recompute=selective",
+    "data=1 precision=bf16 recompute=budget:8MiB",
+    "data=1 precision=bf16 recompute=full contiguous=true",
+    "data=1 precision=bf16 update=backward",
+    "data=1 precision=bf16 update=backward masters=false",
 ]
 RANKS = [
     "data=2",
@@ -61,6 +69,12 @@ RANKS = [
     "data=2 zero=2 precision=bf16 masters=false update=backward",
     "data=2 zero=3 microbatches=2 update=last-backward",
     "pipeline=2 schedule=zero-bubble microbatches=4 update=last-backward",
+    "data=2 zero=2 precision=fp16",
+    "data=2 zero=3 precision=bf16 recompute=full",
+    "data=2 zero=3 precision=bf16 recompute=selective update=backward masters=false",
+    "tensor=2 recompute=full checkpoints=split precision=bf16",
+    "pipeline=2 schedule=pipedream microbatches=4 precision=fp16",
+    "pipeline=2 schedule=zero-bubble microbatches=4 recompute=full",
 ]
 
 
@@ -159,6 +173,14 @@ def test_other_optimizers_with_fused_kernels_wait_for_nothing(name: str) -> None
         return optimizer
 
     assert len(steps_without_waiting("data=1", make)) == 3
+
+
+@pytest.mark.parametrize("plan", ["data=1 precision=bf16", "data=1 precision=bf16 update=backward"])
+@pytest.mark.parametrize("kind", [echelon.optim.Adafactor, echelon.optim.SM3])
+def test_optimizers_of_rows_and_columns_wait_for_nothing(
+    kind: Callable[..., torch.optim.Optimizer], plan: str
+) -> None:
+    assert len(steps_without_waiting(plan, lambda parameters: kind(parameters, lr=1e-3))) == 3
 
 
 def test_dropout_waits_for_nothing() -> None:
