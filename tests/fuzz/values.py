@@ -207,6 +207,10 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     )
     yield ("schedule", "chunks"), lambda v: v["schedule"] != ORDER_FILE or v["chunks"] == 1
     yield ("schedule", "clip"), lambda v: v["schedule"] not in ASYNCHRONOUS_SCHEDULES or v["clip"] == 0
+    # The norm is known when all gradients were there.
+    yield ("update", "clip"), lambda v: v["update"] == "step" or v["clip"] == 0
+    # Interleaved stages need several microbatches.
+    yield ("update", "schedule"), lambda v: v["update"] != "backward" or v["schedule"] != "interleaved"
     # Weights in the first and the last stage.
     yield (
         ("schedule", "pipeline", "tied"),
