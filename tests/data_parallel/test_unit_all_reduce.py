@@ -65,6 +65,7 @@ def test_units_are_used_in_turn_while_the_backward_pass_goes_on(level: int, micr
         names.extend(local.name for local in unit.local)
         gradients.extend(local.tensor.grad.clone() for local in unit.local if local.tensor.grad is not None)
         sizes.append(gradient_bytes(sharing))
+        assert sum(not storage.expired() for storage in group.reduced) <= 1, "that of the next unit"
 
     sharing.on_unit = use
     used_when: list[int] = []

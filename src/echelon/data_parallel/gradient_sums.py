@@ -103,7 +103,7 @@ class GradientSums:
             scatter = self._scatters.popleft()
             scatter.handle.wait()
             scatter.free_gradient()
-            _, unit, _, part, last = scatter
+            unit, part, last = scatter.unit, scatter.part, scatter.last
             del scatter  # and with it the whole gradient
             unit.add_part(part)
             if last:
