@@ -208,3 +208,26 @@ def test_the_default_needs_no_pydantic() -> None:
         "except UserError as error: sys.exit(0 if 'needs pydantic' in str(error) else 1)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("text", "value"), [("1024", 1024.0), ("0.5", 0.5), ("dynamic", "dynamic")])
+def test_a_loss_scale_is_a_number_or_dynamic(text: str, value: object) -> None:
+    job = read_job(settings=["plan=precision=fp16", f"loss_scale={text}"])
+    assert job.loss_scale == value
+    assert job_errors(job) == []
+
+
+@pytest.mark.parametrize("text", ["much", "[1, 2]", "true"])
+def test_another_loss_scale_is_refused(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_job(settings=["plan=precision=fp16", f"loss_scale={text}"])
+    (error,) = caught.value.errors
+    assert error.startswith("loss_scale=")
+    assert "must be a number" in error
+
+
+def test_a_loss_scale_needs_fp16_and_a_value_above_0() -> None:
+    (error,) = job_errors(Job(plan="precision=bf16", loss_scale=8.0))
+    assert error.startswith("loss_scale=8.0 precision=bf16: only losses of fp16 are scaled")
+    (error,) = job_errors(Job(plan="precision=fp16", loss_scale=-1.0))
+    assert error.startswith("loss_scale=-1.0: must be 'dynamic', a number above 0")

@@ -6,7 +6,7 @@ library. job_file.py reads a TOML file into a Job, job_rules.py checks it, loop.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from echelon.errors import UserError, raise_errors
 from echelon.models import ModelConfig, preset, read_hf_config
@@ -100,7 +100,7 @@ class Job:
     out: str = "runs"
     name: str = "train"
     audit: str = "first"
-    loss_scale: float | None = None  # of fp16; dynamic
+    loss_scale: float | Literal["dynamic"] | None = None  # of fp16
     model: ModelJob = field(default_factory=ModelJob)
     data: DataJob = field(default_factory=DataJob)
     optimizer: OptimizerJob = field(default_factory=OptimizerJob)

@@ -12,7 +12,7 @@ from typing import Any
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
 from echelon.train.job import Job
-from echelon.train.job_keys import keys_at, remove_lookalikes, rule_of
+from echelon.train.job_keys import is_value, keys_at, remove_lookalikes, rule_of
 from echelon.train.job_rules import job_errors
 
 
@@ -113,8 +113,13 @@ def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
 
 
 def _path(error: Any) -> list[str]:
-    """The keys that lead to a wrong value. An error of one item of a list is an error of the list."""
-    return [part for part in error["loc"] if isinstance(part, str)]
+    """The keys that lead to a wrong value. An error of one item of a list is an error of the list, and one
+    of a kind that a value might have been is an error of the value."""
+    path: list[str] = []
+    for part in error["loc"]:
+        if isinstance(part, str) and not is_value(path):
+            path.append(part)
+    return path
 
 
 def _key(error: Any) -> str:
@@ -128,7 +133,7 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         fix = _plan_fix(key, value) or did_you_mean(path[-1], keys_at(path[:-1]))
         return f"{key}: there is no such key{fix}"
-    if len(path) < len(error["loc"]):
+    if any(isinstance(part, int) for part in error["loc"]):
         value = reduce(lambda table, name: table[name], path, values)
         return f"{key}={value!r}: must be two numbers"
     if error["type"] == "too_long":

@@ -6,7 +6,7 @@ mistake, or will not know what was read.
 
 import dataclasses
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from echelon.train.job import Job
 
@@ -17,6 +17,7 @@ _RULES: dict[Any, str] = {
     str: "text",
     tuple: "two numbers",
 }
+_OWN_RULES = {"loss_scale": "a number above 0, or dynamic"}
 
 
 def keys_at(path: list[str]) -> list[str]:
@@ -29,7 +30,12 @@ def keys_at(path: list[str]) -> list[str]:
 
 def rule_of(path: list[str]) -> str:
     """What the value at `path` must be: rule_of(["model", "layers"]) == "an integer"."""
-    return _RULES.get(_kind(path), "a table")
+    return _OWN_RULES.get(".".join(path)) or _RULES.get(_kind(path), "a table")
+
+
+def is_value(path: list[str]) -> bool:
+    """Whether there is a key at `path` that is no table."""
+    return _kind(path) is not None
 
 
 def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
@@ -57,7 +63,7 @@ def _kind(path: list[str]) -> Any:
     for name in path:
         fields = {entry.name: entry.type for entry in dataclasses.fields(kind)}
         kind = fields.get(name)
-        if isinstance(kind, UnionType):  # int | None
+        if isinstance(kind, UnionType) or get_origin(kind) is Union:  # int | None
             kind = next(each for each in get_args(kind) if each is not type(None))
         if not dataclasses.is_dataclass(kind):
             return get_origin(kind) or kind
