@@ -11,6 +11,7 @@ from torch import nn
 from echelon import parallelize
 from echelon.launching import Ranks
 from echelon.optim import SM3, Adafactor
+from echelon.optim.exchange import Box, whole_box
 from tests.cases import Perceptron, mean_loss, vectors
 from tests.engine.test_updates import update_of
 
@@ -21,12 +22,12 @@ Warm = Callable[[int], Ranks]
 @pytest.mark.parametrize(
     ("plan", "boxes"),
     [
-        ("data=2", [(4, 6)]),
+        ("data=2", [None]),
         ("data=2 zero=1", [(2, 6), (1, 2)]),  # the first 14 of 28 elements
-        ("data=2 tensor=2", [(4, 6)]),
+        ("data=2 tensor=2", [None]),
     ],
 )
-def test_a_part_is_boxes_of_the_whole_parameter(plan: str, boxes: list[tuple[int, int]]) -> None:
+def test_a_part_is_boxes_of_the_whole_parameter(plan: str, boxes: list[tuple[int, int] | None]) -> None:
     update, _ = update_of(plan, Adafactor)
     optimizer = update.optimizer
     assert isinstance(optimizer, Adafactor)
@@ -34,7 +35,30 @@ def test_a_part_is_boxes_of_the_whole_parameter(plan: str, boxes: list[tuple[int
     assert set(exchange.shapes) == {(4, 6), (4,), (5, 4), (5,)}
     matrix = exchange.shapes.index((4, 6))
     (part,) = [part for part in exchange.parts.values() if part.number == matrix]
-    assert [tuple(s.stop - s.start for s in box) for box in part.boxes] == boxes
+    assert [_sizes(box) for box in part.boxes] == boxes
+
+
+def _sizes(box: Box) -> tuple[int, ...] | None:
+    """None of a box that is all of a parameter."""
+    return None if box == whole_box(box) else tuple(part.stop - part.start for part in box)
+
+
+@pytest.mark.usefixtures("packed")
+def test_statistics_are_owned_whole_and_once() -> None:
+    """Of a part of 3 elements, 3 rows would pass for its elements."""
+    update, _ = update_of("data=2 zero=1", Adafactor)
+    for local in update._stages.local_parameters():
+        local.tensor.grad = torch.ones_like(local.tensor)
+    update.stepper.step(1.0)
+    parts = {each.slice.part for each in update.owned()}
+    assert parts == {"value", "step", "normaliser"}
+    whole = [(each.slice.part, each.slice.shape, each.slice.is_whole) for each in update.owned_whole()]
+    assert sorted(whole) == [
+        ("col_var", (1, 4), True),
+        ("col_var", (1, 6), True),
+        ("row_var", (4, 1), True),
+        ("row_var", (5, 1), True),
+    ]
 
 
 @pytest.mark.parametrize(("kind", "messages"), [(Adafactor, 2), (SM3, 1)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.mesh import Mesh
-from echelon.optim.exchange import Exchange, Part, Round
+from echelon.optim.exchange import Exchange, Part, Round, whole_box
 from echelon.ownership import LocalParameter, OwnedSlice, Slice, own_run
 from echelon.precision import LocalStepper
 from echelon.runtime import LocalStages
@@ -56,7 +56,8 @@ def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerShard
     parts: dict[Tensor, Part] = {}
     for boxes in local_boxes(stages, layers):
         updated = stepper.updated(boxes.local)
-        places = [each.slice.box for each in boxes.of(updated)]
+        held = [each.slice for each in boxes.of(updated)]
+        places = [whole_box(each.shape) if each.is_whole else each.box for each in held]
         parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
     rounds = [Round(mesh.group("shard"), len(ordered))] if mesh.plan.zero else []
     rounds += [Round(mesh.group("tensor"), len(split))]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns
+from echelon.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns, whole_box
 from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
 
 
@@ -87,26 +87,26 @@ class Adafactor(SumOptimizer):
         updates = []
         for group, entries in work.groups:
             _average(group, entries, squares, work)
-            updates.append(self._normalize(group, entries))
-            _add_norms(entries, [lengths[entry.part.number][0] for entry in entries], updates[-1])
+            updates.append(self._normalize(group, entries, lengths))
         lengths.reduce("sum")
         for (group, entries), of_group in zip(work.groups, updates, strict=True):
             _apply(group, entries, of_group, squares, lengths, work)
 
-    def _normalize(self, group: Group, entries: Sequence[Entry]) -> list[Tensor]:
-        """U of each box: in the memory of its gradient, if that may be used up."""
+    def _normalize(self, group: Group, entries: Sequence[Entry], lengths: StatisticsBuffer) -> list[Tensor]:
+        """U of each box, in memory of its gradient if that may be used up; `lengths` get its squares."""
         updates: list[Tensor] = []
         for portion in portions(entries):
             gradients = [gradient for entry in portion for gradient in entry.gradients]
-            moments = [moment for entry in portion for moment in _second_moments(group, entry)]
-            torch._foreach_clamp_min_(moments, _least(group, portion[0]) ** 2)
-            torch._foreach_rsqrt_(moments)
-            if self.uses_up_gradients and all(g.dtype == moments[0].dtype for g in gradients):
-                torch._foreach_mul_(gradients, moments)
-                updates += gradients
+            normalized = [moment for entry in portion for moment in _second_moments(group, entry)]
+            torch._foreach_clamp_min_(normalized, _least(group, portion[0]) ** 2)
+            torch._foreach_rsqrt_(normalized)
+            if self.uses_up_gradients and all(g.dtype == normalized[0].dtype for g in gradients):
+                torch._foreach_mul_(gradients, normalized)
+                normalized = gradients
             else:
-                torch._foreach_mul_(moments, gradients)
-                updates += moments
+                torch._foreach_mul_(normalized, gradients)
+            _add_norms(portion, [lengths[entry.part.number][0] for entry in portion], normalized)
+            updates += normalized
         return updates
 
 
@@ -149,6 +149,8 @@ def _square(values: list[Tensor]) -> None:
 
 def _along(statistic: Tensor, box: Box, dim: int) -> Tensor:
     """The part of a statistic over `dim` that a box has."""
+    if box == whole_box(box):
+        return statistic
     index = [*box]
     index[dim] = slice(None)
     return statistic[tuple(index)]

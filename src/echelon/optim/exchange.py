@@ -12,7 +12,7 @@ All statistics lie in one buffer, so that one message serves all parameters. Ran
 parameters of which they hold nothing, whose zeros change no sum and no maximum of squares.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import accumulate, zip_longest
 from math import prod
 from typing import NamedTuple, final
@@ -24,6 +24,11 @@ from echelon.collectives import Group, Reduction
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
+
+
+def whole_box(dims: Sized) -> Box:
+    """All of a parameter that has so many dims."""
+    return (slice(None),) * len(dims)
 
 
 class Part(NamedTuple):
@@ -63,7 +68,7 @@ def without_ranks(parameters: Iterable[Tensor]) -> list[Exchange]:
     return [
         Exchange(
             [tuple(p.shape) for p in of_kind],
-            {p: Part(index, [(slice(None),) * p.dim()], lambda t: [t]) for index, p in enumerate(of_kind)},
+            {p: Part(index, [whole_box(p.shape)], lambda t: [t]) for index, p in enumerate(of_kind)},
             (),
             dtype,
             device,

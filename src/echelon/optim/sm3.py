@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import raise_errors
-from echelon.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns
+from echelon.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns, whole_box
 from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
 
 _MOST_DIMS = 64  # of any tensor
@@ -106,6 +106,8 @@ def _num_accumulators(entry: Entry) -> int:
 
 def _inside(accumulator: Tensor, box: Box) -> Tensor:
     """The accumulators of the indices that a box has."""
+    if box == whole_box(box):
+        return accumulator
     sizes = zip(box, accumulator.shape, strict=True)
     return accumulator[tuple(indices if size > 1 else slice(None) for indices, size in sizes)]
 

@@ -19,7 +19,9 @@ from echelon.optim.needs import Need
 
 Group = dict[str, Any]  # of parameters, with their options
 
-_PORTION = 64 * 2**20  # bytes: enough work for a kernel, and little beside all gradients
+# Bytes of gradients at a time: what stays in the caches of a CPU; or enough work for the kernels of another
+# device, and little beside all gradients.
+_CPU_PORTION, _PORTION = 2**20, 64 * 2**20
 
 
 class Entry(NamedTuple):
@@ -159,7 +161,7 @@ def portions(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     for entry in entries:
         portion.append(entry)
         taken += sum(gradient.nbytes for gradient in entry.gradients)
-        if taken >= _PORTION:
+        if taken >= (_CPU_PORTION if entry.gradients[0].is_cpu else _PORTION):
             yield portion
             portion, taken = [], 0
     if portion:
