@@ -1,10 +1,11 @@
 """Whether somebody takes note of what autograd saves."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from echelon.saved_tensors import is_recorded, observe
+from echelon.saved_tensors import KeptTensor, current_hooks, current_observer, is_recorded, observe, replace
 
 
 def test_observers_do_not_count() -> None:
@@ -40,3 +41,34 @@ def test_an_error_inside_ends_the_observation() -> None:
     except RuntimeError:
         pass
     assert not is_recorded()
+
+
+def test_hooks_that_compute_again_in_the_same_way_do_not_count() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with replace(pack, pack):
+        assert not is_recorded()
+        assert current_observer() is None
+        with observe(pack, pack):
+            assert current_observer() == (pack, pack)
+    assert current_hooks() is None
+
+
+def test_a_tensor_is_kept_without_its_history_in_the_way_of_the_hooks_around() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    kept = KeptTensor(x, None)
+    assert kept.take().grad_fn is None
+    assert kept.take().data_ptr() == x.data_ptr()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.tolist(), torch.tensor):
+        kept = KeptTensor(x, current_hooks())
+    assert kept._packed == [2.0, 2.0]
+    assert kept.take().tolist() == [2.0, 2.0]
+
+
+def test_a_kept_tensor_that_was_changed_is_found() -> None:
+    x = torch.ones(2)
+    kept = KeptTensor(x, None)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after the forward pass had saved it"):
+        kept.take()

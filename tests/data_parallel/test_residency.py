@@ -223,3 +223,26 @@ def test_weights_that_stay_need_no_agreement() -> None:
     flat = FlatUnit("0", [("w", nn.Parameter(torch.ones(2)))], group, resident=True)
     assert Residency([[flat]], [[0]], 1, group.ledger, None).compare(group) == {}
     assert group.ledger.moves == []
+
+
+def test_a_second_run_finds_the_unit_of_its_backward_pass_and_gathers_nothing_ahead() -> None:
+    units = Units()
+    units.run(0, 1, 2, 3)
+    assert units.enter(2, backward=True) == [1, 2]
+    units.residency.enter_again(2)
+    assert units.gathered == [1, 2], "what was gathered ahead stays"
+    assert units.leave(2) == [1, 2], "the backward pass still needs it"
+    assert units.leave(2) == [1]
+    units.residency.reset()
+    assert units.residency._sequence == [0, 1, 2, 3], "a second run is no forward pass"
+
+
+def test_a_second_run_of_another_unit_takes_the_place_of_what_was_gathered_ahead() -> None:
+    units = Units()
+    units.run(0, 1, 2, 3)
+    assert units.enter(3, backward=True) == [2, 3]
+    units.residency.enter_again(1)
+    assert units.gathered == [1, 3]
+    assert units.leave(1) == [3]
+    units.residency.enter_again(2)
+    assert units.gathered == [2, 3]

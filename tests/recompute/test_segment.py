@@ -343,6 +343,17 @@ def test_a_layer_may_differentiate_in_its_forward(sizes: list[int]) -> None:
     assert_same(train(make, sizes), train(make, []))
 
 
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [2, 2]])
+def test_gradients_of_gradients(sizes: list[int]) -> None:
+    def step(model: nn.Module, number: int) -> None:
+        x = vectors(number).requires_grad_()
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        (output.mean() + gradient.square().mean()).backward()
+
+    assert_same(train(blocks, sizes, step=step), train(blocks, [], step=step))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_inside_of_a_layer(reentrant: bool) -> None:
     class Checkpointed(nn.Module):

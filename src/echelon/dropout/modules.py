@@ -191,7 +191,7 @@ class KeyedDropout(Wrapper):
             raise UserError(
                 f"dropout in {self.name or 'the model'} runs again in the backward pass, where its position "
                 "in the training is not known (torch.utils.checkpoint?): set its p to 0, do not checkpoint "
-                "it, or leave masks to torch with parallelize(seed=None)"
+                "it (recompute=full replays masks), or leave masks to torch with parallelize(seed=None)"
             )
 
 
