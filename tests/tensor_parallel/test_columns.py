@@ -17,6 +17,7 @@ from echelon.collectives import Handle, Ledger, RecordingGroup
 from echelon.tensor_parallel.modules import Column
 from echelon.tensor_parallel.regions import Region
 from echelon.wrapping import Wrapping
+from tests.recompute.chains import recompute
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
@@ -221,6 +222,23 @@ def test_what_is_computed_again_is_computed_the_same_way(*, inner: bool) -> None
         found.append([p.grad for p in layer.parameters() if p.grad is not None])
     for together, separate in zip(*found, strict=True):
         torch.testing.assert_close(together, separate, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_recomputes_still_multiplies_together() -> None:
+    """In the first pass each matrix is on its own, and so it is in its second run, where more is known."""
+    found = []
+    for sizes in ([], [1]):
+        here = region()
+        torch.manual_seed(0)
+        layer = Normed(here)
+        recompute([layer], sizes)
+        for _ in range(3):
+            x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True) * 2
+            layer(x).square().sum().backward()
+        assert [len(sharing) for sharing in here.shared_input._sharing.values()] == [2]
+        found.append([p.grad for p in layer.parameters() if p.grad is not None])
+    for dropped, kept in zip(*found, strict=True):
+        assert torch.equal(dropped, kept)
 
 
 def test_complex_matrices_vectors_and_leaves_are_computed_separately() -> None:
