@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from echelon.context_parallel import head_errors
-from echelon.engine.support import _RUNS
+from echelon.engine.support import _RUNS, _kind
 from echelon.plan import AUTO, Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
@@ -28,6 +28,7 @@ _NAIVE_OR_FILE = ("naive", ORDER_FILE)
 
 _PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1, 2, 1), AUTO)
 # The values of each field, in the order of drawing; a value that is listed twice is drawn twice as often.
+_BUDGETS = tuple(f"budget:{thousands}000" for thousands in (100, 300, 1000, 10000))
 _CANDIDATES: dict[str, Sequence[Any]] = {
     "model": (*("gpt",) * 5, *("llama",) * 5, "resnet", "lstm", "encoder", "twice"),
     "pipeline": (*_PIPELINES, 1, 1, 2, 2, 3),
@@ -55,7 +56,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
         "fp16",
     ),  # those of LOW_PRECISIONS are compared in themselves, others in fp64
     "gradients": ("fp32", "same"),
-    "recompute": ("none", "full", "selective", "sqrt", "budget:4000"),
+    "recompute": ("none", "full", "selective", "sqrt", *_BUDGETS),
     "checkpoints": ("whole", "split"),
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
@@ -87,7 +88,7 @@ def candidates(field: str, values: Values) -> list[Any]:
     if field == "samples":
         return _samples(values)
     runs = _RUNS.get(field)
-    return [value for value in _CANDIDATES[field] if runs is None or value in runs]
+    return [value for value in _CANDIDATES[field] if runs is None or _kind(value) in runs]
 
 
 def _samples(values: Values) -> list[int]:
@@ -155,6 +156,17 @@ def _head_errors(values: Values) -> list[str]:
     return head_errors(values["heads"], kv_heads, values["context"], values["tensor"])
 
 
+def _within_budget(values: Values) -> bool:
+    """Whether a budget is surely enough. A layer saves less than 60 times its input; where a backward pass is
+    in two halves, nothing is gained by running layers again."""
+    if not values["recompute"].startswith("budget:"):
+        return True
+    inputs = -(-values["samples"] // values["data"]) * values["tokens"] * 8 * 8  # of a width of 8 in float64
+    layers = values["layers"] + 2
+    factor = 60 * layers if values["schedule"] in ("zero-bubble", ORDER_FILE) else 60 + layers
+    return bool(inputs * factor <= int(values["recompute"].removeprefix("budget:")))
+
+
 Rule = Callable[[Values], bool]
 
 
@@ -184,6 +196,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
+    yield ("recompute", "samples", "data", "tokens", "layers", "schedule"), _within_budget
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
     # A file may split backward passes in two.

@@ -168,4 +168,5 @@ def test_steps_take_no_new_memory_for_gradients(warm_ranks: Warm, zero: int) -> 
 def test_training_is_equal_to_one_device(plan: str) -> None:
     is_slow = plan != "data=2 zero=2 recompute=full microbatches=2"
     clip = None if "pipedream" in plan else 1.0
-    assert_equal(language_case("gpt", 20 if is_slow else 3, clip), f"{plan} contiguous=true")
+    model = "llama" if "pipedream" in plan else "gpt"  # which has tied weights
+    assert_equal(language_case(model, 20 if is_slow else 3, clip), f"{plan} contiguous=true")
