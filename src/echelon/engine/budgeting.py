@@ -42,14 +42,11 @@ def share_budget(stages: Mapping[Stage, BudgetedStage], mesh: Mesh, wrapping: Wr
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:
-    plan = mesh.plan
-    is_split = plan.checkpoints == "split"
     return BudgetSettings(
-        int(plan.recompute.removeprefix("budget:")),
+        int(mesh.plan.recompute.removeprefix("budget:")),
         partial(_agree, [mesh.group(axis) for axis in ("tensor", "context")], mesh.device),
-        longest=1 if plan.zero == 3 and plan.data > 1 else None,
-        parts=plan.tensor if is_split else 1,
-        keeps_memory=not is_split and not plan.contiguous,
+        # With longer segments, which weights are gathered next would depend on the choice of each replica.
+        longest=1 if mesh.plan.zero == 3 else None,
     )
 
 

@@ -29,14 +29,11 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage 
 
 
 class BudgetSettings(NamedTuple):
-    """What a plan says about a budget. `longest`: how many layers a segment may have; `parts`: in how many
-    parts ranks keep inputs; `keeps_memory`: they keep them where they are."""
+    """What a plan says about a budget. `longest`: how many layers a segment may have."""
 
     num_bytes: int
     agree: Agree
-    longest: int | None = None
-    parts: int = 1
-    keeps_memory: bool = True
+    longest: int | None
 
 
 class StagePass(NamedTuple):
@@ -114,8 +111,13 @@ class BudgetedStage:
     def _call_measured(self, measured: StagePass, place: int, args: Any, kwargs: Any) -> Any:
         layer = self.layers[place]
         run = self._run(place, follows=self._goes_on(measured, place))
-        device = self._settings.device
-        measurement = LayerMeasurement((args, kwargs), layer.history.weight_storages(), device)
+        measurement = LayerMeasurement(
+            layer.name,
+            (args, kwargs),
+            self._settings.checkpoints,
+            layer.history.weight_storages(),
+            self._settings.device,
+        )
         is_new, run.watch = run.last is None, measurement.saving
         with measurement.timed():
             output = self._call_in(run, layer, args, kwargs)
@@ -138,10 +140,10 @@ class BudgetedStage:
         if self._budget.longest is not None and place - begin >= self._budget.longest:
             return False
         saved = [layer.saved_bytes for layer in measured.layers]
-        inputs = [sum(measured.layers[first].inputs.values()) for first, _ in measured.segments]
-        rest = (len(self.layers) - place) * sum(measured.layers[-1].inputs.values())
-        kept = sum(self._in_flight) * (sum(inputs) + rest) / self._budget.parts
-        single, longer = self._budget.agree([kept + max(saved), float(sum(saved[begin:]) + max(saved))])
+        inputs = [measured.layers[first].input_bytes for first, _ in measured.segments]
+        rest = (len(self.layers) - place) * measured.layers[-1].input_bytes
+        kept = sum(self._in_flight) * (sum(inputs) + rest)
+        single, longer = self._budget.agree([kept + max(saved), sum(saved[begin:]) + max(saved)])
         return single > self._budget.num_bytes and longer <= self._budget.num_bytes / 2
 
     @contextmanager
@@ -163,22 +165,18 @@ class BudgetedStage:
         """What ranks that run the same segments have measured, the largest of each."""
         layers = measured.layers
         previous = [None, *layers]
-        costs = [
-            layer.cost(before, self._budget.parts, keeps_memory=self._budget.keeps_memory)
-            for layer, before in zip(layers, previous, strict=False)
-        ]
+        costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
         costs = _smoothed(costs, [type(layer.module) for layer in self.layers])
         elsewhere: dict[int, int] = {}
         for layer, before in zip(layers, previous, strict=False):
             elsewhere |= layer.elsewhere(before)
-        numbers = [float(number) for cost in costs for number in cost[:3]]
-        numbers += [-float(number) for cost in costs for number in cost[3:5]]  # what is not there again
-        *numbers, outside = self._budget.agree(
-            [*numbers, float(measured.loss.total + sum(elsewhere.values()))]
+        outside = measured.loss.total + sum(elsewhere.values())
+        *numbers, outside_bytes = self._budget.agree(
+            [*(n for cost in costs for n in _numbers(cost)), outside]
         )
-        agreed = list(_agreed_costs(numbers))
+        agreed = [_cost(*numbers[begin : begin + 5]) for begin in range(0, len(numbers), 5)]
         in_flight, waiting = self._in_flight
-        last = LayerCost(round(outside), 0, 0.0, can_recompute=False)
+        last = LayerCost(round(outside_bytes), 0, 0.0, can_recompute=False)
         return StageCosts((*agreed, last), in_flight, waiting)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,12 +192,13 @@ def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCo
     return [cost._replace(seconds=least[key]) for key, cost in zip(alike, costs, strict=True)]
 
 
-def _agreed_costs(numbers: Sequence[float]) -> Iterator[LayerCost]:
-    count = len(numbers) // 5
-    for index in range(count):
-        saved, size, seconds = numbers[3 * index : 3 * index + 3]
-        reused, shared = numbers[3 * count + 2 * index : 3 * count + 2 * index + 2]
-        yield LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
+def _numbers(cost: LayerCost) -> list[float]:
+    """Those that are the worse the larger they are."""
+    return [cost.saved, cost.input, cost.seconds, -cost.reused, -cost.shared]
+
+
+def _cost(saved: float, size: float, seconds: float, reused: float, shared: float) -> LayerCost:
+    return LayerCost(round(saved), round(size), seconds, round(-reused), round(-shared))
 
 
 def _shapes(arguments: Any) -> Shapes:

@@ -28,6 +28,9 @@ class Checkpoints(Protocol):
     def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:
         """Whether `keep` will hold the very memory of the tensor: then autograd may save it too."""
 
+    def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:
+        """What `keep` will hold."""
+
 
 class WholeCheckpoints:
     """As they are."""
@@ -37,3 +40,6 @@ class WholeCheckpoints:
 
     def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:  # noqa: ARG002
         return True
+
+    def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:  # noqa: ARG002
+        return tensor.untyped_storage().nbytes()

@@ -41,6 +41,11 @@ class ContiguousCheckpoints:
         is_hidden_state = tensor.layout == torch.strided and tensor.requires_grad and tensor.numel() > 0
         return not is_hidden_state or not is_dense(tensor)
 
+    def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:
+        if self.keeps_memory(tensor, argument):
+            return self._inner.kept_bytes(tensor, argument)
+        return tensor.nbytes
+
     def finish_step(self) -> None:
         """Make the memory as large as steps need. Slots of an earlier one stay where they are."""
         if self._slots.size > len(self.memory):

@@ -8,24 +8,40 @@ a CUDA device are read when the pass is over, and not in between.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.recompute.budget_model import LayerCost
+from echelon.recompute.checkpoints import ArgumentName, Checkpoints
 from echelon.saved_tensors import current_hooks, observe
+
+
+class LayerInput(NamedTuple):
+    """What a checkpoint of a layer's argument takes, and whether it is in the argument's own memory."""
+
+    kept_bytes: int
+    keeps_memory: bool
 
 
 @final
 class LayerMeasurement:
     """One layer of one pass."""
 
-    def __init__(self, args: Any, standing: set[int], device: torch.device) -> None:
+    def __init__(
+        self, name: str, arguments: Any, checkpoints: Checkpoints, standing: set[int], device: torch.device
+    ) -> None:
         """`standing`: storages of weights and buffers, which are no activations."""
         self._standing, self._device = standing, device
-        self.inputs = _storages(tree_leaves(args))
+        self.inputs: dict[int, LayerInput] = {}  # by their storages
+        for number, leaf in enumerate(tree_leaves(arguments)):
+            for storage in _storages([leaf]):
+                argument = ArgumentName(name, number)
+                self.inputs[storage] = LayerInput(
+                    checkpoints.kept_bytes(leaf, argument), checkpoints.keeps_memory(leaf, argument)
+                )
         self.saved: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
         self._read_seconds: Callable[[], float] = float
@@ -61,27 +77,32 @@ class LayerMeasurement:
     def saved_bytes(self) -> int:
         return sum(self.saved.values())
 
-    def cost(self, previous: "LayerMeasurement | None", parts: int, *, keeps_memory: bool) -> LayerCost:
-        """`parts`: in how many parts ranks keep an input. `keeps_memory`: they keep it where it is."""
+    @property
+    def input_bytes(self) -> int:
+        return sum(each.kept_bytes for each in self.inputs.values())
+
+    def cost(self, previous: "LayerMeasurement | None") -> LayerCost:
         chained = self._chained(previous)
         saved_before = {} if previous is None else previous.saved
+        saved_inputs = [key for key in chained if key in self.saved]
         return LayerCost(
             self.saved_bytes,
-            sum(-(-size // parts) for size in chained.values()),
+            sum(each.kept_bytes for each in chained.values()),
             self._read_seconds(),
-            reused=sum(self.saved[key] for key in chained if key in self.saved) if keeps_memory else 0,
-            shared=sum(self.saved[key] for key in chained if key in self.saved and key in saved_before),
+            reused=sum(self.saved[key] for key in saved_inputs if chained[key].keeps_memory),
+            shared=sum(self.saved[key] for key in saved_inputs if key in saved_before),
         )
 
     def elsewhere(self, previous: "LayerMeasurement | None") -> dict[int, int]:
         """Inputs that are no outputs of the layer before: a mask, which all layers may take."""
-        return {key: size for key, size in self.inputs.items() if key not in self._chained(previous)}
+        chained = self._chained(previous)
+        return {key: each.kept_bytes for key, each in self.inputs.items() if key not in chained}
 
-    def _chained(self, previous: "LayerMeasurement | None") -> dict[int, int]:
+    def _chained(self, previous: "LayerMeasurement | None") -> dict[int, LayerInput]:
         """Inputs that the layer before has returned; all, of the first layer."""
         if previous is None:
             return self.inputs
-        return {key: size for key, size in self.inputs.items() if key in previous.outputs}
+        return {key: each for key, each in self.inputs.items() if key in previous.outputs}
 
 
 @final

@@ -38,6 +38,11 @@ class SplitCheckpoints:
     def keeps_memory(self, tensor: Tensor, argument: ArgumentName) -> bool:
         return not self._is_split(tensor, argument) and self._inner.keeps_memory(tensor, argument)
 
+    def kept_bytes(self, tensor: Tensor, argument: ArgumentName) -> int:
+        if self._is_split(tensor, argument):
+            return _part_size(tensor, self._group) * tensor.element_size()
+        return self._inner.kept_bytes(tensor, argument)
+
     def _is_split(self, tensor: Tensor, argument: ArgumentName) -> bool:
         if tensor.layout != torch.strided or not tensor.requires_grad:
             return False
@@ -62,10 +67,14 @@ class _SplitTensor:
         return whole.as_strided(self._shape, self._strides)
 
 
+def _part_size(tensor: Tensor, group: Group) -> int:
+    return -(-tensor.numel() // group.size)
+
+
 def _part(tensor: Tensor, group: Group) -> Tensor:
     """A copy of this rank's elements, in the order of memory."""
     flat = memory_order(tensor)
-    size = -(-len(flat) // group.size)
+    size = _part_size(flat, group)
     own = flat[size * group.rank : size * (group.rank + 1)]
     part = flat.new_zeros(size) if len(own) < size else flat.new_empty(size)
     part[: len(own)] = own
