@@ -6,6 +6,7 @@ give memory back and try again, as JSON. Exits with 1 if contiguous=true leaves 
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -34,6 +35,7 @@ def train(config: ModelConfig, plan: str, steps: int, samples: int) -> dict[str,
     """A training in which every step has other numbers of samples and tokens."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
