@@ -1,7 +1,7 @@
 """The bench `selective-costs`: what each operation costs to compute again, beside what it would keep.
 
-A pass is the time in which memory moves as many bytes as the operation returns: half of that of a copy of
-them. `recompute=selective` computes again what takes few passes; recompute/selective_operations.py has the
+A pass is the time in which memory moves as many bytes as the operation returns; a large copy tells how fast
+that is. `recompute=selective` computes again what takes few passes; recompute/selective_operations.py has the
 limit. Where there is a GPU, both devices are measured.
 """
 
@@ -21,6 +21,7 @@ from echelon.dropout.mask import Draw
 _COPY = "copy"
 _ROWS = {"cpu": 256, "cuda": 8192}
 _REPEATS = {"cpu": 2, "cuda": 20}
+_COPIED = {"cpu": 2**25, "cuda": 2**29}  # bytes: no cache holds them
 _DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _SHORT, _LONG = 1600, 6400  # the width of GPT-2 1.5B, and of its feed-forward
 
@@ -42,6 +43,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
         "rows": _ROWS,
         "types": {device: str(dtype).removeprefix("torch.") for device, dtype in _DTYPES.items()},
         "rounds": rounds,
+        "copied_bytes": _COPIED,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
     return settings, rows
@@ -80,25 +82,35 @@ def _attention(x: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def _rows(device: str, rounds: int, *, quick: bool) -> list[Row]:
     repeats = 1 if quick else _REPEATS[device]
+    sizes = (16, 2**10) if quick else (_ROWS[device], _COPIED[device])
     return [
         row
         for operation in operations(device, quick=quick)
-        for row in _measure(device, operation, rounds, repeats, 16 if quick else _ROWS[device])
+        for row in _measure(device, operation, rounds, repeats, *sizes)
     ]
 
 
-def _measure(device: str, operation: Operation, rounds: int, repeats: int, rows: int) -> list[Row]:
+def _measure(
+    device: str, operation: Operation, rounds: int, repeats: int, rows: int, copied: int
+) -> list[Row]:
     x, y = (torch.randn(rows, operation.columns, dtype=_DTYPES[device], device=device) for _ in range(2))
-    output = operation.compute(x, y)
-    target = torch.empty_like(output)
+    source, target = (torch.ones(copied, dtype=torch.uint8, device=device) for _ in range(2))
+    output_bytes = operation.compute(x, y).nbytes
     works: dict[str, Callable[[], object]] = {
-        _COPY: lambda: target.copy_(output),
+        _COPY: lambda: target.copy_(source),
         operation.name: lambda: operation.compute(x, y),
     }
     contenders: dict[str, Contender] = {name: timed(_repeated(work, repeats)) for name, work in works.items()}
     compared = compare(f"{device}: {operation.name}", alternate(contenders, rounds, warmup=2), _COPY)
+    moved = 2 * copied  # read and written
     return [
-        dataclasses.replace(row, extras={"passes": 2 * row.ratio.median, "output_bytes": output.nbytes})
+        dataclasses.replace(
+            row,
+            extras={
+                "passes_count": round(row.ratio.median * moved / output_bytes, 1),
+                "output_bytes": output_bytes,
+            },
+        )
         for row in compared
         if row.contender != _COPY
     ]

@@ -156,9 +156,8 @@ class _Memo:
         if 2 * sum(need.new_bytes.values()) > num_bytes:
             return False
         for source, tensor in need.held:
-            if self._is_freed(tensor):
-                tensor = tensor.clone()
-            source.hold(_find(self._kept, tensor) or self._hold(tensor), tensor)
+            lasting = tensor.clone() if self._is_freed(tensor) else tensor
+            source.hold(_find(self._kept, lasting) or self._hold(lasting), lasting)
         return True
 
     def _need(self, call: Call, num_bytes: int, depth: int = 0, *, in_sum: bool = False) -> _Need | None:
