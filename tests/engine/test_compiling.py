@@ -58,7 +58,8 @@ def backend(name: str) -> Iterator[list[object]]:
     """Compile with another backend than torch's own; yields the options of each call, which are its own."""
     compile_, asked = torch.compile, []
 
-    def compile_otherwise(function: Callable[..., object], *, options: object) -> object:
+    def compile_otherwise(function: Callable[..., object], *, backend: object, options: object) -> object:
+        assert backend == "inductor"
         asked.append(options)
         return compile_(function, backend=name, options=options if name == "inductor" else None)  # type: ignore[call-overload]
 

@@ -70,7 +70,7 @@ def test_masks_of_attentions_weights_would_differ_with_padding() -> None:
 def pad_to_share(layers: LayerSharding, length: int) -> None:
     """A batch, or hidden states where these are padded."""
     if layers._hidden_padding is None:
-        layers.take_part((torch.zeros(2, length), torch.zeros(2, length)))
+        layers.take_part((torch.zeros(2, length, 16), torch.zeros(2, length)))
     else:
         layers._hidden_padding.pad(torch.zeros(2, length, 16))
 

@@ -167,6 +167,12 @@ def _within_budget(values: Values) -> bool:
     return bool(inputs * factor <= int(values["recompute"].removeprefix("budget:")))
 
 
+def _may_be_within_budget(values: Values) -> bool:
+    """Whether a budget is enough for the fewest samples, whatever else is drawn."""
+    largest = {field: max(_CANDIDATES[field]) for field in ("tokens", "layers")}
+    return _within_budget({**values, **largest, "data": 1, "samples": values["workers"]})
+
+
 Rule = Callable[[Values], bool]
 
 
@@ -196,6 +202,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
+    yield ("recompute", "schedule", "workers"), _may_be_within_budget
     yield ("recompute", "samples", "data", "tokens", "layers", "schedule"), _within_budget
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0

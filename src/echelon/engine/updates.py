@@ -46,7 +46,7 @@ def make_update(
     clip: float | None,
     schedule: Callable[[int], float] | None,
     seed: int,
-    loss_scale: LossScale | None,
+    loss_scale: LossScale | None = None,
 ) -> Update:
     """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws."""
     plan = mesh.plan

@@ -174,7 +174,7 @@ def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, wor
     if not entries:
         return
     steps = [entry.state["step"] for entry in entries]
-    torch._foreach_add_(steps, work.kept(1.0))
+    torch._foreach_add_(steps, [work.kept(1.0)] * len(steps))  # one tensor for all would be read
     weights = work.kept(_counted(entries) ** group["beta2_decay"]).to(sums.dtype).unbind()
     averages: list[Tensor] = []
     squares: list[Tensor] = []
