@@ -28,7 +28,7 @@ def update_of(plan: str, make: Any = adamw, **options: Any) -> tuple[Synchronous
     layers = LayerSharding(model, mesh, mean_loss, {"*": "replicated"}, wrapping)
     split = split_stages(model, mesh, None, by_layers=layers.by_layers)
     local = share_stages(split, mesh, layers, wrapping, prefetch=1, smallest_unit=0)
-    given = {"clip": None, "schedule": None, "seed": 0} | options
+    given = {"clip": None, "schedule": None, "seed": 0, "loss_scale": None} | options
     update = make_update(local, mesh, layers, make, **given)
     assert isinstance(update, SynchronousUpdate)
     return update, mesh
