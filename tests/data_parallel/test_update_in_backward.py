@@ -201,6 +201,15 @@ def test_a_count_that_is_not_known_before_is_refused() -> None:
         assert_same(before, engine.full_state_dict())
 
 
+def test_several_losses_after_a_single_one_that_counted_something_else_are_refused() -> None:
+    with make_engine("microbatches=2 update=last-backward", loss=weighted) as engine:
+        engine.step(tuple(each[:1] for each in vectors(0)))
+        before = states(engine)
+        with pytest.raises(UserError, match="earlier losses counted something else, and the batch has 12"):
+            engine.step(vectors(1))
+        assert_same(before, states(engine))
+
+
 def test_a_single_loss_may_count_anything() -> None:
     results = []
     for plan in ("update=step", "update=backward"):

@@ -20,6 +20,11 @@ Warm = Callable[[int], Ranks]
 _LAST = "update=last-backward"
 
 
+def torch_adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Needs whole parameters, each on one rank."""
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return echelon.optim.Adafactor(parameters, lr=1e-2)
 
@@ -71,6 +76,10 @@ def test_a_plan_is_equal_to_one_device(model: str, plan: str) -> None:
         # Hybrid sharding.
         ("gpt", "data=4 zero=2 shard=2 update=backward"),
         ("gpt", "data=4 zero=3 shard=2 update=backward"),
+        # What is recomputed in the backward pass needs weights as they were.
+        ("gpt", "data=2 zero=3 recompute=full update=backward"),
+        ("gpt", f"data=2 recompute=sqrt microbatches=2 {_LAST}"),
+        ("gpt", f"data=2 zero=2 contiguous=true microbatches=2 {_LAST}"),
     ],
 )
 def test_every_axis_and_schedule(model: str, plan: str) -> None:
@@ -86,6 +95,7 @@ def test_every_axis_and_schedule(model: str, plan: str) -> None:
         pytest.param(adafactor, f"data=2 zero=3 microbatches=2 {_LAST}", marks=pytest.mark.slow),
         pytest.param(adafactor, f"pipeline=2 microbatches=2 {_LAST}", marks=pytest.mark.slow),
         pytest.param(adafactor, "tensor=2 update=backward", marks=pytest.mark.slow),
+        pytest.param(torch_adafactor, "data=2 zero=1 update=backward", marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_optimizer(make: Any, plan: str) -> None:
@@ -103,7 +113,7 @@ def peak(plan: str) -> int:
 def test_two_units_have_gradients_at_a_time(warm_ranks: Warm) -> None:
     """The largest two neighbours: one on its way. Parts of sums are half of that."""
     two = 4 * (2 * WIDE * (WIDE + 1) + WIDE * (2 * WIDE + 1))
-    for zero in (0, 1, 2, 3):
+    for zero in (0, 2):
         for bytes_of_rank in warm_ranks(2).run(peak, f"data=2 zero={zero} update=backward"):
             assert two * 0.9 < bytes_of_rank <= (two if zero == 0 else 1.5 * two), zero
 

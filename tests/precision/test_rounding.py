@@ -22,10 +22,10 @@ def rounded(value: Tensor, key: int = 1) -> Tensor:
 
 
 def test_the_mean_over_many_keys_is_the_value() -> None:
-    """Between two neighbours, each is drawn as often as its distance says: 2048 draws are within 5 sigma."""
+    """Between two neighbours, each is drawn as often as its distance says: 1024 draws are within 5 sigma."""
     values = torch.randn(64) * torch.logspace(-20, 20, 64)
     total = torch.zeros(64, dtype=torch.float64)
-    num_keys = 2048
+    num_keys = 1024
     for key in range(num_keys):
         total += rounded(values, hash_of(key)).double()
     step = values.abs().double() * 2.0**-7  # at least the distance of two neighbours

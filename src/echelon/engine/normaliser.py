@@ -55,7 +55,8 @@ class LossNormaliser:
         divided by the true count."""
         plan = mesh.plan
         self._mesh, self._is_here, self._deferred = mesh, is_here or exact, deferred
-        self._rule: int | None = None  # which of the counts a loss counts, once that is known
+        self._rule: int | None = None  # which of the counts a loss counts; None if none of them
+        self._is_learned = False
         self._compares = exact and not deferred and plan.context == 1 and not plan.sequence
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
         self._updates_per_step = plan.microbatches if plan.schedule in _UPDATE_PER_MICROBATCH else 1
@@ -77,8 +78,11 @@ class LossNormaliser:
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
         normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
-        if self._rule is not None:
-            normaliser.apply(self._rule, compares=self._compares)
+        if self._is_learned:
+            if self._rule is None and not self._is_only:
+                raise self._unknown_count("earlier losses counted something else")
+            has_update = self._is_only and self._mesh.plan.stages == 1
+            normaliser.apply(self._rule, compares=self._compares, has_update=has_update)
         return normaliser
 
     def learn(self, count: float) -> None:
@@ -86,14 +90,18 @@ class LossNormaliser:
         assert self._before is not None
         matches = [rule for rule, number in enumerate(self._before) if float(number) == count]
         if not matches and not self._is_only:
-            samples, targets, counted = (f"{float(number):g}" for number in self._before)
-            raise UserError(
-                f"update={self._mesh.plan.update}: the loss counts {count:g}, and the batch has {samples} "
-                f"samples, {targets} targets, {counted} of them not {IGNORED_TARGET}: units are updated in "
-                "the backward pass, before which the count must be known; let the loss return a mean, or one "
-                "of these as its count, or use update=step"
-            )
-        self._rule = matches[-1] if matches else None
+            raise self._unknown_count(f"the loss counts {count:g}")
+        self._rule, self._is_learned = (matches[-1] if matches else None), True
+
+    def _unknown_count(self, found: str) -> UserError:
+        assert self._before is not None
+        samples, targets, counted = (f"{float(number):g}" for number in self._before)
+        return UserError(
+            f"update={self._mesh.plan.update}: {found}, and the batch has {samples} samples, {targets} "
+            f"targets, {counted} of them not {IGNORED_TARGET}: units are updated in the backward pass, "
+            "before which the count of several losses must be known; let the loss return a mean, or one of "
+            "these as its count, or use update=step"
+        )
 
     def _over_replicas(self, local: Counts, *, reads: bool) -> Counts:
         plan, group, device = self._mesh.plan, self._mesh.group("data"), self._mesh.device
@@ -120,18 +128,19 @@ class StepNormaliser:
         one loss. `local`: the samples of the step, if all of its losses are this rank's."""
         self._counts, self._expected, self._is_only, self._local = counts, expected, is_only, local
         self._rule: int | None = None  # what must have been counted, and is compared
+        self._has_update = False  # whether the one loss, and all that it updates, are this rank's
         self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
 
-    def apply(self, rule: int, *, compares: bool) -> None:
+    def apply(self, rule: int | None, *, compares: bool, has_update: bool) -> None:
         """Losses count as `rule` says. `compares`: where one does not, that is an error."""
-        self._expected = _not_zero(self._counts[rule])
-        self.is_empty = self._counts[rule] == 0
-        self._rule = rule if compares else None
+        number = self._counts.counted if rule is None else self._counts[rule]
+        self._expected, self.is_empty = _not_zero(number), number == 0
+        self._rule, self._has_update = (rule if compares else None), has_update
 
     def of_loss(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
         """For a loss that counted `count` for these targets."""
         if self._is_only:
-            self.is_empty = count == 0
+            self.is_empty = count == 0 if self._has_update else self.is_empty
             return _not_zero(count)
         if not is_pair:
             return self._counts.samples
