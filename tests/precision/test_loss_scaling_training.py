@@ -18,7 +18,7 @@ from echelon.engine.step_counter import MOST_SKIPPED
 from echelon.launching import Ranks
 from echelon.ownership import ENGINE
 from echelon.precision import DynamicScale
-from tests.cases import mean_loss, sgd
+from tests.cases import counted_loss, mean_loss, sgd
 from tests.overflows import WIDTH, marked_model, marked_vectors, overflow
 
 WarmRanks = Callable[[int], Ranks]
@@ -51,7 +51,7 @@ def losses(plan: str, loss_scale: Any = None) -> tuple[list[float], float]:
     return [step.loss for step in metrics], max(step.grad_norm for step in metrics)
 
 
-@pytest.mark.parametrize("loss_scale", [None, "dynamic", 2.0**17])
+@pytest.mark.parametrize("loss_scale", [None, 2.0**17])
 def test_gradients_that_fp16_rounds_to_zero_train_with_a_loss_scale_only(loss_scale: Any) -> None:
     exact, norm = losses("precision=fp32")
     assert exact[-1] < 0.3 * exact[0], "the model learns"
@@ -68,6 +68,37 @@ def tiny_loss_at_start(step: int) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     return float(tiny_loss(model(curve(step)[0]), curve(step)[1]).detach())
+
+
+# The first step.
+
+
+def many_vectors(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4096, WIDTH, generator=generator), torch.randint(5, (4096,), generator=generator)
+
+
+def first_step(plan: str, loss: Any) -> tuple[bool, float]:
+    """Whether it is skipped, and its norm. Gradients of the mean are far from an overflow; those of the
+    total, 4,096 times as large, are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 5))
+    with parallelize(model, plan, optimizer=sgd, loss=loss, loss_scale=4096) as engine:
+        metrics = engine.step(engine.local(many_vectors(0)))
+        assert metrics.grad_norm < 2.0
+        return metrics.skipped, metrics.grad_norm
+
+
+@pytest.mark.parametrize("loss", [mean_loss, counted_loss])
+@pytest.mark.parametrize("plan", ["data=1", "microbatches=4", "schedule=pipedream microbatches=2"])
+def test_the_first_step_does_not_overflow_because_no_count_is_known_yet(plan: str, loss: Any) -> None:
+    assert not first_step(f"{plan} precision=fp16", loss)[0]
+
+
+def test_nor_does_that_of_ranks(warm_ranks: WarmRanks) -> None:
+    for plan in ("data=2 microbatches=2", "pipeline=2 microbatches=2 schedule=pipedream-2bw"):
+        results = warm_ranks(2).run(first_step, f"{plan} precision=fp16", counted_loss)
+        assert [skipped for skipped, _ in results] == [False, False]
 
 
 # Gradients that are too large.

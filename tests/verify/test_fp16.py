@@ -34,13 +34,19 @@ def check(case: Case, plan: str, ranks: Ranks) -> LowPrecisionVerdict:
     "plan",
     [
         "data=2 zero=3 microbatches=2",
-        "data=2 zero=1 precision=fp16 gradients=same",
         "tensor=2 sequence=true",
-        "context=2",
-        "pipeline=2 microbatches=2 schedule=zero-bubble",
-        PIPEDREAM,
         "data=2 sync=async staleness=1",
-        "data=2 sync=async staleness=0 precision=fp16 gradients=same",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in (
+                "data=2 zero=1 precision=fp16 gradients=same",
+                "data=2 sync=async staleness=0 precision=fp16 gradients=same",
+                "context=2",
+                "context=2 attention=all-to-all",
+                "pipeline=2 microbatches=2 schedule=zero-bubble",
+                PIPEDREAM,
+            )
+        ),
     ],
 )
 def test_plans_are_within_rounding_of_one_device(plan: str, warm_ranks: WarmRanks) -> None:
@@ -63,7 +69,10 @@ def test_fp16_rounds_less_than_bf16() -> None:
 DYNAMIC = {"loss_scale": DynamicScale(start=2.0**14, factor=4.0, interval=2)}
 
 
-@pytest.mark.parametrize("options", [{"loss_scale": 1024.0}, DYNAMIC], ids=["static", "dynamic"])
+STATIC = pytest.param({"loss_scale": 1024.0}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [STATIC, DYNAMIC], ids=["static", "dynamic"])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -83,8 +92,16 @@ def test_steps_that_overflow_are_skipped_as_on_one_device(
     assert reference.skipped == [False, True, True, False, False]
 
 
-@pytest.mark.parametrize("place", [(0, "rows"), (3, "rows"), (3, "weight")])
-@pytest.mark.parametrize("plan", [PIPEDREAM, PIPEDREAM + "-vertical", PIPEDREAM + "-2bw"])
+PLACES = [(0, "rows"), (3, "rows"), (3, "weight")]
+SCHEDULES = [PIPEDREAM, PIPEDREAM + "-vertical", PIPEDREAM + "-2bw"]
+# Each place and each schedule once; the others are slow tests.
+SOME = list(zip(PLACES, SCHEDULES, strict=True))
+OTHERS = [(place, plan) for place in PLACES for plan in SCHEDULES if (place, plan) not in SOME]
+
+
+@pytest.mark.parametrize(
+    ("place", "plan"), [*SOME, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
+)
 def test_a_stage_that_overflows_skips_its_own_update_as_the_formula_says(
     place: tuple[int, str], plan: str, warm_ranks: WarmRanks
 ) -> None:
