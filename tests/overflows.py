@@ -72,11 +72,10 @@ def overflow_case(
     layer: int, place: Place, *, steps: tuple[int, ...] = (1, 2), sample: int = 6, **changes: Any
 ) -> Case:
     """5 steps, of which some overflow, with a momentum that would remember them."""
-    defaults = {"steps": 5, "clip": None, "options": {"loss_scale": 1024.0}}
+    defaults = {"steps": 5, "clip": None, "make_optimizer": sgd, "options": {"loss_scale": 1024.0}}
     return Case(
         partial(marked_model, layer, place),
         partial(marked_vectors, steps, sample),
         mean_loss,
-        sgd,
         **(defaults | changes),
     )

@@ -1,6 +1,7 @@
 """The contract in fp16: plans scale losses and skip overflows as one device, PipeDream as its formula."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from echelon.engine import Engine
 from echelon.engine.step_program import continuous_steps
 from echelon.launching import Ranks
+from echelon.optim import SM3, Adafactor
 from echelon.plan import Plan
 from echelon.precision import DynamicScale
 from echelon.program import Op
@@ -20,6 +22,16 @@ from tests.overflows import overflow_case
 from tests.verify.test_low_precision import untied_gpt
 
 WarmRanks = Callable[[int], Ranks]
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=1e-2)
+
+
+def sm3(parameters: Any) -> torch.optim.Optimizer:
+    return SM3(parameters, lr=1e-2)
+
+
 PIPEDREAM = "pipeline=2 microbatches=2 schedule=pipedream"
 
 
@@ -41,6 +53,8 @@ def check(case: Case, plan: str, ranks: Ranks) -> LowPrecisionVerdict:
             for plan in (
                 "data=2 zero=1 precision=fp16 gradients=same",
                 "data=2 sync=async staleness=0 precision=fp16 gradients=same",
+                "data=2 zero=1 recompute=full",
+                "pipeline=2 microbatches=2 schedule=pipedream recompute=sqrt",
                 "context=2",
                 "context=2 attention=all-to-all",
                 "pipeline=2 microbatches=2 schedule=zero-bubble",
@@ -115,6 +129,15 @@ def test_a_stage_that_overflows_skips_its_own_update_as_the_formula_says(
 
 def test_workers_skip_their_own_steps_and_their_log_tells(warm_ranks: WarmRanks) -> None:
     check(overflow_case(0, "rows", options=DYNAMIC), "data=2 sync=async staleness=2", warm_ranks(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adafactor, sm3])
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "data=2 zero=3 microbatches=2"])
+def test_optimizers_that_ranks_call_together_skip_together(
+    plan: str, make: Callable[..., torch.optim.Optimizer], warm_ranks: WarmRanks
+) -> None:
+    check(overflow_case(0, "rows", make_optimizer=make), plan, warm_ranks(2))
 
 
 def update_anyway(engine: Engine) -> None:
