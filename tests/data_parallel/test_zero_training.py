@@ -213,15 +213,6 @@ def test_rules_over_shapes_see_whole_parameters(level: int) -> None:
     assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=two_decays), f"data=2 zero={level}")
 
 
-def adafactor(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    return torch.optim.Adafactor(parameters)
-
-
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused() -> None:
-    with pytest.raises(echelon.UserError, match="treat every element alike"):
-        assert_equal(dataclasses.replace(CASES["gpt"], make_optimizer=adafactor), "data=2 zero=1")
-
-
 def low_precision_losses(plan: str) -> list[float]:
     torch.manual_seed(0)
     engine: Engine = echelon.parallelize(deep(), plan, optimizer=adamw, loss=token_loss)

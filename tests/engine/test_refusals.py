@@ -136,9 +136,14 @@ def test_gradients_of_what_is_whole_must_be_the_same(warm_ranks: Warm) -> None:
     assert_equal(Case(Scaled, vectors, mean_loss, adamw, 3, options=options), "tensor=2")
 
 
-def test_optimizers_over_whole_matrices_are_refused_by_parallelize(warm_ranks: Warm) -> None:
-    make = partial(refused, "tensor=2", gpt, optimizer=torch.optim.Adafactor)
-    assert all("tensor=2: each rank updates its parts" in error for error in warm_ranks(2).run(make))
+class Unknown(torch.optim.SGD):
+    """Nobody knows what it needs."""
+
+
+def test_optimizers_that_say_nothing_are_refused_where_ranks_hold_parts(warm_ranks: Warm) -> None:
+    make = partial(refused, "tensor=2", gpt, optimizer=Unknown)
+    for error in warm_ranks(2).run(make):
+        assert "optimizer Unknown with plan 'tensor=2': each rank holds parts of parameters" in error
 
 
 def refused(plan: str, make: Callable[[], nn.Module], **options: Any) -> str:
