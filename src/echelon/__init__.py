@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon import data
+    from echelon import data, optim
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
     from echelon.errors import UserError
     from echelon.initialization import deferred
@@ -59,13 +59,14 @@ __all__ = [
     "data",
     "deferred",
     "launch",
+    "optim",
     "parallelize",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return import_module("echelon.data")
+    if name in ("data", "optim"):
+        return import_module(f"echelon.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'echelon' has no attribute '{name}'")
