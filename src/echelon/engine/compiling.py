@@ -46,13 +46,13 @@ def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) 
         return
     _check_compiler()
     options = _SAME_KERNELS if plan.tensor > 1 else None
-    backend = SelectiveCompiler(options) if plan.recompute == "selective" else "inductor"
+    compiler = SelectiveCompiler(options) if plan.recompute == "selective" else None
     for stage in stages:
         inside = set(stage.modules())
         layers = [layer for layer in listed_layers(stage) if layer in inside]
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
-                wrapping.wrap(CompiledForward(layer, options, backend))
+                wrapping.wrap(CompiledForward(layer, options, compiler))
 
 
 @final
@@ -62,10 +62,11 @@ class CompiledForward(Wrapper):
     entry = "compile"
 
     def __init__(
-        self, module: nn.Module, options: dict[str, Any] | None, backend: "SelectiveCompiler | str"
+        self, module: nn.Module, options: dict[str, Any] | None, compiler: "SelectiveCompiler | None" = None
     ) -> None:
+        """`compiler`: in place of torch's own with these options."""
         super().__init__(module)
-        self._options, self._backend = options, backend
+        self._options, self._compiler = options, compiler
         self._compiled: Any = None
         keyed = (find_wrapper(inside, KeyedDropout) for inside in module.modules())
         self._dropouts = [wrapper for wrapper in keyed if wrapper is not None]
@@ -74,8 +75,11 @@ class CompiledForward(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
             prepare_compiling(self.module)
-            options = self._options if self._backend == "inductor" else None  # others have their own
-            self._compiled = torch.compile(self.inner, backend=self._backend, options=options)
+            self._compiled = (
+                torch.compile(self.inner, options=self._options)
+                if self._compiler is None
+                else torch.compile(self.inner, backend=self._compiler)
+            )
         beat()  # the first calls take long
         with (
             torch._dynamo.config.patch(_LIMITS),
