@@ -287,6 +287,12 @@ def test_without_gradients_nothing_is_watched() -> None:
     assert hooks(False) is None
 
 
+def test_arguments_by_name_and_sparse_ones() -> None:
+    share_of(lambda h: torch.add(input=h, other=1) * F.linear(input=h, weight=torch.eye(64)))
+    share_of(lambda h: F.gelu(h) + torch.addmm(input=h, mat1=h, mat2=torch.eye(64)))
+    share_of(lambda h: torch.add(h, torch.eye(32, 64).to_sparse()) * h)
+
+
 def test_autocast_inside_a_model() -> None:
     def middle(h: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -13,8 +13,8 @@ from echelon.engine import compiling
 from echelon.models import ModelConfig, build, cross_entropy
 from tests.cases import sgd
 
-# torch warns of what it imports itself.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# torch warns of what its compiler does itself.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 GPT = ModelConfig("gpt", layers=2, width=64, heads=4, vocab=64, sequence=32, tied=True)
 

@@ -208,8 +208,8 @@ class _Memo:
         outputs = result if type(result) is tuple else (result,)
         if not isinstance(outputs[0], Tensor) or outputs[0].nbytes < _SMALLEST:
             return
-        if isinstance(args[0], Tensor) and args[0].device != outputs[0].device:
-            return
+        if any(leaf.device != outputs[0].device for leaf in args[:1] if isinstance(leaf, Tensor)):
+            return  # it was moved
         try:
             args, kwargs = replace(args, self._source), replace(kwargs, self._source)
         except _SpecialTensorError:
@@ -252,7 +252,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in STRAIGHT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func not in SIMPLE or "out" in kwargs or is_autocast():
+        if func not in SIMPLE or not args or "out" in kwargs or is_autocast():
             with self._recorder:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)

@@ -121,17 +121,18 @@ def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
 
 def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
     """Whether the result of a simple function is no view of its first argument."""
-    if not isinstance(result, Tensor):
-        return False
     first = args[0]
-    is_view = isinstance(first, Tensor) and result.untyped_storage()._cdata == first.untyped_storage()._cdata
-    return not is_view
+    if not isinstance(result, Tensor) or result.layout is not torch.strided:
+        return False
+    if not isinstance(first, Tensor) or first.layout is not torch.strided:
+        return True
+    return bool(result.untyped_storage()._cdata != first.untyped_storage()._cdata)
 
 
 def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float | None:
     """Of a product, in bytes that memory moves meanwhile; None for what is none."""
     if function not in _PRODUCTS:
         return None
-    length: int = args[0].shape[-1] if function is F.linear else args[1].shape[-1]
+    length: int = args[0 if function is F.linear else min(1, len(args) - 1)].shape[-1]
     per_flop = _BYTES_PER_FLOP_16_BIT if output.element_size() == 2 else _BYTES_PER_FLOP
     return 2.0 * output.numel() * length * per_flop.get(output.device.type, 1.0)
