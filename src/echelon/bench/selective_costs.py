@@ -101,7 +101,7 @@ def _measure(
         operation.name: lambda: operation.compute(x, y),
     }
     contenders: dict[str, Contender] = {name: timed(_repeated(work, repeats)) for name, work in works.items()}
-    compared = compare(f"{device}: {operation.name}", alternate(contenders, rounds, warmup=2), _COPY)
+    compared = compare(device, alternate(contenders, rounds, warmup=2), _COPY)
     moved = 2 * copied  # read and written
     return [
         dataclasses.replace(
