@@ -56,9 +56,9 @@ class Sums:
         self.sums = GradientSums(ShardGroups(self.group, copies), in_place=False)
 
     def backward(self, value: float, *, last: bool) -> None:
-        for unit in self.units:
+        for number, unit in enumerate(self.units):
             parameter = unit.parameters[0][1]
-            parameter.grad = torch.full_like(parameter, value)
+            parameter.grad = torch.full_like(parameter, (1 + number) * value)
             unit.accumulate(parameter)
             self.sums.start(unit, last=last)
 
@@ -78,12 +78,12 @@ def test_sums_of_several_microbatches_are_right_and_take_no_new_memory() -> None
     sums = Sums()
     sums.backward(1.0, last=False)
     sums.backward(2.0, last=True)
-    assert sums.finish() == [12.0] * 3
+    assert sums.finish() == [12.0, 24.0, 36.0]
     before = sums.pointers()
     with PeakMemory() as memory:
         sums.backward(3.0, last=False)
         sums.backward(4.0, last=True)
-        assert sums.finish() == [28.0] * 3
+        assert sums.finish() == [28.0, 56.0, 84.0]
     assert sums.pointers() == before
     # The gradient that autograd makes, and what the group computes; no buffer of a unit beside them.
     assert memory.peak <= 3 * 4 * 320
@@ -99,7 +99,7 @@ def test_a_step_that_failed_gives_its_memory_back() -> None:
         unit.has_part = False
     before = sums.pointers()
     sums.backward(2.0, last=True)
-    assert sums.finish() == [8.0] * 3
+    assert sums.finish() == [8.0, 16.0, 24.0]
     assert sums.pointers() == before
 
 
