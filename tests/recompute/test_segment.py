@@ -1,6 +1,5 @@
 """Layers that drop what autograd saves: gradients are the same to the bit, and nothing runs too often."""
 
-import copy
 import gc
 import os
 import weakref
@@ -369,16 +368,6 @@ def test_a_checkpoint_inside_of_a_layer(reentrant: bool) -> None:
 
     for sizes in ([1, 1, 1], [3]):
         assert_same(train(make, sizes), train(make, []))
-
-
-def test_a_copy_of_a_model_recomputes_for_itself() -> None:
-    model = blocks(2).double()
-    recompute(list(model), [2])
-    copied = copy.deepcopy(model)
-    copied(vectors(0)).sum().backward()
-    assert [block.calls for block in model] == [0, 0]
-    assert [block.calls for block in copied] == [2, 2]
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_hooks_of_a_layer_run_once() -> None:

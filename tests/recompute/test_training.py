@@ -1,5 +1,6 @@
 """recompute=full and sqrt in training: the weights of recompute=none to the last bit, for fewer bytes."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -175,6 +176,19 @@ def test_layers_that_return_something_else_are_refused_before_the_update() -> No
     with pytest.raises(UserError, match=r"recompute: layer 1 \(Clock\) returned something else"):
         engine.step(batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.full_state_dict().items())
+
+
+def test_a_copy_of_a_model_is_called_without_segments() -> None:
+    """An average of the weights, for example. Segments belong to the engine, of which there is no copy."""
+    with echelon.parallelize(
+        gpt(), "recompute=full", optimizer=adamw, loss=cross_entropy, audit="off"
+    ) as engine:
+        engine.step(tokens(0))
+        copied = copy.deepcopy(engine.module).eval()
+        output = copied(tokens(0)[0])
+        output.sum().backward()
+        engine.module.eval()
+        assert torch.equal(output, engine.module(tokens(0)[0]))
 
 
 def test_what_the_engine_wraps() -> None:

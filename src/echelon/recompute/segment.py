@@ -69,25 +69,27 @@ class Segment:
         follows = run is not None and place > 0 and run.last is self.layers[place - 1]
         return run if run is not None and follows else Run(self.settings)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": None}
-
 
 @final
 class RecomputedLayer(Wrapper):
-    """A layer of a segment, in place of its forward."""
+    """A layer of a segment, in place of its forward. A copy of a model is called as if it were not there: its
+    segments would be those of the engine."""
 
     entry: ClassVar[str] = "recompute"
 
     def __init__(self, module: nn.Module, name: str, segment: SegmentCaller) -> None:
         super().__init__(module)
-        self.name, self._segment = name, segment
+        self.name = name
+        self._segment: SegmentCaller | None = segment
         self.history = LayerHistory(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._segment is None or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         return self._segment.call(self, args, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_segment": None, "history": None}
 
 
 class Form(NamedTuple):
