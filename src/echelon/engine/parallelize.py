@@ -77,12 +77,11 @@ def parallelize(
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
-    names = StateNames.of(model)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        settings = AuditSettings.of(model, audit, check_every)  # before the model is split
+        names, settings = StateNames.of(model), AuditSettings.of(model, audit, check_every)  # of all of it
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
