@@ -156,6 +156,23 @@ def test_an_input_is_freed_when_its_layer_has_gone_back(compares: bool) -> None:
     assert alive == [2, 1, 0]
 
 
+def test_a_second_run_uses_up_what_it_was_called_with() -> None:
+    class Shift(nn.Module):
+        """Autograd does not save its input."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 1).exp()
+
+    model = nn.Sequential(nn.Linear(6, 6), Shift()).double()
+    recompute([model[1]], [1])
+    inputs: list[weakref.ref[object]] = []
+    model[1].register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+    loss = model(vectors(0)).sum()
+    assert inputs[0]() is not None
+    loss.backward(retain_graph=True)
+    assert inputs[0]() is None
+
+
 def test_a_graph_without_a_backward_pass_is_freed() -> None:
     model = blocks().double()
     recompute(list(model), [2, 2])
@@ -185,6 +202,27 @@ class Between(nn.Sequential):
 def test_what_runs_between_layers_is_not_part_of_a_segment() -> None:
     def make() -> nn.Sequential:
         return Between(*(Block() for _ in range(5)))
+
+    assert_same(train(make, [5]), train(make, []))
+
+
+def test_a_model_may_differentiate_between_its_layers() -> None:
+    """The layers before have run again when the next one is called."""
+
+    class Corrected(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self):
+                x = layer(x)
+                if index == 1:
+                    weight = self[0].up.weight
+                    (gradient,) = torch.autograd.grad(x.square().mean(), weight, create_graph=True)
+                    x = x + gradient.mean()
+                if index == 2:
+                    torch.autograd.grad(x.sum(), self[2].up.weight, retain_graph=True)
+            return x
+
+    def make() -> nn.Sequential:
+        return Corrected(*(Block() for _ in range(5)))
 
     assert_same(train(make, [5]), train(make, []))
 

@@ -112,7 +112,7 @@ class Run:
         self.watch: Callable[[Tensor], None] | None = None  # is told of what autograd saves in the first run
         self._hooks, self._observer = current_hooks(), current_observer()
         self._calls: list[LayerCall] = []
-        self.last: RecomputedLayer | None = None
+        self.last: RecomputedLayer | None = None  # the one after it may go on with this run
         self._kept_storages: set[int] = set()
         self.forms: list[Form | None] = []  # of each tensor that autograd saves; None: it is kept
         self.places: set[int] = set()  # those that somebody may still ask for
@@ -157,7 +157,7 @@ class Run:
     def take(self, number: int) -> Tensor:
         if self._filled is None:
             self._filled = self._run_again()
-            self._calls = []
+            self._calls, self.last = [], None  # no layer goes on with a run that is over
         return self._filled[number].take()
 
     def release(self, number: int) -> None:
