@@ -56,7 +56,7 @@ def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerShard
     parts: dict[Tensor, Part] = {}
     for boxes in local_boxes(stages, layers):
         updated = stepper.updated(boxes.local)
-        held = [each.slice for each in boxes.of(updated)]
+        held = [each.slice for each in boxes.of(boxes.local.tensor)]
         places = [whole_box(each.shape) if each.is_whole else each.box for each in held]
         parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
     rounds = [Round(mesh.group("shard"), len(ordered))] if mesh.plan.zero else []
