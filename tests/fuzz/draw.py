@@ -37,7 +37,7 @@ _TOGETHER: dict[str, Wish] = {
     "workers": {"pipeline": AUTO},
     "sequence": {"tensor": 2},
     "attention": {"context": 2},
-    "checkpoints": {"model": "gpt", "tensor": 2, "sequence": False, "recompute": "full"},
+    "checkpoints": {"tensor": 2, "recompute": "full"},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 

@@ -157,20 +157,15 @@ def _head_errors(values: Values) -> list[str]:
 
 
 def _within_budget(values: Values) -> bool:
-    """Whether a budget is surely enough. A layer saves less than 60 times its input; where a backward pass is
-    in two halves, nothing is gained by running layers again."""
+    """Whether a budget is surely enough, with the smallest values of what is not drawn yet. A layer saves less
+    than 80 times its input; where a backward pass is in two halves, nothing is gained by running it again."""
     if not values["recompute"].startswith("budget:"):
         return True
-    inputs = -(-values["samples"] // values["data"]) * values["tokens"] * 8 * 8  # of a width of 8 in float64
-    layers = values["layers"] + 2
-    factor = 60 * layers if values["schedule"] in ("zero-bubble", ORDER_FILE) else 60 + layers
+    samples = -(-values["samples"] // values["data"]) if "samples" in values else values["workers"]
+    inputs = samples * values.get("tokens", min(_CANDIDATES["tokens"])) * 8 * 8  # a width of 8, in float64
+    layers = values.get("layers", 1) + 2
+    factor = 80 * layers if values["schedule"] in ("zero-bubble", ORDER_FILE) else 80 + layers
     return bool(inputs * factor <= int(values["recompute"].removeprefix("budget:")))
-
-
-def _may_be_within_budget(values: Values) -> bool:
-    """Whether a budget is enough for the fewest samples, whatever else is drawn."""
-    largest = {field: max(_CANDIDATES[field]) for field in ("tokens", "layers")}
-    return _within_budget({**values, **largest, "data": 1, "samples": values["workers"]})
 
 
 Rule = Callable[[Values], bool]
@@ -202,8 +197,11 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
-    yield ("recompute", "schedule", "workers"), _may_be_within_budget
-    yield ("recompute", "samples", "data", "tokens", "layers", "schedule"), _within_budget
+    # What tensor ranks hold alike, they divide.
+    yield ("model", "checkpoints"), lambda v: _is_transformer(v) or v["checkpoints"] == "whole"
+    yield ("tensor", "checkpoints"), lambda v: v["tensor"] > 1 or v["checkpoints"] == "whole"
+    for drawn in ((), ("layers",), ("layers", "tokens"), ("layers", "tokens", "samples", "data")):
+        yield ("recompute", "schedule", "workers", *drawn), _within_budget
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
     # A file may split backward passes in two.
