@@ -157,8 +157,9 @@ def _head_errors(values: Values) -> list[str]:
 
 
 def _within_budget(values: Values) -> bool:
-    """Whether a budget is surely enough, with the smallest values of what is not drawn yet. A layer saves less
-    than 80 times its input; where a backward pass is in two halves, nothing is gained by running it again."""
+    """Whether a budget is surely enough, with the smallest values of what is not drawn yet. A layer saves
+    less than 80 times its input; where a backward pass is in two halves, nothing is gained by running it
+    again."""
     if not values["recompute"].startswith("budget:"):
         return True
     samples = -(-values["samples"] // values["data"]) if "samples" in values else values["workers"]
