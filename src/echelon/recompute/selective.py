@@ -189,10 +189,11 @@ class _Memo:
         return self._need(call, num_bytes, depth + 1, in_sum=in_sum) or alone
 
     def _note_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight, or a view of one."""
-        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if is_weight and self._frees_weights:
+        """Whether a tensor is a weight; or a view of one, where weights are freed."""
+        is_weight = issubclass(type(tensor), nn.Parameter)
+        if self._frees_weights and (is_weight or issubclass(type(tensor._base), nn.Parameter)):
             self._weights.add(_address(tensor))
+            return True
         return is_weight
 
     def _is_freed(self, tensor: Tensor) -> bool:
