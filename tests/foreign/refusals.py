@@ -14,6 +14,7 @@ TABLES = (*KNOWN, "t5", "timm vit")
 REFUSALS: list[tuple[str, str, str]] = [
     # Batches that are cut.
     ("max norm", "data=2*", "has max_norm"),
+    ("max norm", "*microbatches=2", "has max_norm"),
     ("max norm", "context=2", "has max_norm"),
     ("max norm", "tensor=2", "has max_norm"),
     ("scaled by frequency", "data=2*", "has scale_grad_by_freq"),

@@ -165,7 +165,7 @@ def _within_budget(values: Values) -> bool:
     samples = -(-values["samples"] // values["data"]) if "samples" in values else values["workers"]
     inputs = samples * values.get("tokens", min(_CANDIDATES["tokens"])) * 8 * 8  # a width of 8, in float64
     layers = values.get("layers", 1) + 2
-    factor = 80 * layers if values["schedule"] in ("zero-bubble", ORDER_FILE) else 80 + layers
+    factor = 80 * layers if values.get("schedule") in ("zero-bubble", ORDER_FILE) else 80 + layers
     return bool(inputs * factor <= int(values["recompute"].removeprefix("budget:")))
 
 
@@ -201,6 +201,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     # What tensor ranks hold alike, they divide.
     yield ("model", "checkpoints"), lambda v: _is_transformer(v) or v["checkpoints"] == "whole"
     yield ("tensor", "checkpoints"), lambda v: v["tensor"] > 1 or v["checkpoints"] == "whole"
+    yield ("recompute", "workers"), _within_budget
     for drawn in ((), ("layers",), ("layers", "tokens"), ("layers", "tokens", "samples", "data")):
         yield ("recompute", "schedule", "workers", *drawn), _within_budget
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"

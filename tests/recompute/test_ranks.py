@@ -42,10 +42,11 @@ PLANS = [
     "tensor=2 sequence=true recompute=sqrt",
     "context=2 recompute=full",
 ]
-SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", "pipedream-vertical"]
+_SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved chunks=2", "zero-bubble"]
+_SCHEDULES += ["pipedream", "pipedream-vertical", "pipedream-2bw"]
 MORE = [
     *(f"data=2 zero={level}" for level in range(4)),
-    *(f"pipeline=2 microbatches=4 schedule={name}" for name in [*SCHEDULES, "pipedream-2bw"]),
+    *(f"pipeline=2 microbatches=4 schedule={name}" for name in _SCHEDULES),
     "tensor=2 microbatches=2",
     "tensor=2 sequence=true",
     "context=2 attention=ring",

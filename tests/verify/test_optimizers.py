@@ -53,10 +53,22 @@ def test_whole_parameters(optimizer: str, model: str, plan: str) -> None:
     assert_equal(case_of(model, optimizer, plan), plan)
 
 
+def _fits(model: str, plan: str) -> bool:
+    """The weights of gpt are tied, which these plans refuse."""
+    return model != "gpt" or not any(words in plan for words in ("pipedream", "2-1 zero=1"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [*SUMS, *WHOLE])
-@pytest.mark.parametrize("model", ["gpt", "llama", "perceptron"])
-@pytest.mark.parametrize("plan", [*_ZERO, *_OTHERS])
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        (plan, model)
+        for plan in [*_ZERO, *_OTHERS]
+        for model in ("gpt", "llama", "perceptron")
+        if _fits(model, plan)
+    ],
+)
 def test_every_optimizer_under_every_axis(optimizer: str, model: str, plan: str) -> None:
     if model == "perceptron" and plan not in _ZERO:
         plan = "data=4 shard=2 zero=1"  # it lists no layers
