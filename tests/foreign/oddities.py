@@ -1,5 +1,6 @@
 """Plain torch models with one oddity each, and adapters of peft and x-transformers around small models."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -232,12 +233,17 @@ def _linear_stack() -> nn.Module:
 def _lora(kind: str, targets: list[str]) -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=targets)
+    is_transposed = kind == "gpt2"  # whose matrices are Conv1D
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, lora_dropout=0.0, target_modules=targets, fan_in_fan_out=is_transposed
+    )
     return peft.get_peft_model(LANGUAGE[kind].model(), config)
 
 
 def _x_transformer() -> nn.Module:
-    import x_transformers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it scripts a function, which torch advises against
+        import x_transformers
 
     layers = x_transformers.Decoder(dim=16, depth=2, heads=4, attn_dim_head=4)
     return x_transformers.TransformerWrapper(num_tokens=VOCAB, max_seq_len=SEQUENCE, attn_layers=layers)

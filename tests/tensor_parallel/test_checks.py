@@ -177,6 +177,12 @@ def test_one_module_has_one_style() -> None:
     assert len(split(model, {"b": "column"}).shards) == 2
 
 
+def test_a_table_may_name_what_a_model_was_made_without() -> None:
+    """nn.Identity has no style, and was taken for a module with two."""
+    model = nn.ModuleDict({"norm": nn.Identity(), "matrix": nn.Linear(4, 4)})
+    assert len(split(model, {"norm": "replicated", "matrix": "column"}).shards) == 2
+
+
 @pytest.mark.parametrize("shared", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.1)])
 def test_with_split_sequences_the_first_layer_shares_no_module(shared: nn.Module) -> None:
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.Tanh()))

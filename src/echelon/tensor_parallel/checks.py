@@ -258,7 +258,7 @@ def _ties(
     first_use: dict[nn.Parameter, tuple[str, object, bool]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         style, used_style = styles.of(name), style_of.get(module)
-        if style is not None and style != used_style:
+        if style is not None and used_style is not None and style != used_style:
             yield f"{name} is '{style}' in the table, and '{used_style}' by another name; give it one style"
         module_cuts = cuts(module, used_style) if used_style else []
         cut_of = {getattr(module, cut.name, None): cut[1:] for cut in module_cuts}
