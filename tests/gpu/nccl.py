@@ -49,7 +49,7 @@ _TWO = [
     *[f"data=2 zero={level} recompute=full" for level in (0, 3)],
     "data=2 zero=3 recompute=sqrt microbatches=2",
     "data=2 zero=2 recompute=selective",
-    "data=2 zero=3 recompute=budget:64KiB contiguous=true",
+    "data=2 zero=3 recompute=budget:160KiB contiguous=true",
     "tensor=2 recompute=full checkpoints=split",
     "tensor=2 sequence=true recompute=selective",
     "context=2 recompute=full",
@@ -191,7 +191,10 @@ _OPTIMIZER_PLANS = {
     4: ["data=2 tensor=2 zero=2"],
     8: [],
 }
-_OPTIMIZERS = {"Adafactor": partial(optim.Adafactor, lr=1e-2), "SM3": partial(optim.SM3, lr=1e-2)}
+_OPTIMIZERS = {
+    "Adafactor": partial(optim.Adafactor, lr=1e-2, eps=(1e-6, 1e-3)),
+    "SM3": partial(optim.SM3, lr=1e-2),
+}
 
 
 def case_for(plan: str, scenario: str) -> Case:
