@@ -195,9 +195,6 @@ _OPTIMIZERS = {
     "Adafactor": partial(optim.Adafactor, lr=1e-2, eps=(1e-6, 1e-3)),
     "SM3": partial(optim.SM3, lr=1e-2),
 }
-    "Adafactor": partial(optim.Adafactor, lr=1e-2, eps=(1e-6, 1e-3)),
-    "SM3": partial(optim.SM3, lr=1e-2),
-}
 
 
 def case_for(plan: str, scenario: str) -> Case:
