@@ -518,7 +518,7 @@ def draw_memory() -> str:
     """One bar for each setting of the bench `memory`: peak bytes by category."""
     rows = json.loads((RESULTS / "memory.json").read_text(encoding="utf-8"))["rows"]
     picture = Drawing(900, 128 + 34 * len(rows), "Peak memory of one rank by category, under each setting")
-    left, scale = 430, 380 / max(sum(row["extras"].values()) for row in rows)
+    left, scale = 490, 320 / max(sum(row["extras"].values()) for row in rows)
     for place, row in enumerate(rows):
         x, y = float(left), 64 + 34 * place
         picture.words(24, y + 17, row["contender"], 12)

@@ -23,9 +23,9 @@ from echelon.memory import CATEGORIES
 from echelon.models import ModelConfig, cross_entropy
 from echelon.plan import Plan
 
-_FULL = ModelConfig("gpt", layers=16, width=256, heads=4, vocab=1024, sequence=256, tied=True)
+_FULL = ModelConfig("gpt", layers=12, width=128, heads=4, vocab=1024, sequence=256, tied=True)
 _SMALL = ModelConfig("gpt", layers=4, width=32, heads=2, vocab=64, sequence=16, tied=True)
-_SAMPLES = 8  # of all ranks together
+_SAMPLES = 4  # of all ranks together
 _WARMUP = 4  # the engine meters activations in its first three steps, which makes them slower
 
 
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
     """Memory by category and time of one model under ten settings: recompute, update, optimizer, ZeRO."""
     preload(*TRAINING_MODULES, __name__)
-    config, rounds = (_SMALL, 2) if quick else (_FULL, 7)
+    config, rounds = (_SMALL, 2) if quick else (_FULL, 5)
     rows = [row for count in (1, 2) for row in _rows(count, config, rounds)]
     settings = {
         "model": dataclasses.asdict(config),
