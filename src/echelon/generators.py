@@ -1,12 +1,15 @@
 """Where generators of random numbers stand: the global ones of torch, Python and numpy, and those that are
 attributes of modules."""
 
+import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import numpy
 import torch
+from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 
 
@@ -59,34 +62,66 @@ def _torch_generators(device: torch.device) -> Iterator[_Generator]:
 
 def _other_generators() -> Iterator[_Generator]:
     yield _Generator(random.getstate, random.setstate)
-    yield _Generator(lambda: numpy.random.get_state(legacy=False), numpy.random.set_state)
+    yield _Generator(_NUMPY.read, numpy.random.set_state)
+
+
+class _NumpyState:
+    """Where numpy's global generator stands. Numpy takes long to say so: as long as a small layer runs. So it
+    is asked only if the memory of the generator is not what it was the last time."""
+
+    _NUM_BYTES = 624 * 4 + 4  # of a Mersenne twister: its key, and the position in it
+
+    def __init__(self) -> None:
+        self._memory: bytes | None = None
+        self._state: Any = None
+
+    def read(self) -> Any:
+        bits = get_bit_generator()
+        if type(bits) is not numpy.random.MT19937:
+            return numpy.random.get_state(legacy=False)
+        memory = ctypes.string_at(bits.ctypes.state_address, self._NUM_BYTES)
+        # A normal number that is left from the last pair is not in this memory.
+        if memory != self._memory or self._state["has_gauss"]:
+            self._memory, self._state = memory, numpy.random.get_state(legacy=False)
+        return self._state
+
+
+_NUMPY = _NumpyState()
 
 
 def _own_generators(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
     """Also those in lists and dicts; each once."""
-    values = [value for module in modules for value in vars(module).values()]
-    inside = [each for value in values for each in _members(value)]
-    found = {id(value): _generator(value) for value in [*values, *inside]}
-    yield from (generator for generator in found.values() if generator is not None)
+    found: dict[int, Any] = {}
+    for module in modules:
+        for value in vars(module).values():
+            for each in _members(value):
+                if _is_generator(type(each)):  # type: ignore[arg-type]
+                    found[id(each)] = each
+    return map(_generator, found.values())
 
 
 def _members(value: Any) -> Iterable[Any]:
-    if type(value) is dict:
-        return value.values()
-    return value if type(value) in (list, tuple) else ()
+    kind = type(value)
+    if kind is dict:
+        return value.values()  # type: ignore[no-any-return]
+    return value if kind is list or kind is tuple else (value,)
 
 
-def _generator(value: Any) -> _Generator | None:
+@lru_cache(maxsize=4096)
+def _is_generator(kind: type) -> bool:
+    kinds = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator)
+    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
+
+
+def _generator(value: Any) -> _Generator:
     if isinstance(value, torch.Generator):
         return _Generator(value.get_state, value.set_state)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+    if isinstance(value, random.Random):
         return _Generator(value.getstate, value.setstate)
     if isinstance(value, numpy.random.RandomState):
         return _Generator(lambda: value.get_state(legacy=False), value.set_state)
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    bits = value.bit_generator
+    return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 def _is_same(one: Any, other: Any) -> bool:

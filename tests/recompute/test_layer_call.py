@@ -73,6 +73,35 @@ def test_generators_of_modules_are_replayed() -> None:
     compare(lambda: nn.Sequential(OwnGenerator(), OwnGenerator(), nn.Linear(6, 6)))
 
 
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "left"])
+def test_a_generator_that_is_first_drawn_from_in_a_later_step_is_replayed(kind: str) -> None:
+    """Noise that is switched on after a warm-up."""
+
+    class Later(OwnGenerator):
+        def rand(self, x: Tensor) -> Tensor:
+            if not self.is_on:
+                return torch.ones_like(x)
+            if kind == "left":  # of a pair of normal numbers, the first of which was drawn elsewhere
+                return torch.full_like(x, numpy.random.randn())
+            return {"torch": super().rand, "python": by_python, "numpy": by_numpy}[kind](x)
+
+        is_on = False
+
+    def make() -> nn.Sequential:
+        Later.is_on = False
+        random.seed(0)
+        numpy.random.seed(0)
+        return nn.Sequential(Later(), Later(), nn.Linear(6, 6))
+
+    def step(model: nn.Module, number: int) -> None:
+        Later.is_on = number > 0
+        if Later.is_on:
+            numpy.random.randn()
+        run_step(model, number)
+
+    compare(make, step)
+
+
 def test_keyed_dropout_is_replayed() -> None:
     def make() -> nn.Sequential:
         layers = [nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.4)) for _ in range(3)]
@@ -127,6 +156,35 @@ def test_running_statistics_count_once() -> None:
             loss.backward()
 
     compare(make, step)
+
+
+class OwnStatistics(nn.Module):
+    """Hands its statistics to the kernel itself, which leaves no mark on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(self.linear(x), self.mean, self.var, training=self.training)
+        return torch.tanh(x)
+
+
+def test_statistics_that_change_without_a_mark_count_once() -> None:
+    compare(lambda: nn.Sequential(*(OwnStatistics() for _ in range(3))))
+
+
+@pytest.mark.parametrize("kind", [OwnStatistics, lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))])
+def test_statistics_that_are_first_counted_in_a_later_step_count_once(
+    kind: Callable[[], nn.Module],
+) -> None:
+    def step(model: nn.Module, number: int) -> None:
+        model.train(number > 0)
+        run_step(model, number)
+
+    compare(lambda: nn.Sequential(*(kind() for _ in range(3))), step)
 
 
 class Counting(nn.Module):

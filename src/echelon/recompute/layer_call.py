@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.recompute.arguments import Arguments, Outputs
-from echelon.recompute.buffers import BufferStates, LayerBuffers
+from echelon.recompute.buffers import BufferStates, LayerBuffers, Mode
 from echelon.recompute.second_run_check import OutputPrint, SecondRunCheck
 from echelon.recompute.surroundings import Surroundings
 from echelon.saved_tensors import Hooks
@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 @final
 class LayerHistory:
-    """What is known of a layer. In its first call, everything that a forward may change is copied before."""
+    """What is known of a layer. In its first call, everything that a forward may change is copied before; so
+    it is in the first call of any other mode."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.modules, self.name = list(module.modules()), name
         self.buffers = LayerBuffers(self.modules, name)
-        self.changed_arguments: frozenset[int] | None = None  # by their number; None before the first call
-        self.only_torch = False  # whether no other generator than torch's is drawn from
+        self.changed_arguments: dict[Mode, frozenset[int]] = {}  # by their number
+
+    def mode(self) -> Mode:
+        return tuple(module.training for module in self.modules)
 
     def weight_storages(self) -> set[int]:
         """Those of parameters and buffers, as the modules have them now."""
@@ -59,7 +62,9 @@ class LayerCall:
         settings: "SegmentSettings",
     ) -> None:
         self.layer, self._settings = layer, settings
-        self._arguments = Arguments(args, kwargs, previous, layer.history.changed_arguments, layer.name)
+        self._mode = layer.history.mode()
+        changed = layer.history.changed_arguments.get(self._mode)
+        self._arguments = Arguments(args, kwargs, previous, changed, layer.name)
         self._tape = Tape()
         self._print: OutputPrint | None = None
         self._buffers: BufferStates = {}
@@ -71,21 +76,18 @@ class LayerCall:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         history = self.layer.history
-        self._surroundings = Surroundings(history.modules, self._settings, only_torch=history.only_torch)
-        buffers = history.buffers.before()
+        self._surroundings = Surroundings(history.modules, self._settings)
+        buffers = history.buffers.before(self._mode)
         with self._tape.record():
             yield
         self._buffers = history.buffers.changed(buffers)
-        self._drew_elsewhere = self._surroundings.finish()
+        self._surroundings.finish()
 
     def finish(self, output: Any, hooks: Hooks | None) -> None:
         """The first run is over: keep the arguments."""
         history = self.layer.history
         changed = self._arguments.keep(self._settings.checkpoints, hooks)
-        if history.changed_arguments is None:
-            history.changed_arguments = changed
-            history.only_torch = not self._drew_elsewhere
-        elif not changed <= history.changed_arguments:
+        if not changed <= history.changed_arguments.setdefault(self._mode, changed):
             raise UserError(
                 f"recompute: {history.name} changes an argument in place that it has not changed in its "
                 "first call, so that it cannot run again from its value of before; do not change it in "

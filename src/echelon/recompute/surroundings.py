@@ -3,7 +3,6 @@ numbers, autocast, the modes of modules, and the view of the sequence."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -21,24 +20,20 @@ if TYPE_CHECKING:
 class Surroundings:
     """Taken before the first run; `restored` is around the second."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], settings: "SegmentSettings", *, only_torch: bool
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], settings: "SegmentSettings") -> None:
         self._position = current()
         self._autocast = _Autocast.current()
         self._modes = _Modes.of(modules)
         self._modules, self._view = modules, settings.view
         self._length, self._shared = self._view.true_length, self._view.shared
-        self._generators = [GeneratorStates.of_torch(settings.device)]
-        if not only_torch:
-            self._generators.append(GeneratorStates.of_others(modules))
+        self._generators = [
+            GeneratorStates.of_torch(settings.device),
+            GeneratorStates.of_others(modules),
+        ]
 
-    def finish(self) -> bool:
-        """The first run is over: states of generators that it did not use are not needed. Returns whether it
-        has used another generator than torch's."""
-        has_drawn = [states.moved() for states in self._generators]
-        self._generators = list(compress(self._generators, has_drawn))
-        return any(has_drawn[1:])
+    def finish(self) -> None:
+        """The first run is over: states of generators that it did not use are not needed."""
+        self._generators = [states for states in self._generators if states.moved()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
