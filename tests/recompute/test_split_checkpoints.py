@@ -1,6 +1,7 @@
 """Checkpoints in parts over tensor ranks: 1/t of the bytes, and the same training."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -75,6 +76,28 @@ def test_what_ranks_do_not_hold_alike_stays_whole(warm_ranks: Warm) -> None:
     for rank, (taken, is_whole) in enumerate(warm_ranks(2).run(taken_of_different)):
         assert is_whole
         assert taken.tolist() == [float(rank)] * 4
+
+
+def taken_after_zeros(*, is_own: bool) -> list[tuple[Tensor, bool]]:
+    """Zeros on all ranks in the first call; then other values, which are each rank's own or the same."""
+    group = group_over("tensor", torch.distributed.group.WORLD, Ledger())
+    checkpoints, argument = SplitCheckpoints(group, WholeCheckpoints()), ArgumentName("layer 0", 0)
+    values = torch.arange(1.0, 5.0) * (1 + group.rank * is_own)
+    tensors = [each.requires_grad_() for each in (torch.zeros(4), values)]
+    return [
+        (checkpoints.keep(t, None, argument).take(), checkpoints.keeps_memory(t, argument)) for t in tensors
+    ]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_equal_elements_say_nothing_about_later_calls(warm_ranks: Warm, is_own: bool) -> None:
+    """An activation that is zero at the start, as behind a ReLU, is the same on all ranks by chance."""
+    for rank, taken in enumerate(warm_ranks(2).run(partial(taken_after_zeros, is_own=is_own))):
+        (first, first_is_whole), (second, second_is_whole) = taken
+        assert first.tolist() == [0.0] * 4
+        assert second.tolist() == [n * (1 + rank * is_own) for n in (1.0, 2.0, 3.0, 4.0)]
+        assert first_is_whole
+        assert second_is_whole == is_own
 
 
 @pytest.mark.usefixtures("warm_contract")

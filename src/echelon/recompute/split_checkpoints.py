@@ -6,6 +6,8 @@
 Only what is the same on all ranks may be split: the hidden state between whole layers is. Ranks compare every
 argument when a layer is first called; one that differs (the hidden state between a column and a row of a
 matrix) stays whole on each. So does what has no gradient: masks and tokens, of which there is one for all.
+A tensor of equal elements (zeros, at the start of a training) says nothing about the values of later calls:
+it stays whole, and ranks compare again in the next call.
 """
 
 import zlib
@@ -47,7 +49,10 @@ class SplitCheckpoints:
         if tensor.layout != torch.strided or not tensor.requires_grad:
             return False
         if argument not in self._is_same:
-            self._is_same[argument] = _is_same(tensor, self._group)
+            is_same, is_constant = _compare(tensor, self._group)
+            if is_same and is_constant:
+                return False
+            self._is_same[argument] = is_same
         return self._is_same[argument] and is_dense(tensor)
 
 
@@ -81,11 +86,15 @@ def _part(tensor: Tensor, group: Group) -> Tensor:
     return part
 
 
-def _is_same(tensor: Tensor, group: Group) -> bool:
-    """Whether all ranks have the same tensor; reads the device. They must ask together."""
+def _compare(tensor: Tensor, group: Group) -> tuple[bool, bool]:
+    """Whether all ranks have the same tensor, and whether all its elements are equal; reads the device. Ranks
+    must ask together."""
     form = zlib.crc32(f"{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}".encode())
     own = torch.cat([device_fingerprint(tensor), torch.tensor([form], device=tensor.device)])
     gathered = own.new_empty(group.size * len(own))
     with group.ledger.about("checks"):
         group.all_gather(gathered, own)
-    return bool((gathered.view(group.size, -1) == own).all())
+    is_same = (gathered.view(group.size, -1) == own).all()
+    flat = tensor.detach().flatten()
+    is_same, is_constant = torch.stack([is_same, (flat == flat[:1]).all()]).tolist()
+    return is_same, is_constant
