@@ -134,6 +134,43 @@ def test_a_budget_that_the_measurement_exceeds_is_refused() -> None:
     assert train("recompute=budget:16384", FACTORS).peak <= 16384
 
 
+class Around(nn.Module):
+    """Its own forward saves something before, between and behind its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(4) for _ in range(6)), nn.Linear(WIDTH, 4 * WIDTH)
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(torch.tanh(x * 1.1))
+        return self.head(x).tanh().exp().cos().sum(-1)
+
+
+@pytest.mark.parametrize("more", ["", "microbatches=2 contiguous=true"])
+def test_what_is_saved_around_layers_is_counted(more: str) -> None:
+    """It was not, so that twice the budget was taken without an error."""
+    kept = 0
+    for budget in (22_000, 30_000, 60_000):
+        torch.manual_seed(0)
+        engine = echelon.parallelize(
+            Around(), f"recompute=budget:{budget} {more}", optimizer=torch.optim.SGD, loss=F.mse_loss
+        )
+        try:
+            for _ in range(3):
+                engine.step((torch.randn(16, WIDTH), torch.randn(16)))
+        except UserError as error:
+            assert "is less than what a rank must keep" in str(error)
+        else:
+            kept += 1
+            assert engine.memory().peak["activations"] <= budget
+        engine.close()
+    assert kept
+
+
 def test_a_batch_that_turns_out_too_large_is_told_of_and_trained() -> None:
     with pytest.warns(UserWarning, match="this batch takes as little as it can"):
         train("recompute=budget:20000", FACTORS, (8, 8, 80))

@@ -35,6 +35,7 @@ def share_budget(stages: Mapping[Stage, BudgetedStage], mesh: Mesh, wrapping: Wr
     budget = RankBudget(_settings(mesh), list(stages.values()), str(mesh.plan))
     for number, (stage, budgeted) in enumerate(stages.items()):
         budgeted.wrap(wrapping)
+        stage.during_forward = partial(budgeted.during_forward, stage.module)
         stage.during_loss = budgeted.during_loss
         if number == 0:
             stage.finish_passes = partial(_call_all, [stage.finish_passes, budget.finish_step])
@@ -51,7 +52,8 @@ def _settings(mesh: Mesh) -> BudgetSettings:
 
 
 def _agree(groups: Sequence[Group], device: torch.device, numbers: Sequence[float]) -> list[float]:
-    """The largest of each number over the ranks of groups. Reads the device, once for new shapes."""
+    """The largest of each number over the ranks of groups. Reads the device: for new
+    shapes, once per layer and once at the end of the step."""
     if all(group.size == 1 for group in groups):
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -87,7 +87,7 @@ class _Problem(NamedTuple):
         recomputed[np.repeat([stage.waiting > 0 for stage in stages], [len(s.layers) for s in stages])] = 0
         # With several stages, kept bytes behind a segment are counted as if they were still there.
         passed = 1 / stages[0].in_flight if len(stages) == 1 and stages[0].in_flight else 0.0
-        budget -= sum(stage.waiting_bytes for stage in stages)
+        budget -= sum(stage.fixed_bytes for stage in stages)
         most = longest or len(layers)
         return cls(stages, layers, in_flight, last, seconds, recomputed, budget, passed, most)
 
@@ -163,7 +163,7 @@ def _shortest_paths(problem: _Problem, levels: int) -> Iterator[Choice]:
         if not possible.size or possible.min() >= fastest:  # nor can a smaller limit be faster
             return
         for choice in _choices(problem, _label(problem, limit, levels)):
-            if choice.peak <= problem.budget + sum(stage.waiting_bytes for stage in problem.stages):
+            if choice.peak <= problem.budget + sum(stage.fixed_bytes for stage in problem.stages):
                 fastest = min(fastest, choice.seconds)
                 yield choice
                 break

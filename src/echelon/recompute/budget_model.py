@@ -12,7 +12,8 @@ and with n microbatches in flight on the stage, the bytes of a rank are at their
                                                     behind the segment, and what the segment's layers save
 
 Where a backward pass is in two halves (zero-bubble), what was computed again stays until the second half: of
-a microbatch that waits for it, everything is alive.
+a microbatch that waits for it, everything is alive. What code around the layers saves, and masks that it
+hands to them, is counted as if it were alive until the end of the backward pass.
 
 What is alive in truth is never more: a storage that two neighbours save is counted once, and everything else
 that may lie in one storage is counted as if it did not.
@@ -38,15 +39,18 @@ class LayerCost(NamedTuple):
 
 class StageCosts(NamedTuple):
     """The layers of one stage, in order, and how many microbatches it keeps at once: before their backward
-    pass, and between its halves."""
+    pass, and between its halves. `outside`: bytes that each keeps from code around the layers."""
 
     layers: tuple[LayerCost, ...]
     in_flight: int
     waiting: int = 0
+    outside: int = 0
 
     @property
-    def waiting_bytes(self) -> int:
-        return self.waiting * sum(layer.saved for layer in self.layers)
+    def fixed_bytes(self) -> int:
+        """What is there whatever is chosen."""
+        between_halves = self.waiting * sum(layer.saved for layer in self.layers)
+        return between_halves + (self.in_flight + self.waiting) * self.outside
 
 
 class Choice(NamedTuple):
@@ -61,7 +65,7 @@ def evaluate(stages: Sequence[StageCosts], segments: Sequence[Segments]) -> Choi
     """What a choice takes and costs."""
     kept = [_kept_bytes(stage.layers, chosen) for stage, chosen in zip(stages, segments, strict=True)]
     forward = sum(stage.in_flight * sum(each) for stage, each in zip(stages, kept, strict=True))
-    forward += sum(stage.waiting_bytes for stage in stages)
+    forward += sum(stage.fixed_bytes for stage in stages)
     peak, seconds = forward, 0.0
     for stage, chosen, each in zip(stages, segments, kept, strict=True):
         total = sum(each)

@@ -12,15 +12,16 @@ Ranks that communicate inside of layers run the same segments: `agree` returns t
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.recompute.budget_model import LayerCost, Segments, StageCosts
-from echelon.recompute.measured_layers import LayerMeasurement, SavedBytes
+from echelon.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
 from echelon.recompute.segment import RecomputedLayer, Run, SegmentSettings
 from echelon.wrapping import Wrapping
 
@@ -42,6 +43,7 @@ class StagePass(NamedTuple):
     shapes: Shapes
     layers: list[LayerMeasurement]
     loss: SavedBytes
+    outside: SavedBytes  # around the layers
     segments: list[tuple[int, int]]
 
 
@@ -65,6 +67,8 @@ class BudgetedStage:
         self._in_step: Shapes | None = None  # the largest so far
         self._segments: Segments = ()
         self._pass: StagePass | None = None  # that is measured
+        self._outside = SavedBytes()  # of the forward pass that runs
+        self._seen: set[Shapes] = set()  # what the stage was called with in passes that were measured
         self._open: weakref.ref[Run] | None = None  # what the next layer goes on with
 
     def wrap(self, wrapping: Wrapping) -> None:
@@ -75,8 +79,13 @@ class BudgetedStage:
         place = self.layers.index(layer)
         if place == 0:
             self._start_pass(_shapes((args, kwargs)))
-        if self._pass is not None:
-            return self._call_measured(self._pass, place, args, kwargs)
+            self._outside.is_open &= self._pass is not None
+        with self._outside.paused():
+            if self._pass is not None:
+                return self._call_measured(self._pass, place, args, kwargs)
+            return self._call_chosen(layer, place, args, kwargs)
+
+    def _call_chosen(self, layer: RecomputedLayer, place: int, args: Any, kwargs: Any) -> Any:
         segment = next((s for s in self._segments if s[0] <= place < s[1]), None)
         if segment is None:
             return layer.inner(*args, **kwargs)
@@ -93,7 +102,7 @@ class BudgetedStage:
         elif shapes in self.measured:
             self._segments = tuple(self.measured[shapes].segments)
         else:
-            self._pass = StagePass(shapes, [], SavedBytes(), [])
+            self._pass = StagePass(shapes, [], SavedBytes(), self._outside, [])
 
     def _run(self, place: int, *, follows: bool) -> Run:
         run = None if self._open is None else self._open()
@@ -115,7 +124,7 @@ class BudgetedStage:
             layer.name,
             (args, kwargs),
             self._settings.checkpoints,
-            layer.history.weight_storages(),
+            layer.history.weight_storages() | measured.outside.storages.keys(),
             self._settings.device,
         )
         is_new, run.watch = run.last is None, measurement.saving
@@ -147,6 +156,20 @@ class BudgetedStage:
         return single > self._budget.num_bytes and longer <= self._budget.num_bytes / 2
 
     @contextmanager
+    def during_forward(self, module: nn.Module, value: Any) -> Iterator[None]:
+        """Around the whole forward pass of the stage: code before, between and behind layers saves something
+        too. Whether the pass is measured is known when the first layer is called."""
+        shapes = _shapes(value)
+        if shapes in self._seen or not torch.is_grad_enabled():
+            yield
+            return
+        self._outside = SavedBytes([*module.parameters(), *module.buffers()])
+        with self._outside.count():
+            yield
+        if self._pass is not None and self._pass.outside is self._outside:
+            self._seen.add(shapes)
+
+    @contextmanager
     def during_loss(self) -> Iterator[None]:
         """Around the loss, which saves something too."""
         if self._pass is None:
@@ -167,20 +190,26 @@ class BudgetedStage:
         previous = [None, *layers]
         costs = [layer.cost(before) for layer, before in zip(layers, previous, strict=False)]
         costs = _smoothed(costs, [type(layer.module) for layer in self.layers])
-        elsewhere: dict[int, int] = {}
-        for layer, before in zip(layers, previous, strict=False):
-            elsewhere |= layer.elsewhere(before)
-        outside = measured.loss.total + sum(elsewhere.values())
-        *numbers, outside_bytes = self._budget.agree(
-            [*(n for cost in costs for n in _numbers(cost)), outside]
+        elsewhere = [layer.elsewhere(before) for layer, before in zip(layers, previous, strict=False)]
+        outside = _outside_bytes(measured.outside, elsewhere)
+        *numbers, loss, outside_bytes = self._budget.agree(
+            [*(n for cost in costs for n in _numbers(cost)), measured.loss.total, outside]
         )
         agreed = [_cost(*numbers[begin : begin + 5]) for begin in range(0, len(numbers), 5)]
         in_flight, waiting = self._in_flight
-        last = LayerCost(round(outside_bytes), 0, 0.0, can_recompute=False)
-        return StageCosts((*agreed, last), in_flight, waiting)
+        last = LayerCost(round(loss), 0, 0.0, can_recompute=False)
+        return StageCosts((*agreed, last), in_flight, waiting, round(outside_bytes))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": None, "_pass": None, "measured": {}}
+        return self.__dict__ | {"_open": None, "_pass": None, "_outside": SavedBytes(), "measured": {}}
+
+
+def _outside_bytes(saved: SavedBytes, elsewhere: Sequence[Mapping[int, LayerInput]]) -> int:
+    """What code around the layers saves, and what it hands to them: the same memory counts once, and every
+    copy that a checkpoint takes."""
+    inputs = [item for each in elsewhere for item in each.items()]
+    alive = saved.storages | {key: each.kept_bytes for key, each in inputs if each.keeps_memory}
+    return sum(alive.values()) + sum(each.kept_bytes for _, each in inputs if not each.keeps_memory)
 
 
 def _smoothed(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCost]:

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.recompute.budget_model import LayerCost
 from echelon.recompute.checkpoints import ArgumentName, Checkpoints
-from echelon.saved_tensors import current_hooks, observe
+from echelon.saved_tensors import KeptTensor, current_hooks, observe
+from echelon.tracing import untraced
 
 
 class LayerInput(NamedTuple):
@@ -33,7 +34,7 @@ class LayerMeasurement:
     def __init__(
         self, name: str, arguments: Any, checkpoints: Checkpoints, standing: set[int], device: torch.device
     ) -> None:
-        """`standing`: storages of weights and buffers, which are no activations."""
+        """`standing`: storages of weights and buffers, which are no activations, and of what is counted."""
         self._standing, self._device = standing, device
         self.inputs: dict[int, LayerInput] = {}  # by their storages
         for number, leaf in enumerate(tree_leaves(arguments)):
@@ -93,10 +94,10 @@ class LayerMeasurement:
             shared=sum(self.saved[key] for key in saved_inputs if key in saved_before),
         )
 
-    def elsewhere(self, previous: "LayerMeasurement | None") -> dict[int, int]:
+    def elsewhere(self, previous: "LayerMeasurement | None") -> dict[int, LayerInput]:
         """Inputs that are no outputs of the layer before: a mask, which all layers may take."""
         chained = self._chained(previous)
-        return {key: each.kept_bytes for key, each in self.inputs.items() if key not in chained}
+        return {key: each for key, each in self.inputs.items() if key not in chained}
 
     def _chained(self, previous: "LayerMeasurement | None") -> dict[int, LayerInput]:
         """Inputs that the layer before has returned; all, of the first layer."""
@@ -107,31 +108,52 @@ class LayerMeasurement:
 
 @final
 class SavedBytes:
-    """What autograd saves in other places than layers: in the loss."""
+    """What autograd saves in other places than layers: around them, and in the loss."""
 
-    def __init__(self) -> None:
-        self._storages: dict[int, int] = {}
+    def __init__(self, standing: Iterable[Tensor] = ()) -> None:
+        """`standing`: weights and buffers, which are no activations."""
+        self.storages: dict[int, int] = {}
+        self._standing = _storages(standing).keys()
         self._tensors: list[Tensor] = []  # alive until they are counted: a storage's number is used again
+        self.is_open = False
 
     @property
     def total(self) -> int:
-        return sum(self._storages.values())
+        return sum(self.storages.values())
 
     @contextmanager
     def count(self) -> Iterator[None]:
         outer = current_hooks()
 
-        def pack(tensor: Tensor) -> Any:
-            self._storages |= _storages([tensor])
-            self._tensors.append(tensor.detach())
-            return tensor if outer is None else outer.pack(tensor)
+        @untraced
+        def pack(tensor: Tensor) -> KeptTensor:
+            if self.is_open:
+                self._add(tensor)
+            return KeptTensor(tensor, outer)
 
-        def unpack(packed: Any) -> Tensor:
-            return packed if outer is None else outer.unpack(packed)
+        @untraced
+        def unpack(kept: KeptTensor) -> Tensor:
+            return kept.take()
 
-        with observe(pack, unpack):
+        self.is_open = True
+        try:
+            with observe(pack, unpack):
+                yield
+        finally:
+            self.is_open, self._tensors = False, []
+
+    def _add(self, tensor: Tensor) -> None:
+        self.storages |= {key: size for key, size in _storages([tensor]).items() if key not in self._standing}
+        self._tensors.append(tensor.detach())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a layer, which is measured by itself."""
+        was_open, self.is_open = self.is_open, False
+        try:
             yield
-        self._tensors = []
+        finally:
+            self.is_open = was_open
 
 
 def _storages(leaves: Iterable[Any]) -> dict[int, int]:

@@ -30,7 +30,9 @@ class Stage:
         self._num_forwards = 0  # in this step
         # Opened around the first forward pass of a training, if somebody wants to see what it does.
         self.first_forward: Callable[[], AbstractContextManager[None]] | None = None
-        # Around the loss, if somebody wants to see what it saves.
+        # Around every forward pass, with its input, and around the loss, if somebody wants to see what
+        # they save.
+        self.during_forward: Callable[[Any], AbstractContextManager[None]] = _no_context
         self.during_loss: Callable[[], AbstractContextManager[None]] = nullcontext
         # When the passes of a step are over; ranks of the stage may communicate.
         self.finish_passes: Callable[[], None] = _nothing
@@ -55,7 +57,7 @@ class Stage:
     def forward(self, value: Any) -> Any:
         self._num_forwards += 1
         held = self._iterated if self._num_forwards > 1 else []
-        with no_iteration(held), self._watch():
+        with no_iteration(held), self._watch(), self.during_forward(value):
             return call_stage(self.module, value)
 
     def _watch(self) -> AbstractContextManager[None]:
@@ -138,6 +140,10 @@ class Stage:
 
 def _nothing() -> None:
     pass
+
+
+def _no_context(_: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @final
