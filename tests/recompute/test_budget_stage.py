@@ -227,6 +227,13 @@ def test_every_rank_is_told_that_the_budget_is_too_small(warm_ranks: Warm) -> No
         assert "recompute=budget:3000 is less than" in str(told)
 
 
+def test_every_rank_is_told_where_stages_update_at_times_of_their_own(warm_ranks: Warm) -> None:
+    """The rank of the stage that found it raised alone, and the other one waited."""
+    plan = "pipeline=2 schedule=pipedream microbatches=1 recompute=budget:3000"
+    for told in warm_ranks(2).run(language_peak, plan):
+        assert "recompute=budget:3000 is less than" in str(told)
+
+
 @pytest.mark.usefixtures("warm_contract")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)

@@ -34,6 +34,7 @@ from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import WeightChanges, may_change_weights
 from echelon.errors import UserError
 from echelon.inputs import shared_inputs
+from echelon.launching.group import check_on_every_rank
 from echelon.memory import Meter
 from echelon.mesh import Mesh
 from echelon.ownership import LocalParameter
@@ -361,6 +362,8 @@ class ContinuousRunner(StepRunner):
 
     def _prepare(self) -> Versions:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
+        self._unchecked = self._local.program.stages  # steps in which a stage may make its first update
+        self._refusal: UserError | None = None
         self._program_of = continuous_steps(self._mesh.plan)
         self._update.start_step()
         self._versions = Versions(self._local.modules, self._local.reallocate)
@@ -370,7 +373,24 @@ class ContinuousRunner(StepRunner):
         feed = self._training_feed(batch, step, begin=self._taken)
         begin, self._taken = self._taken, self._taken + len(feed)
         tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
+        self._check_first_updates()
         return self._agree(tally)
+
+    def _check_first_updates(self) -> None:
+        """Raise on every rank what the first update of any stage has shown: stages make it at times of their
+        own, and the ranks of others would wait for a stage that stops there."""
+        if not self._unchecked:
+            return
+        self._unchecked -= 1
+        try:
+            check_on_every_rank(self._refuse)
+        except UserError:
+            self.is_broken = True
+            raise
+
+    def _refuse(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
 
     def _agree(self, tally: Tensor) -> StepNumbers:
         """Sum the numbers of a step over all ranks. The norm is of the last update of each stage; skipped are
@@ -400,6 +420,7 @@ class ContinuousRunner(StepRunner):
         self._run(Script(self._program_of(self._taken, 0), self._rank), {})
         self._taken = 0
         self._versions.restart()
+        self._check_first_updates()
 
     def storages(self) -> list[Tensor]:
         return self._versions.storages()
@@ -417,7 +438,10 @@ class ContinuousRunner(StepRunner):
         self._update.set_learning_rate(self._updates // updates_per_step)
         for stage in self._local.stages.values():
             stage.finish_passes()
-            stage.check_second_runs()
+            try:
+                stage.check_second_runs()
+            except UserError as error:
+                self._refusal = self._refusal or error
         super().update()
         self._updates += 1
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.recompute.budget_model import LayerCost, Segments, StageCosts
+from echelon.recompute.layer_call import weight_storages
 from echelon.recompute.measured_layers import LayerInput, LayerMeasurement, SavedBytes
 from echelon.recompute.segment import RecomputedLayer, Run, SegmentSettings
 from echelon.wrapping import Wrapping
@@ -163,7 +164,7 @@ class BudgetedStage:
         if shapes in self._seen or not torch.is_grad_enabled():
             yield
             return
-        self._outside = SavedBytes([*module.parameters(), *module.buffers()])
+        self._outside = SavedBytes(weight_storages(module.modules()))
         with self._outside.count():
             yield
         if self._pass is not None and self._pass.outside is self._outside:

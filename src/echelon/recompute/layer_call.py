@@ -4,7 +4,7 @@ LayerCall       of one call, which the second run uses up
 LayerHistory    of one layer: what its first call has shown that it changes
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -37,16 +37,20 @@ class LayerHistory:
         return tuple(module.training for module in self.modules)
 
     def weight_storages(self) -> set[int]:
-        """Those of parameters and buffers, as the modules have them now."""
-        tensors: list[Tensor | None] = []
-        for module in self.modules:
-            tensors += [*module._parameters.values(), *module._buffers.values()]
-        with torch._C.DisableTorchFunctionSubclass():
-            return {
-                tensor.untyped_storage()._cdata
-                for tensor in tensors
-                if tensor is not None and tensor.layout == torch.strided
-            }
+        return weight_storages(self.modules)
+
+
+def weight_storages(modules: Iterable[nn.Module]) -> set[int]:
+    """Those of parameters and buffers, as the modules have them now."""
+    tensors: list[Tensor | None] = []
+    for module in modules:
+        tensors += [*module._parameters.values(), *module._buffers.values()]
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            tensor.untyped_storage()._cdata
+            for tensor in tensors
+            if tensor is not None and tensor.layout == torch.strided
+        }
 
 
 @final

@@ -7,6 +7,7 @@ a CUDA device are read when the pass is over, and not in between.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -110,10 +111,10 @@ class LayerMeasurement:
 class SavedBytes:
     """What autograd saves in other places than layers: around them, and in the loss."""
 
-    def __init__(self, standing: Iterable[Tensor] = ()) -> None:
-        """`standing`: weights and buffers, which are no activations."""
+    def __init__(self, standing: AbstractSet[int] = frozenset()) -> None:
+        """`standing`: storages of weights and buffers, which are no activations."""
         self.storages: dict[int, int] = {}
-        self._standing = _storages(standing).keys()
+        self._standing = standing
         self._tensors: list[Tensor] = []  # alive until they are counted: a storage's number is used again
         self.is_open = False
 
