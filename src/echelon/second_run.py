@@ -36,6 +36,13 @@ class Tape:
             yield
 
 
+class TapeEndedError(Exception):
+    """A second run asks for a result that the first has not computed."""
+
+
+_END: Any = object()
+
+
 class _Reader:
     def __init__(self, results: list[Any], replayed: Iterator[Any] | None) -> None:
         self.results, self.replayed = results, replayed
@@ -53,18 +60,15 @@ def _reading(reader: _Reader) -> Iterator[None]:
         _READER.reset(token)
 
 
-def is_second_run() -> bool:
-    reader = _READER.get()
-    return reader is not None and reader.replayed is not None
-
-
 def once(compute: Callable[[], T]) -> T:
     """What `compute` returns, or what it has returned at this point of the first run."""
     reader = _READER.get()
     if reader is None:
         return compute()
     if reader.replayed is not None:
-        replayed: T = next(reader.replayed)
+        replayed: T = next(reader.replayed, _END)
+        if replayed is _END:
+            raise TapeEndedError
         return replayed
     result = compute()
     reader.results.append(result)

@@ -29,6 +29,10 @@ class OutputPrint:
             if tensor.is_cuda and tensor.is_floating_point()
         ]
 
+    def is_comparable(self, other: "OutputPrint") -> bool:
+        """Whether both are of as many tensors, and of as many that are measured."""
+        return (len(self._bits), len(self._measures)) == (len(other._bits), len(other._measures))
+
     def differs(self, other: "OutputPrint") -> list[Tensor]:
         """A flag for each tensor."""
         flags = [(one != two).any() for one, two in zip(self._bits, other._bits, strict=True)]

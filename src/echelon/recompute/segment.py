@@ -22,6 +22,7 @@ from echelon.recompute.checkpoints import Checkpoints
 from echelon.recompute.layer_call import LayerCall, LayerHistory
 from echelon.recompute.second_run_check import SecondRunCheck
 from echelon.saved_tensors import KeptTensor, current_hooks, current_observer, replace
+from echelon.second_run import TapeEndedError
 from echelon.sequence import View
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, Wrapping
@@ -175,9 +176,12 @@ class Run:
                     with self._settings.during(recorder.call.layer.module), recorder.call.second_run():
                         args, kwargs = recorder.call.arguments(output)
                         output = recorder.call.layer.inner(*args, **kwargs)
-                    recorder.call.compare(output, check)
+                    if not recorder.call.compare(output, check):
+                        raise recorder.differs("returned other tensors")
         except AllRecorded:
             pass
+        except TapeEndedError:
+            raise recorder.differs("asked for more results that are computed once") from None
         recorder.check_complete()
         return recorder.tensors
 
@@ -220,12 +224,12 @@ class Recorder:
         number = self._num_seen
         self._num_seen += 1
         if number >= len(self._forms):
-            raise self._differs(f"more than {len(self._forms)} tensors")
+            raise self.differs(f"saved more than {len(self._forms)} tensors")
         kept = KeptTensor(tensor, self._observer if number in self._wanted else None)
         if number in self._wanted:
             form, first = Form.of(tensor), self._forms[number]
             if form != first:
-                raise self._differs(f"a tensor of {form} instead of {first}")
+                raise self.differs(f"saved a tensor of {form} instead of {first}")
             self.tensors[number] = kept
             if self._stops and len(self.tensors) == len(self._wanted):
                 raise AllRecorded
@@ -233,13 +237,13 @@ class Recorder:
 
     def check_complete(self) -> None:
         if len(self.tensors) < len(self._wanted):
-            raise self._differs(f"{self._num_seen} tensors instead of {len(self._forms)}")
+            raise self.differs(f"saved {self._num_seen} tensors instead of {len(self._forms)}")
 
-    def _differs(self, what: str) -> UserError:
+    def differs(self, what: str) -> UserError:
         return UserError(
-            f"recompute: {self.call.layer.name} saved {what} for the backward pass when it ran again; its "
-            "forward must do the same for the same input: keep conditions on global state, and random "
-            "choices of what runs, out of it, or use recompute=none"
+            f"recompute: {self.call.layer.name} {what} when it ran again for the backward pass; its forward "
+            "must do the same for the same input: keep conditions on global state, and random choices of "
+            "what runs, out of it, or use recompute=none"
         )
 
 
