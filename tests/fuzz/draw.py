@@ -38,6 +38,7 @@ _TOGETHER: dict[str, Wish] = {
     "sequence": {"tensor": 2},
     "attention": {"context": 2},
     "checkpoints": {"tensor": 2, "recompute": "full"},
+    "contiguous": {"zero": 2, "data": 2},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 

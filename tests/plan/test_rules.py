@@ -146,6 +146,10 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "tensor=2 checkpoints=split recompute=sqrt",
         ),
     ],
+    "contiguous_needs_checkpoints_or_gradients": [
+        ("contiguous=true", "use recompute=full", "contiguous=true recompute=full"),
+        ("contiguous=true recompute=selective zero=1 data=2", "zero=2 or 3", "contiguous=true zero=2 data=2"),
+    ],
     "split_checkpoints_need_tensor": [
         (
             "checkpoints=split recompute=full",

@@ -247,6 +247,16 @@ def _split_checkpoints_need_tensor(plan: "Plan") -> str | None:
     )
 
 
+def _contiguous_needs_checkpoints_or_gradients(plan: "Plan") -> str | None:
+    if not plan.contiguous or plan.recompute not in ("none", "selective") or plan.zero >= 2:
+        return None
+    return (
+        f"contiguous=true recompute={plan.recompute} zero={plan.zero}: there are no inputs of recomputed "
+        "layers and no gradients on their way to lie in one memory; use recompute=full, sqrt or "
+        "budget:BYTES, or zero=2 or 3, or drop contiguous"
+    )
+
+
 def _update_in_backward_needs_one_microbatch(plan: "Plan") -> str | None:
     if plan.update != "backward" or plan.microbatches == 1:
         return None
@@ -377,6 +387,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_same_gradients_need_low_precision, ("gradients", "precision")),
     Rule(_split_checkpoints_need_whole_layers, ("checkpoints", "recompute")),
     Rule(_split_checkpoints_need_tensor, ("checkpoints", "tensor", "sequence")),
+    Rule(_contiguous_needs_checkpoints_or_gradients, ("contiguous", "recompute", "zero")),
     Rule(_update_in_backward_needs_one_microbatch, ("update", "microbatches")),
     Rule(_update_in_backward_needs_flushed_schedules, ("update", "schedule")),
     Rule(_update_in_backward_needs_all_reduce, ("update", "sync")),
