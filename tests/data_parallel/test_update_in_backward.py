@@ -278,3 +278,149 @@ def test_the_rehearsal_of_the_first_step_leaves_no_trace() -> None:
             results.append((states(engine), model.calls))
     assert_same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1] == 2
+
+
+class Detached(nn.Module):
+    """Adds a weight of another layer, of which torch saves nothing."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self._others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.own(x + self._others[0].weight.detach().sum(0)))
+
+
+def detached(*, zeros: bool = False) -> nn.Module:
+    """The weight is of the layer after the next: ranks have summed its gradient by the second run."""
+    read = nn.Linear(8, 8)
+    if zeros:
+        nn.init.zeros_(read.weight)
+    return nn.Sequential(nn.Linear(6, 8), Detached(read), nn.Linear(8, 8), read, nn.Tanh(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("recompute", ["full", "sqrt"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_second_run_that_reads_an_updated_weight_is_refused_and_changes_nothing(
+    recompute: str, zeros: bool
+) -> None:
+    """It trained with the new weight: a rehearsal that changes no weight saw no difference. Also in a second
+    attempt, for which the check was closed."""
+    with make_engine(f"update=backward recompute={recompute}", detached(zeros=zeros)) as engine:
+        before = states(engine)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"layer 1 \(Detached\) returned .* update=backward"):
+                engine.step(vectors(0))
+            assert_same(before, states(engine))
+
+
+def test_a_second_run_that_reads_a_weight_before_its_update_is_equal() -> None:
+    """Of a layer before it, whose backward pass comes later."""
+    results = []
+    for update in ("step", "backward"):
+        first = nn.Linear(8, 8)
+        model = nn.Sequential(nn.Linear(6, 8), first, nn.Tanh(), Detached(first), nn.Linear(8, 5))
+        with make_engine(f"update={update} recompute=full", model) as engine:
+            for step in range(2):
+                engine.step(vectors(step))
+            results.append(states(engine))
+    assert_same(*results)
+
+
+class Raising(nn.Module):
+    """Its backward pass raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.raises = nn.Linear(6, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        if self.raises:
+            output.register_hook(self._raise)
+        return output
+
+    def _raise(self, _: Tensor) -> None:
+        raise ValueError("in the backward pass")
+
+
+@pytest.mark.parametrize(("update", "goes_on"), [("step", True), ("backward", False)])
+def test_nobody_goes_on_after_a_step_that_was_half_applied(update: str, goes_on: bool) -> None:
+    first = Raising()
+    with make_engine(f"update={update}", nn.Sequential(first, nn.Tanh(), nn.Linear(8, 5))) as engine:
+        first.raises = True
+        with pytest.raises(ValueError, match="in the backward pass"):
+            engine.step(vectors(0))  # in its rehearsal
+        first.raises = False
+        engine.step(vectors(0))
+        first.raises = True
+        with pytest.raises(ValueError, match="in the backward pass"):
+            engine.step(vectors(1))
+        first.raises = False
+        if goes_on:
+            engine.step(vectors(2))
+        else:
+            with pytest.raises(UserError, match="some weights are those of after the step"):
+                engine.step(vectors(2))
+
+
+def test_an_evaluation_that_fails_between_steps_breaks_nothing() -> None:
+    with make_engine("update=backward") as engine:
+        engine.step(vectors(0))
+        with pytest.raises(RuntimeError):
+            engine.evaluate((torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)))
+        engine.step(vectors(1))
+
+
+class Sparse(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(5, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 5))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.arange(6) % 5, torch.arange(6) % 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [adamw, echelon.optim.Adafactor, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1)],
+    ids=["AdamW", "Adafactor", "SGD with decay"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 masters=false"])
+def test_a_gradient_that_the_optimizer_does_not_take_is_found_before_the_first_update(
+    make: Make, precision: str
+) -> None:
+    """The optimizer raised when the units before it were updated."""
+    with make_engine(f"update=backward precision={precision}", Sparse(), make) as engine:
+        before = states(engine)
+        with pytest.raises(UserError, match=r"sparse gradient.*sparse=False"):
+            engine.step(tokens())
+        assert_same(before, states(engine))
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_a_gradient_that_is_tried_on_a_copy_leaves_no_trace() -> None:
+    results = []
+    for update in ("step", "backward"):
+        with make_engine(f"update={update}", Sparse(), momentum) as engine:
+            for _ in range(2):
+                engine.step(tokens())
+            results.append(dict(engine.module.state_dict()))
+            assert len(engine.optimizer.state) == len(results[0])
+    assert_same(*results)
+
+
+def test_a_hook_that_is_added_later_is_refused() -> None:
+    with make_engine("update=backward") as engine:
+        engine.step(vectors(0))
+        before = states(engine)
+        hook = engine.optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(UserError, match=r"is called once for each unit.*update=step"):
+            engine.step(vectors(1))
+        assert_same(before, states(engine))
+        hook.remove()
+        engine.step(vectors(1))

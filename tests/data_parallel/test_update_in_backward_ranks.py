@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import echelon
+from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.verify import Case, assert_equal
 from tests.cases import sgd
 from tests.contract_models import CASES, Twice, class_loss, vectors
-from tests.data_parallel.test_update_in_backward import WIDE, Layers
+from tests.data_parallel.test_update_in_backward import WIDE, Layers, detached
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -120,3 +121,24 @@ def test_two_units_have_gradients_at_a_time(warm_ranks: Warm) -> None:
 
 def test_unused_and_shared_layers() -> None:
     assert_equal(Case(Twice, vectors, class_loss, sgd, steps=4, clip=None), "update=backward")
+
+
+def refused(plan: str) -> tuple[str, bool]:
+    """What a first step says, and whether its weights are those of before."""
+    torch.manual_seed(0)
+    engine = echelon.parallelize(detached(), plan, optimizer=sgd, loss=class_loss, smallest_unit=0)
+    before = engine.full_state_dict()
+    with pytest.raises(UserError) as error:
+        engine.step(engine.local(vectors(0)))
+    after = engine.full_state_dict()
+    return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_second_run_that_reads_an_updated_weight_is_refused(warm_ranks: Warm, zero: int) -> None:
+    """With zero=1 a part of it was updated by then. With zero=3 it is gathered once and stays."""
+    for text, is_unchanged in warm_ranks(2).run(
+        refused, f"data=2 zero={zero} recompute=full update=backward"
+    ):
+        assert "layer 1 (Detached) returned something else" in text
+        assert is_unchanged

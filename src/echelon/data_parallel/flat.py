@@ -83,6 +83,7 @@ class FlatUnit:
         self._local = list(self._runs())
         # Runs that a pass has changed, which no version tells of; None where nobody looks any more.
         self._changed_runs: list[Tensor] | None = None if resident else []
+        self._is_updated = False  # in the backward pass of this step
 
     def local_parameters(self) -> list[LocalParameter]:
         """This rank's run of each parameter that its part touches, as memory an optimizer can update."""
@@ -173,14 +174,22 @@ class FlatUnit:
 
     def _note_changed_runs(self) -> None:
         """Compare this rank's part with its shard, without a wait for the device."""
-        if self._changed_runs is not None:
+        if self._changed_runs is not None and not self._is_updated:
             part = self._local_part(self.flat)
             flags = [_differs(self._run_in(part, local), local.tensor) for local in self._local]
             before = self._changed_runs or flags
             self._changed_runs = [one | other for one, other in zip(before, flags, strict=True)]
 
+    def start_update(self) -> None:
+        """In a backward pass: from now on, whole weights may be those of before."""
+        if self.is_gathered and self._changed_runs is not None:
+            self.synchronize()
+            self._note_changed_runs()
+        self._is_updated = True
+
     def forget_changes(self) -> None:
         """A step begins: what earlier passes have changed is gone with them."""
+        self._is_updated = False
         if self._changed_runs is not None:
             self._changed_runs = []
 

@@ -302,6 +302,7 @@ class Zero(Sharing):
         used = self._used.pop(flat).wait()
         for local in flat.local_parameters():
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
+        flat.start_update()
         self._use_unit(flat.local_parameters())
         flat.free_part()
         flat.mark_updated()

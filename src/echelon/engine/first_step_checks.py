@@ -19,7 +19,7 @@ from echelon.runtime import LocalStages
 
 @final
 class FirstStepChecks:
-    """Open until the gradients of a step were summed."""
+    """Open until a step was not refused for what it has shown."""
 
     def __init__(self, mesh: Mesh, local: LocalStages) -> None:
         self._mesh, self._local = mesh, local
@@ -44,9 +44,9 @@ class FirstStepChecks:
         if not self._is_open:
             self._check_second_runs()  # of asynchronous workers, each for itself
             return
-        self._is_open = False
         differing = self._differing_buffers()
         check_on_every_rank(lambda: self._check(differing))
+        self._is_open = False
 
     def _differing_buffers(self) -> list[str]:
         if not self.compares_buffers:

@@ -64,6 +64,12 @@ from echelon.runtime import (
     Wire,
 )
 
+_LOST = "an earlier step failed in the middle of the pipeline, and what was under way is lost; start again"
+_HALF_UPDATED = (
+    "an earlier step failed in its backward pass, in which units are updated: some weights are those of "
+    "after the step, and others those of before; start again from weights that were saved"
+)
+
 
 class StepRunner(ABC):
     """Takes batches through the stages of this rank. The interpreter's StageRuntime."""
@@ -86,7 +92,8 @@ class StepRunner(ABC):
         talks = local.lockstep or any(map(talks_in_forward, local.modules))
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
-        self.is_broken = False  # whether a step has failed in the middle of the pipeline
+        self._failure = _LOST  # why
+        self.is_broken = False  # whether a step has failed half-way, and nobody can go on
         self._recompute = selective_of(plan)
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         placement = local.program.placement
@@ -160,21 +167,24 @@ class StepRunner(ABC):
 
     def _run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         if self.is_broken:
-            raise UserError(
-                "an earlier step failed in the middle of the pipeline, and what was under way is lost; start "
-                "again"
-            )
+            raise UserError(self._failure)
         try:
             return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
-            self.is_broken = self._pipelined
+            self.is_broken = self._pipelined or self._is_half_updated
+            self._failure = _HALF_UPDATED if self._is_half_updated else _LOST
             missing = missing_operation(str(error), self._mesh.plan, self._mesh.device)
             if missing is not None and isinstance(error, RuntimeError):
                 raise missing from error
             raise
+
+    @property
+    def _is_half_updated(self) -> bool:
+        """Whether a step that has not ended has updated units already."""
+        return self._update.units is not None and self._update.units.has_updated
 
     def _script(self, key: object, make: Callable[[], Program]) -> Script:
         if key not in self._scripts:
@@ -301,12 +311,10 @@ class FlushedRunner(StepRunner):
         units = self._update.units
         assert units is not None
         modules = [each for module in self._local.modules for each in module.modules()]
-        units.rehearsal = self._measure
         try:
-            with untouched(self._local.modules, modules, self._mesh.device):
+            with untouched(self._local.modules, modules, self._mesh.device), units.rehearse(self._measure):
                 outcome = self._train_step(batch, step).read()
         finally:
-            units.rehearsal = None
             self._measured.clear()
         self._normaliser.learn(outcome.counted)
         self._is_rehearsed = True
@@ -335,6 +343,8 @@ class FlushedRunner(StepRunner):
         return self._buffers.storages()
 
     def norm(self, tally: Tensor) -> None:
+        if self._update.units is not None:
+            self._update.units.finish_passes()
         self.first_step.decide()
         super().norm(tally)
 

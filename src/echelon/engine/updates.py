@@ -31,8 +31,8 @@ from echelon.precision import (
     RoundingStepper,
     Stepper,
     WholeStepper,
+    check_takes_units,
     make_loss_scaling,
-    takes_units,
 )
 from echelon.precision.element_runs import runs_of
 from echelon.runtime import LocalStages, SynchronousUpdate, Update
@@ -151,7 +151,8 @@ def _checked(make: Make, plan: Plan) -> Make:
         if has_parts(plan):
             check_parts(optimizer, f"plan '{plan}'")
         _check_sparse(optimizer, plan)
-        _check_in_backward(optimizer, plan)
+        if plan.update != "step":
+            check_takes_units(optimizer)
         return optimizer
 
     return make_and_check
@@ -169,17 +170,6 @@ def _check_clip(clip: float | None, plan: Plan) -> None:
         raise UserError(
             f"clip={clip} with update={plan.update}: the norm of all gradients is known when the first units "
             "are updated already; drop clip, or use update=step"
-        )
-
-
-def _check_in_backward(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that must not be called once for each unit."""
-    if plan.update != "step" and not takes_units(optimizer):
-        name = type(optimizer).__name__
-        raise UserError(
-            f"optimizer {name} with update={plan.update}: its step() is called once for each unit, which is "
-            "right only for optimizers that update each parameter by itself, and whose steps nobody watches "
-            "by a hook or replaces; use one of torch's, drop the hooks, or use update=step"
         )
 
 

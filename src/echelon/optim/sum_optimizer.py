@@ -118,7 +118,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
             part = work.exchange.parts.get(tensor)
             if tensor.grad is None or part is None or not part.boxes or not tensor.numel():
                 continue
-            self._check(tensor)
+            self.check(tensor, tensor.grad)
             state = self.state[tensor]
             weights, gradients = part.views(tensor.detach()), part.views(tensor.grad)
             entry = Entry(part, work.exchange.shapes[part.number], state, weights, gradients)
@@ -126,10 +126,10 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
                 state.update(self._new_state(group, entry, tensor, work.exchange.dtype))
             yield entry
 
-    def _check(self, tensor: Tensor) -> None:
-        assert tensor.grad is not None
+    def check(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Raise if a tensor cannot be updated with this gradient."""
         name = type(self).__name__
-        if tensor.grad.is_sparse:
+        if gradient.is_sparse:
             raise UserError(
                 f"optimizer {name}: a parameter of shape {tuple(tensor.shape)} has a sparse gradient, and "
                 f"{name} needs all of its elements; set sparse=False in the embedding, or use SparseAdam"

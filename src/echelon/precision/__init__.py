@@ -5,7 +5,14 @@ import torch
 from echelon.precision.loss_scaling import DynamicScale, LossScale, LossScaling, make_loss_scaling
 from echelon.precision.rounding import KeyedRounding, Placement
 from echelon.precision.rounding_stepper import RoundingStepper
-from echelon.precision.stepper import DirectStepper, LocalStepper, MasterStepper, Stepper, takes_units
+from echelon.precision.stepper import (
+    DirectStepper,
+    LocalStepper,
+    MasterStepper,
+    Stepper,
+    check_takes_units,
+    with_gradients,
+)
 from echelon.precision.whole_stepper import WholeStepper
 
 DTYPES = {
@@ -28,6 +35,7 @@ __all__ = [
     "RoundingStepper",
     "Stepper",
     "WholeStepper",
+    "check_takes_units",
     "make_loss_scaling",
-    "takes_units",
+    "with_gradients",
 ]

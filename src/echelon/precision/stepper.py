@@ -12,11 +12,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import UserError
 from echelon.optim.local import Make, make_local
 from echelon.optim.needs import need_of, works_by_element
 from echelon.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.precision.flat_memory import flat_views
 from echelon.precision.float32_gradients import as_float32, divide
+from echelon.precision.gradient_check import check_gradient
 from echelon.precision.optimizer_call import (
     DeviceCall,
     Factor,
@@ -44,6 +46,9 @@ class Stepper(ABC):
         """Update everything that has a gradient, or what has one of a `unit`; where `skip`, nothing.
         Gradients may be changed."""
 
+    def check_gradients(self, unit: Sequence[LocalParameter]) -> None:  # noqa: B027 (a part is never sparse)
+        """Raise if the optimizer cannot take a gradient of a `unit`. Changes nothing."""
+
     def counters(self) -> dict[str, int]:
         """What later updates depend on, beside the state of parameters."""
         return {}
@@ -69,6 +74,11 @@ class LocalStepper(Stepper):
     @abstractmethod
     def updated(self, local: LocalParameter) -> nn.Parameter:
         """What the optimizer updates in place of a local parameter."""
+
+    def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
+        for each in unit:
+            if each.tensor.grad is not None:
+                check_gradient(self.optimizer, each.name, self.updated(each), each.tensor.grad)
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return state_tensors(self.optimizer, self.updated(local))
@@ -178,6 +188,17 @@ def takes_units(optimizer: torch.optim.Optimizer) -> bool:
     """Whether several calls, each for some of the parameters, are the same as one, if all ranks call alike:
     true of optimizers that look at one parameter at a time."""
     return need_of(optimizer) is not None and not _is_watched(optimizer)
+
+
+def check_takes_units(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that must not be called once for each unit."""
+    if not takes_units(optimizer):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} with updates in the backward pass: its step() is called "
+            "once for each unit, which is right only for optimizers that update each parameter by itself, "
+            "and whose steps nobody watches by a hook or replaces; use one of torch's, drop the hooks, or "
+            "use update=step"
+        )
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

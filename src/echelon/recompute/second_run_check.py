@@ -47,7 +47,7 @@ class OutputPrint:
 
 @final
 class SecondRunCheck:
-    """Open until the gradients of the first step are there."""
+    """Open until the gradients of the first step are there, or of a later one if that was refused."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -59,11 +59,12 @@ class SecondRunCheck:
     def decide(self) -> None:
         """Raise if a layer has returned something else in a second run. Reads the device, once."""
         names = dict.fromkeys(name for name, flag in self._flags if flag)
-        self.is_open, self._flags = False, []
+        self.is_open, self._flags = bool(names), []
         if names:
             raise UserError(
                 f"recompute: {', '.join(names)} returned something else when it ran again for the backward "
                 "pass, so gradients would be wrong; its forward must do the same for the same input: draw "
                 "random numbers from torch, Python or numpy, or from a generator that is an attribute of "
-                "the module, or use recompute=none"
+                "the module, and with update=backward read no weight (detached) that is updated before the "
+                "second run; or use recompute=none"
             )

@@ -3,11 +3,11 @@
 The factor of its gradients is 1, since losses were divided by the count of the step before the backward pass,
 and nobody clips. The squares of gradients add up to those of the step's norm, unit by unit.
 
-What the first step shows of a model must be known before a weight changes. So the first step is rehearsed:
-its passes run once without updates, and again with them.
+The first step is rehearsed (rehearsal.py): its passes run once without updates, and again with them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from echelon.data_parallel import Sharing, SummedUnit, squared_norm
 from echelon.ownership import LocalParameter
-from echelon.precision import Stepper
+from echelon.precision import Stepper, check_takes_units
+from echelon.runtime.rehearsal import Rehearsal
 
 
 @final
@@ -28,15 +29,31 @@ class UnitUpdates:
         # Whether the update must change nothing, for want of samples; asked when a unit is complete.
         self.skip: Callable[[], bool | Tensor] = lambda: False
         self.on_unit: Callable[[], None] = lambda: None  # before its gradients are used
-        # Sees the gradients of a rehearsal.
-        self.rehearsal: Callable[[Sequence[LocalParameter]], None] | None = None
+        self.rehearsal: Rehearsal | None = None  # while a step is rehearsed
+        self.has_updated = False  # whether weights are between those of before and after a step
         for sharing in sharings:
             sharing.on_unit = self._update
 
+    @contextmanager
+    def rehearse(self, see: Callable[[Sequence[LocalParameter]], None]) -> Iterator[None]:
+        """Inside, steps update nothing. `see`: looks at the gradients of each unit."""
+        self.rehearsal = Rehearsal(self._stepper, see)
+        try:
+            yield
+        finally:
+            self.rehearsal.restore()
+            self.rehearsal = None
+
     def start_step(self) -> None:
-        self._square = None
+        check_takes_units(self._stepper.optimizer)  # somebody may have added a hook
+        self._square, self.has_updated = None, False
         if self.rehearsal is None:
             self._stepper.start_update()
+
+    def finish_passes(self) -> None:
+        """No layer runs any more in this step."""
+        if self.rehearsal is not None:
+            self.rehearsal.restore()
 
     def square(self, device: torch.device) -> Tensor:
         """The sum of squares of all gradients of the step that this rank counts."""
@@ -48,6 +65,7 @@ class UnitUpdates:
             square = squared_norm(unit.norm_share, unit.norm_share[0].device)
             self._square = square if self._square is None else self._square + square
         if self.rehearsal is None:
+            self.has_updated = True
             self._stepper.step(1.0, self.skip(), unit.local)
         else:
-            self.rehearsal(unit.local)
+            self.rehearsal.use(unit.local)

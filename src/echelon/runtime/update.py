@@ -226,10 +226,11 @@ class SynchronousUpdate(Update):
         # The first time, ranks agree on the order in which gradients came, and a refused step may have had
         # none. The first update of a parameter reads the flag too.
         reads = not self.deferred or not self._has_published
-        if reads and self.refuses:
-            return
-        self._has_published = True
-        self._stages.publish()
+        if not (reads and self.refuses):
+            self._has_published = True
+            self._stages.publish()
+        if self.units is not None:
+            self.units.has_updated = False
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
         summed = tally[:2].clone()

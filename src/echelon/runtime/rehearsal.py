@@ -1,0 +1,48 @@
+"""A rehearsed step, where units are updated in the backward pass: its passes run, and nothing is updated.
+
+What the first step shows of a model must be known before a weight changes. So its passes run once like this,
+and again with updates.
+
+Until the passes are over, a unit that would have been updated has other weights: all their bits are flipped.
+That takes no memory, and is undone to the last bit. A layer that runs again in the backward pass (recompute),
+and reads a weight that is updated by then, returns something else, and is refused for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.ownership import LocalParameter
+from echelon.precision import Stepper, with_gradients
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@final
+class Rehearsal:
+    """Hears of every unit whose gradients are summed, in place of an update."""
+
+    def __init__(self, stepper: Stepper, see: Callable[[Sequence[LocalParameter]], None]) -> None:
+        """`see`: looks at the gradients of a unit, which are freed afterwards."""
+        self._stepper, self._see = stepper, see
+        self._flipped: list[nn.Parameter] = []
+
+    def use(self, unit: Sequence[LocalParameter]) -> None:
+        self._see(unit)
+        self._stepper.check_gradients(unit)
+        for weight in with_gradients(unit):
+            flip_bits(weight)
+            self._flipped.append(weight)
+
+    def restore(self) -> None:
+        """The passes are over: all weights are what they were."""
+        while self._flipped:
+            flip_bits(self._flipped.pop())
+
+
+def flip_bits(tensor: Tensor) -> None:
+    """In place, and unseen by autograd. Zero becomes not-a-number."""
+    real = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
+    real.view(_INTEGERS[real.element_size()]).bitwise_not_()
