@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.errors import UserError
 from echelon.hashing import hash_of
 from echelon.launching import Ranks
 from echelon.ownership import LocalParameter, OwnedSlice, whole_slice
@@ -38,10 +39,12 @@ def make_stepper(make: Make, values: list[Tensor], **options: Any) -> RoundingSt
     return RoundingStepper(make, weights, local, placements, KeyedRounding(7), **options)
 
 
-def run(stepper: RoundingStepper, gradients: list[Tensor | None], **options: Any) -> list[Tensor]:
+def run(
+    stepper: RoundingStepper, gradients: list[Tensor | None], number: int = 0, **options: Any
+) -> list[Tensor]:
     for each, gradient in zip(stepper._local, gradients, strict=True):
         each.tensor.grad = None if gradient is None else gradient.clone()
-    stepper.start_update()
+    stepper.start_update(number)
     stepper.step(1.0, **options)
     return [each.tensor.detach().clone() for each in stepper._local]
 
@@ -60,7 +63,7 @@ def test_an_update_is_that_of_float32_rounded(
     optimizer = make(copies)
     for step in range(4):
         gradients = [torch.randn(size) if (index + step) % 3 else None for index, size in enumerate(SIZES)]
-        weights = run(stepper, gradients)
+        weights = run(stepper, gradients, step)
         for copy, gradient in zip(copies, gradients, strict=True):
             copy.grad = gradient
         optimizer.step()
@@ -88,8 +91,8 @@ def test_updates_that_are_too_small_for_bf16_add_up() -> None:
     make = partial(torch.optim.SGD, lr=rate)
     stepper = make_stepper(make, [torch.ones(256)])
     nearest = torch.ones(256, dtype=torch.bfloat16)
-    for _ in range(num_steps):
-        (weight,) = run(stepper, [torch.ones(256)])
+    for step in range(num_steps):
+        (weight,) = run(stepper, [torch.ones(256)], step)
         nearest = (nearest.float() - rate).bfloat16()
     assert torch.equal(nearest, torch.ones(256, dtype=torch.bfloat16))
     expected = 1 - num_steps * rate
@@ -152,3 +155,23 @@ def test_the_plan_does_not_decide_how_weights_are_rounded(warm_ranks: Warm) -> N
         for weights in warm_ranks(2).run(train, plan):
             for name, value in expected.items():
                 assert torch.equal(weights[name], value), (plan, name)
+
+
+def counted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A sample whose target is -100 does not count."""
+    counts = target[:, 0] != -100
+    return ((output - target).sum(-1) * counts).sum(), counts.sum()
+
+
+def test_a_step_that_was_refused_changes_no_noise_of_later_ones() -> None:
+    """In a rehearsal nobody drew, and without one a refused step did: the plan decided."""
+    results = []
+    for update in ("step", "backward"):
+        plan = f"precision=bf16 masters=false update={update}"
+        with echelon.parallelize(Layers(), plan, optimizer=sgd, loss=counted) as engine:
+            with pytest.raises(UserError, match="no replica had a sample"):
+                engine.step((batch()[0], torch.full((8, 3), -100.0)))
+            engine.step(batch())
+            results.append(engine.full_state_dict())
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name

@@ -301,11 +301,14 @@ class FlushedRunner(StepRunner):
         self._is_rehearsed = self._update.units is None
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
+        self._update.number = step
         if not self._is_rehearsed:
-            self._rehearse(batch, step)
+            numbers = self._rehearse(batch, step)
+            if numbers.error() is not None:  # a refused step, which keeps its number
+                return numbers
         return self._train_step(batch, step)
 
-    def _rehearse(self, batch: Batch, step: int) -> None:
+    def _rehearse(self, batch: Batch, step: int) -> StepNumbers:
         """Run a step without updates, where these come before its end: it may be refused, and shows what
         losses count."""
         units = self._update.units
@@ -313,11 +316,13 @@ class FlushedRunner(StepRunner):
         modules = [each for module in self._local.modules for each in module.modules()]
         try:
             with untouched(self._local.modules, modules, self._mesh.device), units.rehearse(self._measure):
-                outcome = self._train_step(batch, step).read()
+                numbers = self._train_step(batch, step)
         finally:
             self._measured.clear()
-        self._normaliser.learn(outcome.counted)
-        self._is_rehearsed = True
+        if numbers.error() is None:
+            self._normaliser.learn(numbers.outcome.counted)
+            self._is_rehearsed = True
+        return numbers
 
     def _measure(self, local: Sequence[LocalParameter]) -> None:
         """Ranks compare the gradients of some parameters, when all of them are there."""
@@ -446,6 +451,7 @@ class ContinuousRunner(StepRunner):
         plan = self._mesh.plan
         updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
         self._update.set_learning_rate(self._updates // updates_per_step)
+        self._update.number = self._updates
         for stage in self._local.stages.values():
             stage.finish_passes()
             try:

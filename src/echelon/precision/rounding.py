@@ -46,8 +46,9 @@ class KeyedRounding:
     def __init__(self, seed: int) -> None:
         self._seed, self._num_updates = seed, 0
 
-    def start_update(self) -> None:
-        self._num_updates += 1
+    def start_update(self, number: int) -> None:
+        """Counted from 0 by the engine: how often somebody has asked may depend on the plan."""
+        self._num_updates = number + 1
 
     def round(self, weight: Tensor, value: Tensor, placement: Placement) -> None:
         """weight (bf16) = value (float32), rounded."""

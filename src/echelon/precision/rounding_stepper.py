@@ -52,8 +52,8 @@ class RoundingStepper(LocalStepper):
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
 
-    def start_update(self) -> None:
-        self._rounding.start_update()
+    def start_update(self, number: int) -> None:
+        self._rounding.start_update(number)
 
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         weights = with_gradients(self._local if unit is None else unit)

@@ -38,8 +38,8 @@ class Stepper(ABC):
         self.optimizer = optimizer
         self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
 
-    def start_update(self) -> None:  # noqa: B027 (nothing to do where nothing is drawn)
-        """Another update begins, of all parameters at once or of one unit after the other."""
+    def start_update(self, number: int) -> None:  # noqa: B027 (nothing to do where nothing is drawn)
+        """Update `number`, from 0, begins: of all parameters at once or of one unit after the other."""
 
     @abstractmethod
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:

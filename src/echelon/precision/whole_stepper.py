@@ -120,9 +120,9 @@ class WholeStepper(Stepper):
         held = {local.parameter: [whole] for local, whole in self._wholes.items()}
         super().__init__(make_local(lambda _: optimizer, [], held), deferred=deferred)
 
-    def start_update(self) -> None:
+    def start_update(self, number: int) -> None:
         if self._rounding is not None:
-            self._rounding.start_update()
+            self._rounding.start_update(number)
 
     def counters(self) -> dict[str, int]:
         return {} if self._rounding is None else self._rounding.counters()

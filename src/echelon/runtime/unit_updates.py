@@ -44,11 +44,12 @@ class UnitUpdates:
             self.rehearsal.restore()
             self.rehearsal = None
 
-    def start_step(self) -> None:
+    def start_step(self, number: int) -> None:
+        """Update `number` begins, counted from 0."""
         check_takes_units(self._stepper.optimizer)  # somebody may have added a hook
         self._square, self.has_updated = None, False
         if self.rehearsal is None:
-            self._stepper.start_update()
+            self._stepper.start_update(number)
 
     def finish_passes(self) -> None:
         """No layer runs any more in this step."""

@@ -43,6 +43,7 @@ class Update(ABC):
     deferred: bool = False  # whether nobody reads them before the step returns
     units: UnitUpdates | None = None  # where units are updated in the backward pass
     loss_scaling: LossScaling | None = None  # of fp16
+    number: int = 0  # of the next update, from 0; one that is refused has a number too
 
     @property
     def loss_scale(self) -> Number:
@@ -154,7 +155,7 @@ class SynchronousUpdate(Update):
     def start_step(self) -> Number | None:
         self._stages.start_step()
         if self.units is not None:
-            self.units.start_step()
+            self.units.start_step(self.number)
         return self._last_count
 
     def tie(self) -> None:
@@ -197,7 +198,7 @@ class SynchronousUpdate(Update):
         """A microbatch without samples is an update that changes nothing, and so is one that overflows."""
         scaling = self._scaling
         if self.units is None:
-            self.stepper.start_update()
+            self.stepper.start_update(self.number)
             self.stepper.step(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
             self.stepper.step(1.0, scaling.skip)
