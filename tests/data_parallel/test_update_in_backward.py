@@ -225,16 +225,60 @@ def sometimes_all(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
 
-def test_a_count_that_changes_its_meaning_is_refused_before_the_backward_pass() -> None:
-    with make_engine("microbatches=2 update=last-backward", loss=sometimes_all) as engine:
-        engine.step(vectors(0))
+def ignoring(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = vectors(step)
+    targets[3] = -100
+    return inputs, targets
+
+
+@pytest.mark.parametrize("loss", [sometimes_all, counted])
+def test_what_a_loss_counts_may_show_in_a_later_step(loss: Callable[[Any, Any], Any]) -> None:
+    """The first batch has fitted all three, and one of them was guessed: a valid training was refused."""
+    results = []
+    for plan in ("microbatches=2", "microbatches=2 update=last-backward"):
+        with make_engine(plan, make=sgd, loss=loss) as engine:
+            for batch in (vectors(0), ignoring(1), vectors(2), ignoring(3)):
+                engine.step(batch)
+            results.append(states(engine))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("first", [vectors, ignoring], ids=["several fit", "one fits"])
+def test_a_count_that_changes_its_meaning_is_refused_before_the_backward_pass(
+    first: Callable[[int], tuple[Tensor, Tensor]],
+) -> None:
+    losses: list[Callable[[Any, Any], Any]] = [counted]
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return losses[0](output, target)
+
+    with make_engine("microbatches=2 update=last-backward", loss=loss) as engine:
+        engine.step(first(0))
+        engine.step(ignoring(1))
         before = states(engine)
-        inputs, targets = vectors(1)
-        targets[3] = -100
+        losses[0] = sometimes_all
         with pytest.raises(UserError, match=r"counts 6 for targets .* would have counted 5"):
-            engine.step((inputs, targets))
+            engine.step(ignoring(2))
         assert_same(before, states(engine))
-        engine.step(vectors(2))
+        losses[0] = counted
+        engine.step(vectors(3))
+
+
+def of_squares(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over samples, for which -100 is a target as any other."""
+    return (output[:, 0] - target).square().mean()
+
+
+def test_a_mean_counts_samples_whatever_their_targets() -> None:
+    """Where all were -100 the step was taken for one without samples."""
+    results = []
+    for plan in ("microbatches=2", "microbatches=2 update=last-backward"):
+        with make_engine(plan, make=sgd, loss=of_squares) as engine:
+            engine.step(vectors(0))
+            inputs, targets = vectors(1)
+            engine.step((inputs, torch.full_like(targets, -100)))
+            results.append(states(engine))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("plan", ["update=backward", "microbatches=2 update=last-backward"])

@@ -13,7 +13,8 @@ by, as long as this was the same for all losses of the update.
 
 Where units are updated in the backward pass (`exact`) nothing is left to divide by the true count. There the
 last count must be one of the three, which `learn` finds in a rehearsal of the first step, and all ranks must
-know it.
+know it. Where several fit, a batch for which they differ is rehearsed too. A device that nobody may read does
+not tell: there the last that fits is taken, and the numbers of a step say if it was wrong.
 """
 
 from typing import Any, NamedTuple, final
@@ -55,7 +56,7 @@ class LossNormaliser:
         divided by the true count."""
         plan = mesh.plan
         self._mesh, self._is_here, self._deferred = mesh, is_here or exact, deferred
-        self._rule: int | None = None  # which of the counts a loss counts; None if none of them
+        self._rules: tuple[int, ...] = (0, 1, 2)  # which of the counts a loss may count, as far as is known
         self._is_learned = False
         self._compares = exact and not deferred and plan.context == 1 and not plan.sequence
         self._has_all_losses = plan.data == plan.context == len(last_stage) == 1
@@ -73,25 +74,52 @@ class LossNormaliser:
         counts = self._over_replicas(count_targets(_targets(batch), samples, device), reads=reads)
         expected = None if count_before is None else _expected(counts, self._before, count_before)
         self._before, self._is_first = counts, False
-        num_losses = min(samples, self._mesh.plan.microbatches)
-        self._is_only = self._has_all_losses and self._updates_per_step >= num_losses
+        self._is_only = self._has_one_loss(samples)
         per_update = Counts(*(number / self._updates_per_step for number in counts))
         local = samples if self._has_all_losses and reads else None
         normaliser = StepNormaliser(per_update, expected, is_only=self._is_only, local=local)
+        self._last = normaliser
         if self._is_learned:
-            if self._rule is None and not self._is_only:
+            if not self._rules and not self._is_only:
                 raise self._unknown_count("earlier losses counted something else")
+            rule = self._rules[-1] if self._rules else None
             has_update = self._is_only and self._mesh.plan.stages == 1
-            normaliser.apply(self._rule, compares=self._compares, has_update=has_update)
+            normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
+
+    def _has_one_loss(self, samples: int) -> bool:
+        """Whether every update of a step is of one loss, which is here."""
+        num_losses = min(samples, self._mesh.plan.microbatches)
+        return self._has_all_losses and self._updates_per_step >= num_losses
 
     def learn(self, count: float) -> None:
         """The rehearsal of a step counted so much: find out what losses count. The same on every rank."""
         assert self._before is not None
-        matches = [rule for rule, number in enumerate(self._before) if float(number) == count]
+        matches = tuple(rule for rule in self._rules if float(self._before[rule]) == count)
+        if not self._has_pairs():
+            matches = (0,)
         if not matches and not self._is_only:
             raise self._unknown_count(f"the loss counts {count:g}")
-        self._rule, self._is_learned = (matches[-1] if matches else None), True
+        self._rules, self._is_learned = matches, True
+
+    def _has_pairs(self) -> bool:
+        """Whether a loss of the last step, on any rank, was (total, count), and not a mean of samples."""
+        flag = torch.tensor(float(self._last.has_pair), device=self._mesh.device)
+        if self._mesh.plan.ranks > 1:
+            group = self._mesh.group("all")
+            with group.ledger.about("loss counts"):
+                group.all_reduce(flag, "max")
+        return bool(flag)
+
+    def reopen(self, batch: Any, samples: int) -> bool:
+        """Whether this batch tells apart what losses may count: then it must be rehearsed, and learned from.
+        The same on every rank."""
+        is_known = len(self._rules) < 2 or self._deferred
+        if not self._is_learned or is_known or (self._has_one_loss(samples) and self._mesh.plan.stages == 1):
+            return False
+        counts = self._over_replicas(count_targets(_targets(batch), samples), reads=True)
+        self._is_learned = len({float(counts[rule]) for rule in self._rules}) == 1
+        return not self._is_learned
 
     def _unknown_count(self, found: str) -> UserError:
         assert self._before is not None
@@ -128,6 +156,7 @@ class StepNormaliser:
         one loss. `local`: the samples of the step, if all of its losses are this rank's."""
         self._counts, self._expected, self._is_only, self._local = counts, expected, is_only, local
         self._rule: int | None = None  # what must have been counted, and is compared
+        self.has_pair = False  # whether a loss was (total, count)
         self._has_update = False  # whether the one loss, and all that it updates, are this rank's
         self.is_empty: bool | Tensor = False  # whether no loss counts anything, where that must be known
 
@@ -139,6 +168,7 @@ class StepNormaliser:
 
     def of_loss(self, count: Number, targets: Any, *, is_pair: bool) -> Number:
         """For a loss that counted `count` for these targets."""
+        self.has_pair = self.has_pair or is_pair
         if self._is_only:
             self.is_empty = count == 0 if self._has_update else self.is_empty
             return _not_zero(count)

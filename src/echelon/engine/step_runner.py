@@ -302,6 +302,9 @@ class FlushedRunner(StepRunner):
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         self._update.number = step
+        if self._is_rehearsed and self._update.units is not None:
+            check_batch(batch)
+            self._is_rehearsed = not self._normaliser.reopen(batch, num_samples(batch))
         if not self._is_rehearsed:
             numbers = self._rehearse(batch, step)
             if numbers.error() is not None:  # a refused step, which keeps its number
