@@ -85,6 +85,17 @@ def test_below_float32_whole_masters_stay() -> None:
     assert torch.equal(local.tensor.view(SHAPE), master.bfloat16())
 
 
+def test_a_parameter_without_a_gradient_has_a_master_too() -> None:
+    """As it has on one device, whose masters are those of all weights."""
+    local = local_run(torch.bfloat16)
+    stepper = stepper_of(local, masters=True)
+    stepper.step(1.0)
+    (owned,) = stepper.held_whole()
+    assert owned.slice.part == MASTER
+    assert owned.tensor.tolist() == torch.arange(12.0).view(SHAPE).tolist()
+    assert local.tensor.tolist() == list(range(12))
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_skipped_update_and_one_without_gradients_change_nothing(deferred: bool) -> None:
     local = local_run(torch.float32)

@@ -133,7 +133,8 @@ class WholeStepper(Stepper):
             lambda local: local.tensor.grad is not None and (chosen is None or local.tensor in chosen)
         )
         updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
-        self._bring_weights(routes)
+        # Masters of all parameters, as one device has them: also of those that no update ever reaches.
+        self._bring_weights(self._routes if self._masters else routes)
         for whole in updated:
             whole.grad = torch.zeros_like(whole)
         routes.collect(_gradient, lambda local: _gradient_of(self._wholes[local]))
