@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.errors import UserError
-from echelon.optim import Adafactor
+from echelon.optim import SM3, Adafactor
 from tests.optim.parts import (
     InParts,
     random_gradients,
@@ -17,6 +17,7 @@ from tests.optim.parts import (
     state_bytes,
     worst,
 )
+from tests.reads import no_reads
 
 SHAPES = [(4, 6), (7,), (), (2, 3, 4), (1, 5), (5, 1), (2, 3, 3, 2)]
 OPTIONS: list[dict[str, Any]] = [
@@ -98,6 +99,60 @@ def test_scale_and_skip_come_on_the_device(refused: int) -> None:
             continue
         set_gradients(plain, gradients)
         optimizer.step()
+        reference.step()
+    assert worst(ours, plain) < 1e-6
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_update_that_is_refused_changes_nothing_also_without_eps(value: float, refused: int) -> None:
+    """In fp16 a first step that overflows is normal: then all averages are 0, and V has no least."""
+    parameters = random_parameters([(4, 6), (7,)], torch.float32)
+    parameters[0].data.mul_(1e20)  # whose square is infinite
+    optimizer = Adafactor(parameters, eps=(0.0, 1e-3), weight_decay=0.1)
+    for step in range(refused + 1):
+        before = copy.deepcopy([p.detach() for p in parameters])
+        averages = copy.deepcopy([list(state.values()) for state in optimizer.state.values()])
+        is_refused = step == refused
+        set_gradients(parameters, [torch.full_like(p, value if is_refused else 1.0) for p in parameters])
+        optimizer.found_inf = torch.tensor(float(is_refused))  # type: ignore[attr-defined]
+        optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+    after = [list(state.values()) for state in optimizer.state.values()]
+    known = averages or [[torch.zeros_like(each) for each in of_one] for of_one in after]
+    for one, other in zip(after, known, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("types", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_type_of_one_parameter_is_not_that_of_another(types: tuple[torch.dtype, ...]) -> None:
+    """torch takes eps[0]=None for that of the first one's type, for its whole group; here each has its own,
+    as in groups of one type each."""
+    gradients = [1e-3 * torch.randn(4, 4, generator=torch.Generator().manual_seed(7)).to(t) for t in types]
+    ours, theirs = ([nn.Parameter(torch.ones(4, 4, dtype=t)) for t in types] for _ in range(2))
+    set_gradients(ours, gradients)
+    set_gradients(theirs, gradients)
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    Adafactor(ours, **options).step()
+    torch.optim.Adafactor([{"params": [p]} for p in theirs], **options).step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert not torch.equal(one, torch.ones(4, 4))
+        assert torch.allclose(one, other, rtol=torch.finfo(one.dtype).eps)
+
+
+@pytest.mark.parametrize("kind", [Adafactor, SM3])
+@pytest.mark.parametrize("with_flags", [False, True])
+def test_a_rate_on_the_device_is_not_read(kind: Any, with_flags: bool) -> None:
+    ours, plain = random_parameters(SHAPES, torch.float32), random_parameters(SHAPES, torch.float32)
+    optimizer = kind(ours, lr=torch.tensor(0.25), weight_decay=0.1)
+    reference = kind(plain, lr=0.25, weight_decay=0.1)
+    for step in range(3):
+        set_gradients(ours, random_gradients(plain, step))
+        set_gradients(plain, random_gradients(plain, step))
+        if with_flags:
+            optimizer.found_inf = torch.tensor(0.0)
+        with no_reads():
+            optimizer.step()
         reference.step()
     assert worst(ours, plain) < 1e-6
 

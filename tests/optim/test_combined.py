@@ -1,5 +1,8 @@
 """Several optimizers as one."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,3 +82,24 @@ def test_a_parameter_belongs_to_one_of_them() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(UserError, match="1 parameters are in several"):
         CombinedOptimizer([torch.optim.SGD([weight]), torch.optim.Muon([weight])])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_is_one_of_its_own(copied: Callable[[Any], Any]) -> None:
+    parameters, combined = make()
+    step(combined, parameters)
+    before = copy.deepcopy(parameters)
+    other = copied(combined)
+    others = [p for group in other.param_groups for p in group["params"]]
+    step(other, others)
+    assert all(map(torch.equal, parameters, before)), "those of the copy alone are updated"
+    step(combined, parameters)
+    assert all(map(torch.equal, others, parameters))
+    assert all(each.state is other.state for each in other.optimizers)
+
+
+def test_groups_cannot_be_added() -> None:
+    """They would be in no optimizer, and never be updated."""
+    _, combined = make()
+    with pytest.raises(UserError, match="which of its 2 optimizers"):
+        combined.add_param_group({"params": random_parameters([(2,)])})

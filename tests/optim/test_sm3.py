@@ -121,6 +121,19 @@ def test_scale_and_skip_come_on_the_device(refused: int) -> None:
     assert worst(ours, plain) < 1e-6
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_first_update_that_is_refused_changes_nothing_also_without_eps(momentum: float) -> None:
+    """1e-60 is 0 in float32."""
+    parameters = random_parameters(SHAPES, torch.float32)
+    before = copy.deepcopy([p.detach() for p in parameters])
+    optimizer = SM3(parameters, momentum=momentum, eps=1e-60)
+    set_gradients(parameters, [torch.full_like(p, float("inf")) for p in parameters])
+    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+    assert not any(bool(value.any()) for state in optimizer.state.values() for value in state.values())
+
+
 def test_all_errors_of_its_options_are_told_at_once() -> None:
     with pytest.raises(UserError) as refusal:
         SM3([nn.Parameter(torch.ones(1))], lr=-1.0, momentum=1.0, eps=0.0, weight_decay=-1.0)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.errors import raise_errors
 from echelon.optim.exchange import Box, Shape, StatisticsBuffer, add_in_turns, whole_box
-from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
+from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
 
 
 @final
@@ -87,24 +87,29 @@ class Adafactor(SumOptimizer):
         updates = []
         for group, entries in work.groups:
             _average(group, entries, squares, work)
-            updates.append(self._normalize(group, entries, lengths))
+            updates.append(self._normalize(group, entries, lengths, work))
         lengths.reduce("sum")
         for (group, entries), of_group in zip(work.groups, updates, strict=True):
             _apply(group, entries, of_group, squares, lengths, work)
 
-    def _normalize(self, group: Group, entries: Sequence[Entry], lengths: StatisticsBuffer) -> list[Tensor]:
+    def _normalize(
+        self, group: Group, entries: Sequence[Entry], lengths: StatisticsBuffer, work: Work
+    ) -> list[Tensor]:
         """U of each box, in memory of its gradient if that may be used up; `lengths` get its squares."""
         updates: list[Tensor] = []
+        least = _least(group, entries[0]) ** 2
         for portion in portions(entries):
             gradients = [gradient for entry in portion for gradient in entry.gradients]
             normalized = [moment for entry in portion for moment in _second_moments(group, entry)]
-            torch._foreach_clamp_min_(normalized, _least(group, portion[0]) ** 2)
+            torch._foreach_clamp_min_(normalized, least)
             torch._foreach_rsqrt_(normalized)
             if self.uses_up_gradients and all(g.dtype == normalized[0].dtype for g in gradients):
                 torch._foreach_mul_(gradients, normalized)
                 normalized = gradients
             else:
                 torch._foreach_mul_(normalized, gradients)
+            if least < torch.finfo(normalized[0].dtype).tiny:  # else V is above 0
+                work.drop_refused(normalized)
             _add_norms(portion, [lengths[entry.part.number][0] for entry in portion], normalized)
             updates += normalized
         return updates
@@ -171,8 +176,6 @@ def _add_norms(entries: Sequence[Entry], targets: Sequence[Tensor], boxes: list[
 
 def _average(group: Group, entries: Sequence[Entry], sums: StatisticsBuffer, work: Work) -> None:
     """Move the averages: by step ** beta2_decay of the way to the squares of this gradient."""
-    if not entries:
-        return
     steps = [entry.state["step"] for entry in entries]
     torch._foreach_add_(steps, [work.kept(1.0)] * len(steps))  # one tensor for all would be read
     weights = work.kept(_counted(entries) ** group["beta2_decay"]).to(sums.dtype).unbind()
@@ -216,17 +219,16 @@ def _apply(
     work: Work,
 ) -> None:
     """W −= α U / max(1, RMS(U) / d), and decay."""
-    if not entries:
-        return
-    lr = float(group["lr"])
+    weights = [weight for entry in entries for weight in entry.weights]
+    dtype, lr = weights[0].dtype, rate_of(group, weights[0].device)
     relative = _rms(entries, squares).clamp(min=group["eps"][1]) * (_counted(entries) ** -0.5).clamp(max=lr)
     scale = work.kept(relative / (_rms(entries, lengths) / group["d"]).clamp(min=1.0))
-    weights = [weight for entry in entries for weight in entry.weights]
     if group["weight_decay"]:
-        torch._foreach_mul_(weights, 1 - work.kept(lr * group["weight_decay"], weights[0].dtype))
-    scales = scale.to(weights[0].dtype).unbind()
+        decay = work.kept(lr * group["weight_decay"], torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_(weights, 1 - decay)
+    scales = scale.to(dtype).unbind()
     of_each = [scale for entry, scale in zip(entries, scales, strict=True) for _ in entry.weights]
-    updates = [update.to(weight.dtype) for update, weight in zip(updates, weights, strict=True)]
+    updates = [update.to(dtype) for update in updates]
     torch._foreach_addcmul_(weights, updates, of_each, value=1.0 if group["maximize"] else -1.0)
 
 

@@ -40,6 +40,24 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.param_groups = [next(rest) for _ in optimizer.param_groups]
             optimizer.state = self.state
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: nobody would know which of the optimizers is to update them."""
+        if self.param_groups:
+            raise UserError(
+                f"CombinedOptimizer.add_param_group: nobody knows which of its {len(self.optimizers)} "
+                "optimizers is to update the new parameters; give them to one of those before "
+                "CombinedOptimizer is made"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose groups and state are its own."""
+        super().__setstate__(state)
+        self._connect()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Each optimizer updates its parameters."""
         loss = None if closure is None else closure()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.errors import raise_errors
 from echelon.optim.exchange import Box, Shape, StatisticsBuffer, maximum_in_turns, whole_box
-from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions
+from echelon.optim.sum_optimizer import Entry, Group, SumOptimizer, Work, portions, rate_of
 
 _MOST_DIMS = 64  # of any tensor
 
@@ -149,6 +149,8 @@ def _normalize(
     torch._foreach_add_(updates, group["eps"])
     torch._foreach_rsqrt_(updates)
     torch._foreach_mul_(updates, [gradient for entry in entries for gradient in entry.gradients])
+    if group["eps"] < torch.finfo(updates[0].dtype).tiny:  # as good as 0
+        work.drop_refused(updates)
     if not group["momentum"]:
         return updates
     smoothed = [view for entry in entries for view in entry.part.views(entry.state["momentum"])]
@@ -161,7 +163,8 @@ def _normalize(
 
 def _apply(group: Group, entries: Sequence[Entry], updates: list[Tensor], work: Work) -> None:
     weights = [weight for entry in entries for weight in entry.weights]
-    lr, dtype = float(group["lr"]), weights[0].dtype
+    lr = rate_of(group, weights[0].device)
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
     if group["weight_decay"]:
         torch._foreach_mul_(weights, 1 - work.kept(lr * group["weight_decay"], dtype))
     torch._foreach_add_(weights, torch._foreach_mul(updates, work.kept(-lr, updates[0].dtype)))

@@ -6,7 +6,7 @@ an update reads nothing from there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 @final
 @dataclass
 class Work:
-    """One update on one device: the parameters of each group that have gradients.
+    """One update on one device: the parameters of each group that have gradients, one type at a time.
 
     `keep` is 1, or 0 on the device where the update must change nothing; all gradients are 0 then.
     """
@@ -49,7 +49,18 @@ class Work:
 
     def kept(self, number: Any, dtype: torch.dtype = torch.float64) -> Any:
         """The number, or 0 where the update must change nothing: on the device then, in `dtype`."""
-        return number if self.keep is None else (number * self.keep).to(dtype)
+        if self.keep is not None:
+            # A product would be not a number where the number is infinite.
+            is_tensor = isinstance(number, Tensor)
+            number = torch.where(self.keep.bool(), number, 0.0) if is_tensor else number * self.keep
+        return number.to(dtype) if isinstance(number, Tensor) else number
+
+    def drop_refused(self, updates: Sequence[Tensor]) -> None:
+        """Zeros in place of `updates` where the update must change nothing: 0 / 0 may have been in them."""
+        if self.keep is not None:
+            is_refused = self.keep == 0
+            for update in updates:
+                update.masked_fill_(is_refused, 0.0)
 
     def buffer(self, name: str, shapes: Callable[[Shape], list[Shape]]) -> StatisticsBuffer:
         """Zeros for statistics of all parameters, in the same memory in every update."""
@@ -92,7 +103,11 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         self._find_parameters()
         for work in self._work:
-            work.groups = [(group, list(self._entries(group, work))) for group in self.param_groups]
+            work.groups = [
+                (group, of_type)
+                for group in self.param_groups
+                for of_type in _by_type(self._entries(group, work))
+            ]
             work.keep = self._apply_flags(work)
             self._update(work)
             work.groups = []
@@ -152,6 +167,21 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         for gradient in gradients:
             gradient.masked_fill_(is_refused, 0.0)
         return 1 - found_inf.double()
+
+
+def rate_of(group: Group, device: torch.device) -> float | Tensor:
+    """The learning rate. One that is a tensor on the device stays there: to read it would wait."""
+    rate = group["lr"]
+    is_there = isinstance(rate, Tensor) and rate.device == device
+    return rate.double().reshape(()) if is_there else float(rate)
+
+
+def _by_type(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """What an update computes of parameters of one type must not depend on those of another."""
+    by_type: dict[torch.dtype, list[Entry]] = {}
+    for entry in entries:
+        by_type.setdefault(entry.weights[0].dtype, []).append(entry)
+    return list(by_type.values())
 
 
 def portions(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
