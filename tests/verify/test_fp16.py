@@ -169,6 +169,20 @@ def test_bugs_of_loss_scaling_are_found(bug: Callable[[Engine], None], warm_rank
     assert not verdict.holds, str(verdict)
 
 
+def never_halve(engine: Engine) -> None:
+    scaling = engine._update.loss_scaling
+    assert scaling is not None
+    scaling.after_step = lambda **_: None  # type: ignore[method-assign]
+
+
+def test_a_scale_that_ignores_overflows_is_found(warm_ranks: WarmRanks) -> None:
+    """Updates are those of one device, since a power of two rounds nothing: only the scale itself tells."""
+    case = overflow_case(0, "rows", options=DYNAMIC)
+    verdict = verify(case, "data=2", precision="fp16", inject_bug=never_halve, ranks=warm_ranks(2))
+    wrong = {name for name, distance in verdict.distances.items() if not distance.holds}
+    assert wrong == {"loss_scale 2", "loss_scale 3", "loss_scale 4"}, str(verdict)
+
+
 def test_a_plan_of_fp16_is_proven_in_float64_too(warm_ranks: WarmRanks) -> None:
     verdict = verify(overflow_case(0, "rows", steps=()), "data=2 precision=fp16", ranks=warm_ranks(2))
     assert verdict.equal, str(verdict)

@@ -203,6 +203,7 @@ def result_of(engine: Engine, case: Case, metrics: Sequence[Metrics]) -> Trainin
         boundaries=engine.boundaries,
         masters=_masters(engine),
         skipped=[step.skipped for step in metrics],
+        loss_scales=[step.loss_scale for step in metrics],
     )
     return summarize(result) if engine.mesh.rank else result
 

@@ -9,6 +9,7 @@ they may end is measured, by three trainings of one case from the same weights:
     C  the plan in bf16, with float32 masters       C to B: must not be more
 
 In fp16 all three skip the same steps: those in which gradients of B, times its loss scale, are not finite.
+The loss scale of each step must be the same in B and C, exactly.
 
 The distance of x and y is ‖x − y‖ / (‖x‖ + ‖y‖): 0 where they are equal, 1/3 where one is twice the other,
 never above 1. For weights and masters, x and y are what training has added to the start.
@@ -95,7 +96,9 @@ class LowPrecisionVerdict:
     steps: int
     groups: dict[str, Distance]  # by kind: "weights", "master", or a key of the optimizer state
     tensors: dict[str, Distance]  # by "name" for weights, "name exp_avg" for optimizer state
-    numbers: dict[str, Distance]  # "loss 0", "grad_norm 0", … of each step, "evaluation 0" after the last
+    # "loss 0", "grad_norm 0", … of each step, "evaluation 0" after the last; "skipped 0" and "loss_scale 0"
+    # only of steps in which they differ
+    numbers: dict[str, Distance]
     rank_differences: tuple[str, ...]  # what some rank reports differently from rank 0
     against: str
 
@@ -244,14 +247,20 @@ def _number_distances(
             rounding = _scalar_distance(b, a)
             largest = max(rounding, largest)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
-    return distances | _skip_distances(result, rounded, against)
+    return distances if against == LOG else distances | _scaling_distances(result, rounded)
 
 
-def _skip_distances(result: TrainingResult, rounded: TrainingResult, against: str) -> dict[str, Distance]:
-    """The steps that only one of the two skipped. Asynchronous workers each skip their own."""
-    pairs = () if against == LOG else zip(result.skipped, rounded.skipped, strict=True)
-    unlike = [step for step, (c, b) in enumerate(pairs) if c != b]
-    return {f"skipped {step}": Distance(math.inf, 0.0, 0.0) for step in unlike}
+def _scaling_distances(result: TrainingResult, rounded: TrainingResult) -> dict[str, Distance]:
+    """The steps that only one of the two skipped, or that had another loss scale: both must be the same,
+    exactly. Asynchronous workers each have their own."""
+    compared = {
+        "skipped": zip(result.skipped, rounded.skipped, strict=True),
+        "loss_scale": zip(result.loss_scales, rounded.loss_scales, strict=True),
+    }
+    unlike = [
+        f"{name} {step}" for name, pairs in compared.items() for step, (c, b) in enumerate(pairs) if c != b
+    ]
+    return dict.fromkeys(unlike, Distance(math.inf, 0.0, 0.0))
 
 
 def _scalar_distance(first: float, second: float) -> float:

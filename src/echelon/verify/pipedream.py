@@ -42,7 +42,7 @@ def train_by_formula(
     versions = [reference.copy()]
     version_of = _version_rule(plan)
     batches = case.batches(dtype)
-    losses, skipped = [], []
+    losses, skipped, loss_scales = [], [], []
     found = set(overflows)
     for step, batch in enumerate(batches):
         total = count = 0.0
@@ -65,9 +65,10 @@ def train_by_formula(
             total, count = total + part_total, count + part_count
         losses.append(total / count)
         skipped.append(not found.isdisjoint(_made_in(plan, step)))
+        loss_scales.append(scale.value)
         scale.after_step(skipped=skipped[-1])
     result = reference.result(losses, [], batches[-1])
-    result.skipped, result.overflows = skipped, sorted(found)
+    result.skipped, result.loss_scales, result.overflows = skipped, loss_scales, sorted(found)
     return result
 
 

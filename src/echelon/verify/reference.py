@@ -37,11 +37,12 @@ class TrainingResult:
     boundaries: list[int] = field(default_factory=list)  # the layers before which stages begin
     masters: dict[str, Tensor] = field(default_factory=dict)  # of the weights, below float32
     skipped: list[bool] = field(default_factory=list)  # each step, by fp16's loss scaling
+    loss_scales: list[float] = field(default_factory=list)  # what the loss of each step was multiplied by
     overflows: list[tuple[int, int]] = field(default_factory=list)  # of a reference: each (update, stage)
 
     @property
-    def numbers(self) -> tuple[list[float], list[float], list[bool], float]:
-        return self.losses, self.grad_norms, self.skipped, self.evaluation
+    def numbers(self) -> tuple[list[float], list[float], list[bool], list[float], float]:
+        return self.losses, self.grad_norms, self.skipped, self.loss_scales, self.evaluation
 
 
 @final
@@ -183,7 +184,7 @@ def train_on_one_device(
     """
     reference = ReferenceModel(case, dtype, keeps_masters=keeps_masters)
     scale = ReferenceScale(case, dtype)
-    losses, grad_norms, skipped = [], [], []
+    losses, grad_norms, skipped, loss_scales = [], [], [], []
     batches = case.batches(dtype)
     for step, batch in enumerate(batches):
         loss = mean(reference.loss(batch, step)).to(torch.promote_types(dtype, torch.float32))
@@ -196,9 +197,10 @@ def train_on_one_device(
         grad_norms.append(math.inf if skips else reference.update(gradients))
         losses.append(float(loss.detach()))
         skipped.append(skips)
+        loss_scales.append(scale.value)
         scale.after_step(skipped=skips)
     result = reference.result(losses, grad_norms, batches[-1])
-    result.skipped = skipped
+    result.skipped, result.loss_scales = skipped, loss_scales
     result.overflows = [(step, 0) for step, skips in enumerate(skipped) if skips]
     return result
 
