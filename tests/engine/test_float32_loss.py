@@ -1,5 +1,6 @@
 """A loss is given float32, whatever the model computes in."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,6 +30,28 @@ def test_outputs_below_float32_are_converted_in_any_structure() -> None:
     assert (given["logits"].dtype, given["ids"][0].dtype, given["name"]) == (torch.float32, torch.int64, "x")
     assert in_float32(loss, torch.float32) is loss
     assert in_float32(cross_entropy, HALF) is cross_entropy, "which converts in parts"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """An output of the user's own, which torch takes for one leaf."""
+
+    logits: Tensor
+    parts: list[Any]
+    name: str = "x"
+
+
+def test_fields_of_dataclasses_are_converted_too() -> None:
+    seen: list[Any] = []
+    half = torch.ones(2, dtype=HALF, requires_grad=True)
+    output = Prediction(half, [Prediction(half, []), 3])
+    in_float32(lambda given, _: seen.append(given), HALF)((output,), None)
+    ((given,),) = seen
+    assert isinstance(given, Prediction)
+    assert (given.logits.dtype, given.parts[0].logits.dtype) == (torch.float32, torch.float32)
+    assert (given.parts[1], given.name) == (3, "x")
+    assert given.logits.grad_fn is not None
+    assert output.logits is half, "the model's own is left as it is"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -3,6 +3,8 @@
 In fp16 a sum over 10,000 tokens is infinite, and in bf16 a mean has three digits.
 """
 
+import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -27,5 +29,16 @@ def in_float32(loss: Loss, dtype: torch.dtype) -> Loss:
 
 
 def _in_float32(leaf: Any) -> Any:
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # one that torch does not know
+        return _fields_in_float32(leaf)
     is_low = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
     return leaf.float() if is_low else leaf
+
+
+def _fields_in_float32(output: Any) -> Any:
+    """A copy, made without its __init__, which may compute. A frozen one may be set nowhere else."""
+    converted = copy.copy(output)
+    for field in dataclasses.fields(output):
+        if hasattr(output, field.name):
+            object.__setattr__(converted, field.name, tree_map(_in_float32, getattr(output, field.name)))
+    return converted

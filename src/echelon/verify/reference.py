@@ -5,9 +5,10 @@ echelon's code it uses only the dropout masks, and says itself which step and sa
 hashes that stochastic rounding draws, and the settings of a loss scale, which it applies itself.
 """
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, final
 
 import torch
@@ -151,7 +152,7 @@ class ReferenceModel:
         inputs, targets = batch
         output = self.model(cast_floats(inputs, self._dtype))
         if self._dtype.itemsize < 4:
-            output = cast_floats(output, torch.float32)
+            output = _in_float32(output)
         return self._case.loss(output, targets)
 
     def _full_masters(self) -> dict[str, Tensor]:
@@ -203,6 +204,16 @@ def train_on_one_device(
     result.skipped, result.loss_scales = skipped, loss_scales
     result.overflows = [(step, 0) for step, skips in enumerate(skipped) if skips]
     return result
+
+
+def _in_float32(output: Any) -> Any:
+    """What a model returned, which may be a dataclass of the user's own."""
+    if not is_dataclass(output) or isinstance(output, type):
+        return cast_floats(output, torch.float32)
+    converted = copy.copy(output)
+    for each in fields(output):
+        object.__setattr__(converted, each.name, cast_floats(getattr(output, each.name), torch.float32))
+    return converted
 
 
 def is_finite(gradients: Iterable[Tensor | None]) -> bool:
