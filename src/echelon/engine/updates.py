@@ -11,6 +11,7 @@ from echelon.data_parallel import Sharing
 from echelon.engine.arguments import check_optimizer
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.parameter_parts import make_exchange
+from echelon.engine.sparse_checks import check_sparse_gradients
 from echelon.engine.whole_routes import make_routes
 from echelon.errors import UserError
 from echelon.mesh import Mesh
@@ -68,9 +69,9 @@ def make_update(
         )
     deferred = reads_late(mesh.device)
     rounding = None if plan.masters else KeyedRounding(seed)
-    stepper = _make_stepper(
-        make_whole(make, local.trained()), local, mesh, layers, rounding, deferred=deferred
-    )
+    made = make_whole(make, local.trained())
+    check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
+    stepper = _make_stepper(made, local, mesh, layers, rounding, deferred=deferred)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
@@ -100,7 +101,7 @@ def _make_stepper(
 ) -> Stepper:
     """The optimizer over what this rank holds, as the optimizer needs it."""
     masters = has_masters(mesh.plan)
-    if has_parts(mesh.plan) and need_of(optimizer) is Need.WHOLE:
+    if _needs_whole(optimizer, mesh.plan):
         routes = make_routes(local, layers, mesh)
         return WholeStepper(optimizer, routes, masters=masters, rounding=rounding, deferred=deferred)
     given = (lambda _: optimizer, local.trained(), local.local_parameters())
@@ -113,6 +114,11 @@ def _make_stepper(
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         optimizer.share(make_exchange(stepper, local, layers, mesh))
     return stepper
+
+
+def _needs_whole(optimizer: torch.optim.Optimizer, plan: Plan) -> bool:
+    """Whether parameters must be put together for the optimizer."""
+    return has_parts(plan) and need_of(optimizer) is Need.WHOLE
 
 
 def has_masters(plan: Plan) -> bool:

@@ -1,0 +1,49 @@
+"""Sparse gradients that no optimizer takes, refused by the embeddings that make them, before the first step.
+
+Replicas sum dense gradients. With a single one, gradients stay as a module made them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from echelon.data_parallel import SingleReplica
+from echelon.errors import raise_errors
+from echelon.launching.group import check_on_every_rank
+from echelon.optim.sum_optimizer import SumOptimizer
+from echelon.plan import Plan
+from echelon.runtime import LocalStages
+
+
+def check_sparse_gradients(
+    optimizer: torch.optim.Optimizer, local: LocalStages, plan: Plan, *, needs_whole: bool
+) -> None:
+    """Refuse embeddings with sparse=True that `optimizer`, over the model's own parameters, cannot update.
+    `needs_whole`: it gets parameters whole from the ranks that hold parts of them."""
+
+    def check() -> None:
+        errors = list(_errors(optimizer, local, needs_whole))
+        raise_errors(f"the optimizer {type(optimizer).__name__} with plan '{plan}'", errors)
+
+    if plan.stages > 1:  # an embedding is on one of them
+        check_on_every_rank(check)
+    else:
+        check()
+
+
+def _errors(optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: bool) -> Iterator[str]:
+    inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
+    refusing = [each for each in inside if needs_whole or isinstance(each, SumOptimizer)]
+    refused = {p for each in refusing for group in each.param_groups for p in group["params"]}
+    for sharing in local.sharings:
+        if not isinstance(sharing, SingleReplica):
+            continue
+        names = {p: name for name, p in sharing.parameter_set.trained}
+        for module in (inner for outer in local.modules for inner in outer.modules()):
+            is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            if is_sparse and module.weight in names and module.weight in refused:
+                yield (
+                    f"{names[module.weight]} is of an embedding with sparse=True, and the update needs all "
+                    "elements of its gradient; set sparse=False, or give it to SparseAdam"
+                )
