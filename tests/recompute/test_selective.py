@@ -187,6 +187,14 @@ def test_a_product_runs_again_for_a_sum_if_its_rows_are_short(monkeypatch: pytes
     assert short < share() - 0.1
 
 
+def test_logits_are_kept_in_place_of_their_float32_copy() -> None:
+    """The loss casts a view of them, which is gone when log-softmax has computed what it saves."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 256).bfloat16()
+    x, targets = torch.randn(4, 32, 16, dtype=torch.bfloat16), torch.randint(256, (4, 32))
+    assert compare(lambda: cross_entropy(head(x), targets)[0], head) < 0.55
+
+
 def test_long_chains_are_kept() -> None:
     def middle(h: Tensor) -> Tensor:
         for _ in range(40):

@@ -156,8 +156,11 @@ class _Memo:
         if 2 * sum(need.new_bytes.values()) > num_bytes:
             return False
         for source, tensor in need.held:
-            lasting = tensor.clone() if self._is_freed(tensor) else tensor
-            source.hold(_find(self._kept, lasting) or self._hold(lasting), lasting)
+            if self._is_freed(tensor):
+                copy = tensor.clone()
+                source.hold_copy(self._hold(copy), copy)
+            else:
+                source.hold(_find(self._kept, tensor) or self._hold(tensor))
         return True
 
     def _need(self, call: Call, num_bytes: int, depth: int = 0, *, in_sum: bool = False) -> _Need | None:

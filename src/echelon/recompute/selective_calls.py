@@ -49,26 +49,38 @@ class Source:
     __slots__ = ("_tensor", "_version", "_view", "kept", "made_by", "num_bytes")
 
     def __init__(self, tensor: Tensor, made_by: Output | None, kept: KeptTensor | None) -> None:
-        self._tensor, self._version = weakref.ref(tensor), tensor._version
-        self._view = None if made_by is None and kept is None else View.of(tensor)
+        self._tensor, self._version = weakref.ref(_longest_lived(tensor)), tensor._version
+        self._view = View.of(tensor)
         self.num_bytes, self.made_by, self.kept = tensor.nbytes, made_by, kept
 
     @property
     def tensor(self) -> Tensor | None:
-        """The argument as it was, if it still exists."""
+        """The memory of the argument as it was, if it still exists."""
         tensor = self._tensor()
         return tensor if tensor is not None and tensor._version == self._version else None
 
-    def hold(self, kept: KeptTensor, tensor: Tensor) -> None:
-        """The memory of the tensor is kept: how it was made does not matter any more."""
-        self.kept, self.made_by, self._view = kept, None, View.of(tensor)
+    def hold(self, kept: KeptTensor) -> None:
+        """The memory is kept: how it was made does not matter any more."""
+        self.kept, self.made_by = kept, None
+
+    def hold_copy(self, kept: KeptTensor, copy: Tensor) -> None:
+        """The same, in memory of its own."""
+        self.hold(kept)
+        self._view = View.of(copy)
 
     def value(self) -> Tensor:
-        assert self._view is not None, "an argument that nobody keeps"
         if self.kept is not None:
             return self._view.take(self.kept.take())
-        assert self.made_by is not None
+        assert self.made_by is not None, "an argument that nobody keeps"
         return self._view.take(self.made_by.value())
+
+
+def _longest_lived(tensor: Tensor) -> Tensor:
+    """A view may be gone at once, where what it shows is still there: `logits.flatten(0, 1).float()`."""
+    base = tensor._base
+    if base is None or base.nbytes != tensor.nbytes or type(base) is not Tensor or base.dtype != tensor.dtype:
+        return tensor
+    return base
 
 
 class Weight:
