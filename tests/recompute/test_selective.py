@@ -16,7 +16,7 @@ import echelon
 from echelon.memory import Meter
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.recompute import selective_operations
-from echelon.recompute.selective import selective
+from echelon.recompute.selective import _Memo, _Recorder, selective
 from tests.cases import sgd
 from tests.contract_models import ResNet, class_loss, images
 from tests.huggingface.models import double
@@ -295,10 +295,36 @@ def test_without_gradients_nothing_is_watched() -> None:
     assert hooks(False) is None
 
 
+def test_a_block_takes_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls nothing that must be watched operation by operation; and what query, key and value save is
+    looked at once, not three times."""
+    settled: list[Any] = []
+    settle = _Memo._settle
+
+    def noted(self: _Memo, call: Any, num_bytes: int) -> bool:
+        settled.append(call.function)
+        return settle(self, call, num_bytes)
+
+    monkeypatch.setattr(_Memo, "_settle", noted)
+    monkeypatch.setattr(_Recorder, "__enter__", lambda _: pytest.fail("watched by operation"))
+    block, x = build(GPT).blocks[0], torch.randn(4, 32, 64, requires_grad=True)
+    with selective():
+        block(x)
+    assert settled == [F.layer_norm, Tensor.add, F.layer_norm, F.gelu]
+
+
+def test_products_that_are_too_long_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selective_operations._BYTES_PER_FLOP, "cpu", 10.0)
+    monkeypatch.setattr(_Memo, "record", lambda *_: pytest.fail("noted"))
+    with selective():
+        nn.Linear(16, 64)(torch.randn(32, 16))
+
+
 def test_arguments_by_name_and_sparse_ones() -> None:
     share_of(lambda h: torch.add(input=h, other=1) * F.linear(input=h, weight=torch.eye(64)))
     share_of(lambda h: F.gelu(h) + torch.addmm(input=h, mat1=h, mat2=torch.eye(64)))
     share_of(lambda h: torch.add(h, torch.eye(32, 64).to_sparse()) * h)
+    share_of(lambda h: F.gelu(h).type(h.type()))
 
 
 def test_autocast_inside_a_model() -> None:

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.plan import Plan
-from echelon.recompute.selective_calls import Call, Output, Source, View, Weight, leaves, replace
+from echelon.recompute.selective_calls import Call, Output, Source, View, Weight, leaves
 from echelon.recompute.selective_operations import (
     MOST_PASSES,
-    SIMPLE,
-    STRAIGHT,
+    WAYS,
     Kind,
+    Way,
+    drops_nothing,
     is_autocast,
     kind_of,
     passes_product,
@@ -40,6 +40,7 @@ from echelon.saved_tensors import replace as replace_saved
 _SMALL = 16  # an argument that is so many times smaller than what is saved is held rather than computed
 _DEEPEST = 12  # calls of which one needs the next
 _SMALLEST = 1024  # bytes: below, the time of the host counts for more than the memory
+_free_reference = torch.UntypedStorage._free_weak_ref
 
 
 def selective_of(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
@@ -84,29 +85,43 @@ class _Again(NamedTuple):
         return self.view.take(self.output.value())
 
 
-class _Memory(NamedTuple):
+class _Memory:
     """What is in a storage at some time. The weak reference keeps its address from being used again."""
 
-    version: int  # how often it was written
-    dtype: torch.dtype
-    storage: StorageWeakRef
-    value: Any  # the output of a call; or a kept tensor
+    __slots__ = ("_dtype", "_reference", "_version", "kept", "output")
 
-    @classmethod
-    def of(cls, tensor: Tensor, value: Any) -> "_Memory":
-        return cls(tensor._version, tensor.dtype, StorageWeakRef(tensor.untyped_storage()), value)
+    def __init__(self, tensor: Tensor, output: Output | None, kept: KeptTensor | None) -> None:
+        """`output`: of the call that wrote it. `kept`: by somebody, for the backward pass."""
+        self._version, self._dtype = tensor._version, tensor.dtype
+        self._reference = tensor.untyped_storage()._weak_ref()
+        self.output, self.kept = output, kept
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is that of the tensor, as it is now."""
+        return self._version == tensor._version and self._dtype == tensor.dtype
+
+    def __del__(self) -> None:
+        _free_reference(self._reference)  # type: ignore[no-untyped-call]
 
 
-class _Need(NamedTuple):
-    """What it takes to repeat a call: bytes that memory moves, tensors to hold, and which storages, by their
-    bytes, are held for this alone."""
+class _Need:
+    """What it takes to repeat a call, for so many bytes that autograd saves."""
 
-    cost: float
-    held: list[tuple[Source, Tensor]]
-    new_bytes: dict[int, int]
+    __slots__ = ("cost", "held", "num_bytes")
 
-    def plus(self, other: "_Need") -> "_Need":
-        return _Need(self.cost + other.cost, self.held + other.held, self.new_bytes | other.new_bytes)
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.cost = 0.0  # bytes that memory moves
+        # Tensors to hold, and how many bytes for this alone.
+        self.held: list[tuple[Source, Tensor, int]] = []
+
+    def hold(self, source: Source, tensor: Tensor, num_new_bytes: int) -> bool:
+        self.held.append((source, tensor, num_new_bytes))
+        return True
+
+    def num_new_bytes(self) -> int:
+        """Several arguments may lie in one storage."""
+        return sum({_address(tensor): num_bytes for _, tensor, num_bytes in self.held if num_bytes}.values())
 
 
 class _Memo:
@@ -115,88 +130,103 @@ class _Memo:
     def __init__(self, *, frees_weights: bool) -> None:
         self._frees_weights = frees_weights
         # By the address of a storage.
-        self._outputs: dict[int, _Memory] = {}
-        self._kept: dict[int, _Memory] = {}
+        self._memories: dict[int, _Memory] = {}
         self._weights: set[int] = set()
         self._hooks = current_hooks()
 
     def close(self) -> None:
         """The forward pass is over. Autograd holds this as long as a graph."""
-        self._outputs, self._kept, self._weights = {}, {}, set()
+        self._memories, self._weights = {}, set()
 
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        if self._note_weight(tensor):
+        if self._note_weight(tensor) or tensor.layout is not torch.strided:
             return KeptTensor(tensor, self._hooks)
-        output = _find(self._outputs, tensor)
-        if output is None or output.call.is_product or not self._settle(output.call, _num_bytes(tensor)):
-            return self._hold(tensor)
-        output.call.num_waiting += 1
+        memory = self._memory(tensor)
+        if memory is None or memory.kept is not None or (output := memory.output) is None:
+            return self._hold(tensor, memory)
+        call = output.call
+        if call.is_product or not (call.is_settled or self._settle(call, _num_bytes(tensor))):
+            return self._hold(tensor, memory)
+        call.num_waiting += 1
         return _Again(output, View.of(tensor))
 
     @staticmethod
     def unpack(saved: "_Again | KeptTensor") -> Tensor:
         return saved.take()
 
-    def _hold(self, tensor: Tensor) -> KeptTensor:
-        """Keep a tensor; others share it."""
+    def _hold(self, tensor: Tensor, memory: _Memory | None) -> KeptTensor:
+        """Keep a tensor, which is in this memory; others share it."""
         kept = KeptTensor(tensor, self._hooks)
-        if tensor.layout is torch.strided and _find(self._kept, tensor) is None:
-            self._kept[_address(tensor)] = _Memory.of(tensor, kept)
+        if memory is None:
+            self._memories[_address(tensor)] = _Memory(tensor, None, kept)
+        elif memory.kept is None:
+            memory.kept = kept
         return kept
+
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        """What there is for the memory of a tensor, as it is now."""
+        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        return memory if memory is not None and memory.has(tensor) else None
 
     # Which calls can be repeated.
 
     def _settle(self, call: Call, num_bytes: int) -> bool:
         """Whether to repeat `call` for a saved tensor of so many bytes; what it needs is held then."""
-        need = self._need(call, num_bytes)
-        if need is None or need.cost > MOST_PASSES * num_bytes:
+        need = _Need(num_bytes)
+        if not self._add_call(need, call, 0, in_sum=False):
             return False
-        if 2 * sum(need.new_bytes.values()) > num_bytes:
+        if 2 * need.num_new_bytes() > num_bytes:
             return False
-        for source, tensor in need.held:
+        for source, tensor, _ in need.held:
             if self._is_freed(tensor):
                 copy = tensor.clone()
-                source.hold_copy(self._hold(copy), copy)
+                source.hold_copy(KeptTensor(copy, self._hooks), copy)
             else:
-                source.hold(_find(self._kept, tensor) or self._hold(tensor))
+                memory = self._memory(tensor)
+                source.hold((memory and memory.kept) or self._hold(tensor, memory))
+        call.is_settled = True
         return True
 
-    def _need(self, call: Call, num_bytes: int, depth: int = 0, *, in_sum: bool = False) -> _Need | None:
+    def _add_call(self, need: _Need, call: Call, depth: int, *, in_sum: bool) -> bool:
+        """Add what a call needs; whether it is cheap enough."""
+        need.cost += call.cost
+        if need.cost > MOST_PASSES * need.num_bytes:
+            return False
         in_sum = passes_product(call.function, in_sum=in_sum)
-        total = _Need(call.cost, [], {})
         for source in call.sources:
-            need = self._need_of(source, num_bytes, depth, in_sum=in_sum)
-            if need is None or total.cost + need.cost > MOST_PASSES * num_bytes:
-                return None
-            total = total.plus(need)
-        return total
+            if source.kept is None and not self._add_source(need, source, depth, in_sum=in_sum):
+                return False
+        return True
 
-    def _need_of(self, source: Source, num_bytes: int, depth: int, *, in_sum: bool) -> _Need | None:
+    def _add_source(self, need: _Need, source: Source, depth: int, *, in_sum: bool) -> bool:
         """An argument is kept by somebody else, or small, or made again, or held for this alone."""
-        if source.kept is not None:
-            return _Need(0, [], {})
-        is_small, alone = source.num_bytes * _SMALL <= num_bytes, None
+        is_small, made_by = source.num_bytes * _SMALL <= need.num_bytes, source.made_by
         if (tensor := source.tensor) is not None:
-            alone = _Need(0, [(source, tensor)], {_address(tensor): source.num_bytes})
             if self._is_freed(tensor):
-                return alone if is_small else None
-            if _find(self._kept, tensor) is not None:
-                return _Need(0, [(source, tensor)], {})
-        if source.made_by is None or depth == _DEEPEST or (is_small and alone is not None):
-            return alone
-        call = source.made_by.call
-        if call.is_product and not in_sum:
-            return alone
-        return self._need(call, num_bytes, depth + 1, in_sum=in_sum) or alone
+                return is_small and need.hold(source, tensor, source.num_bytes)
+            memory = self._memory(tensor)
+            if memory is not None and memory.kept is not None:
+                return need.hold(source, tensor, 0)
+            if is_small:
+                return need.hold(source, tensor, source.num_bytes)
+        if made_by is not None and depth < _DEEPEST and (in_sum or not made_by.call.is_product):
+            cost, num_held = need.cost, len(need.held)
+            if self._add_call(need, made_by.call, depth + 1, in_sum=in_sum):
+                return True
+            need.cost = cost
+            del need.held[num_held:]
+        return tensor is not None and need.hold(source, tensor, source.num_bytes)
 
     def _note_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight; or a view of one, where weights are freed."""
-        is_weight = issubclass(type(tensor), nn.Parameter)
-        if self._frees_weights and (is_weight or issubclass(type(tensor._base), nn.Parameter)):
+        kind = type(tensor)
+        if not self._frees_weights:
+            return kind is not Tensor and issubclass(kind, nn.Parameter)
+        is_weight = issubclass(kind, nn.Parameter) or issubclass(type(tensor._base), nn.Parameter)
+        if is_weight:
             self._weights.add(_address(tensor))
-            return True
         return is_weight
 
     def _is_freed(self, tensor: Tensor) -> bool:
@@ -205,44 +235,61 @@ class _Memo:
 
     # What the forward pass does.
 
-    def record(
-        self, function: Any, args: Any, kwargs: Any, result: Any, product_cost: float | None = None
-    ) -> None:
-        """A call that has returned new memory."""
+    def record_product(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A product that is too long to run again needs no note."""
+        if isinstance(result, Tensor):
+            cost = product_cost(function, args, result)
+            if cost <= MOST_PASSES * result.nbytes:
+                self.record(function, args, kwargs, result, cost)
+
+    def record(self, function: Any, args: Any, kwargs: Any, result: Any, cost: float | None = None) -> None:
+        """A call that has returned new memory. `cost`: of a product."""
         outputs = result if type(result) is tuple else (result,)
-        if not isinstance(outputs[0], Tensor) or outputs[0].nbytes < _SMALLEST:
+        first = outputs[0]
+        if not isinstance(first, Tensor) or first.layout is not torch.strided or first.nbytes < _SMALLEST:
             return
-        if any(leaf.device != outputs[0].device for leaf in args[:1] if isinstance(leaf, Tensor)):
+        if args and isinstance(args[0], Tensor) and args[0].device != first.device:
             return  # it was moved
+        sources: list[Source] = []
         try:
-            args, kwargs = replace(args, self._source), replace(kwargs, self._source)
+            args = [self._stand_in(leaf, sources) for leaf in args]
+            kwargs = {name: self._stand_in(leaf, sources) for name, leaf in kwargs.items()}
         except _SpecialTensorError:
             return
-        call = Call(function, args, kwargs, product_cost)
+        call = Call(function, args, kwargs, sources, cost)
         for number, output in enumerate(outputs):
             if isinstance(output, Tensor):
-                call.cost += output.nbytes if product_cost is None else 0
-                self._outputs[_address(output)] = _Memory.of(output, Output(call, number))
+                call.cost += output.nbytes if cost is None else 0
+                self._memories[_address(output)] = _Memory(output, Output(call, number), None)
 
-    def _source(self, leaf: Any) -> Any:
-        """What stands for an argument."""
+    def _stand_in(self, leaf: Any, sources: list[Source]) -> Any:
+        """What stands for an argument; sources are listed too."""
+        kind = type(leaf)
+        if kind is tuple or kind is list:
+            return kind([self._stand_in(item, sources) for item in leaf])
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.layout is not torch.strided or leaf.dtype.is_complex:
             raise _SpecialTensorError
-        if type(leaf) is nn.Parameter and not self._frees_weights:
+        if kind is nn.Parameter and not self._frees_weights:
             return Weight(leaf)
-        if self._note_weight(leaf):
-            return Source(leaf, None, None)
-        if type(leaf) is not Tensor:
+        source = self._source(leaf)
+        sources.append(source)
+        return source
+
+    def _source(self, tensor: Tensor) -> Source:
+        if self._note_weight(tensor):
+            return Source(tensor, None, None)
+        if type(tensor) is not Tensor:
             raise _SpecialTensorError
-        return Source(leaf, _find(self._outputs, leaf), _find(self._kept, leaf))
+        memory = self._memory(tensor)
+        return Source(tensor, None, None) if memory is None else Source(tensor, memory.output, memory.kept)
 
     def forget(self, args: Any, kwargs: Any) -> None:
         """Arguments were written: no call makes them as they are now."""
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._outputs.pop(_address(leaf), None)
+                self._memories.pop(_address(leaf), None)
 
 
 class _Watch(TorchFunctionMode):
@@ -253,15 +300,17 @@ class _Watch(TorchFunctionMode):
         self._memo, self._recorder = memo, _Recorder(memo)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in STRAIGHT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        way, kwargs = WAYS.get(func), kwargs or {}
+        if way is Way.STRAIGHT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func not in SIMPLE or not args or "out" in kwargs or is_autocast():
-            with self._recorder:
+        if way is None or not args or is_autocast() or "out" in kwargs:
+            with nullcontext() if drops_nothing(func, kwargs) else self._recorder:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if returns_new_memory(result, args):
-            self._memo.record(func, args, kwargs, result, product_cost(func, args, result))
+        if way is Way.PRODUCT:
+            self._memo.record_product(func, args, kwargs, result)
+        elif way is Way.NEW or returns_new_memory(result, args):
+            self._memo.record(func, args, kwargs, result)
         return result
 
 
@@ -294,16 +343,6 @@ class _SpecialTensorError(Exception):
 def _num_bytes(tensor: Tensor) -> int:
     """What it takes to keep a tensor: no more than its storage, of which it may repeat elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else 0
-
-
-def _find(memories: dict[int, _Memory], tensor: Tensor) -> Any:
-    """What there is for the memory of a tensor, as it is now."""
-    if tensor.layout is not torch.strided:
-        return None
-    memory = memories.get(_address(tensor))
-    if memory is None or memory.version != tensor._version or memory.dtype != tensor.dtype:
-        return None
-    return memory.value
 
 
 def _address(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.recompute.selective_operations import without_autocast
+from echelon.recompute.selective_operations import is_autocast, without_autocast
 from echelon.saved_tensors import KeptTensor, check_unchanged
 
 
@@ -84,14 +84,14 @@ def _longest_lived(tensor: Tensor) -> Tensor:
 
 
 class Weight:
-    """An argument that is a parameter: it is there in the backward pass, unchanged."""
+    """A parameter: it is there in the backward pass, unchanged."""
 
     __slots__ = ("_parameter", "_version")
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter, self._version = parameter, parameter._version
 
-    def value(self) -> Tensor:
+    def take(self) -> Tensor:
         check_unchanged(self._parameter, self._version)
         return self._parameter
 
@@ -99,15 +99,20 @@ class Weight:
 class Call:
     """An operation. Its outputs are computed once for all that wait for them, and then let go."""
 
+    __slots__ = (
+        *("_args", "_kwargs", "_values", "cost", "function"),
+        *("is_product", "is_settled", "num_waiting", "sources"),
+    )
+
     def __init__(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, product_cost: float | None
+        self, function: Callable[..., Any], args: Any, kwargs: Any, sources: list[Source], cost: float | None
     ) -> None:
-        """`args` and `kwargs` have sources in place of tensors."""
-        self.function, self._args, self._kwargs = function, args, kwargs
-        self.is_product = product_cost is not None
-        self.sources = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Source)]
+        """`args` and `kwargs` have sources in place of tensors. `cost`: of a product."""
+        self.function, self._args, self._kwargs, self.sources = function, args, kwargs, sources
+        self.is_product = cost is not None
         # In bytes that memory moves meanwhile. Whoever makes this adds the bytes of the outputs.
-        self.cost = product_cost or sum(source.num_bytes for source in self.sources)
+        self.cost = sum([source.num_bytes for source in sources]) if cost is None else cost
+        self.is_settled = False  # whether all that it needs is kept
         self.num_waiting = 0  # saved tensors that were not asked for yet
         self._values: tuple[Any, ...] | None = None
 
@@ -117,28 +122,31 @@ class Call:
         return values
 
     def _compute(self) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled() and not is_autocast():
+            return self._run()
         with torch.no_grad(), without_autocast():
-            args, kwargs = replace(self._args, _value), replace(self._kwargs, _value)
-            result = self.function(*args, **kwargs)
+            return self._run()
+
+    def _run(self) -> tuple[Any, ...]:
+        args = [_value(leaf) for leaf in self._args]
+        kwargs = {name: _value(leaf) for name, leaf in self._kwargs.items()}
+        result = self.function(*args, **kwargs)
         return result if isinstance(result, tuple) else (result,)
 
 
-def _value(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, Source | Weight) else leaf
+def _value(tree: Any) -> Any:
+    kind = type(tree)
+    if kind is Source:
+        return tree.value()
+    if kind is Weight:
+        return tree.take()
+    return kind([_value(item) for item in tree]) if kind is tuple or kind is list else tree
 
 
 def leaves(tree: Any) -> list[Any]:
     """What the arguments of an operation consist of: lists, and dicts of keywords."""
-    found: list[Any] = []
-    replace(tree, found.append)
-    return found
-
-
-def replace(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same lists and dicts, with every leaf changed."""
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return kind([replace(item, change) for item in tree])
-    if kind is dict:
-        return {key: replace(item, change) for key, item in tree.items()}
-    return change(tree)
+    if type(tree) is dict:
+        tree = list(tree.values())
+    if type(tree) is tuple or type(tree) is list:
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]

@@ -70,22 +70,25 @@ def _functions(names: str) -> set[Callable[..., Any]]:
     return {getattr(place, name) for name in names.split() for place in places if hasattr(place, name)}
 
 
-# What autograd saves of them are arguments, or is small. They return new memory, or a view.
+class Way(Enum):
+    """How a function is watched."""
+
+    STRAIGHT = "straight"  # not at all: nothing in it is cheap, and it does not write
+    PRODUCT = "product"
+    NEW = "new"  # it returns new memory
+    MAYBE_NEW = "maybe new"  # new memory, or that of its first argument
+
+
+# What autograd saves of products and of simple functions are arguments, or is small.
 _PRODUCTS = frozenset({F.linear, torch.addmm})
 # A product runs again only for a sum, as of attention and the residual stream, and only if it is short.
 _SUMS = frozenset({Tensor.add, torch.add})
 _DROPOUTS = frozenset({drop})
-SIMPLE = (
-    _PRODUCTS
-    | _DROPOUTS
-    | _functions(
-        "add sub mul div neg pow mean cos sin gelu silu layer_norm cat to float type clone contiguous "
-        "reshape flatten"
-    )
-)
+_NEW = _functions("add sub mul div neg pow mean cos sin gelu layer_norm cat clone")
+_MAYBE_NEW = _DROPOUTS | _functions("silu to float type contiguous reshape flatten")
 # Products of other kinds, views, and questions: nothing in them is cheap, and none writes.
 _QUESTIONS = ("shape", "dtype", "device", "ndim", "grad_fn", "requires_grad", "is_leaf", "layout", "is_cuda")
-STRAIGHT = frozenset(
+_STRAIGHT = frozenset(
     _functions(
         "view transpose permute unsqueeze squeeze expand expand_as chunk split unbind t movedim narrow "
         "select __getitem__ detach size dim stride numel is_floating_point is_contiguous storage_offset "
@@ -94,11 +97,21 @@ STRAIGHT = frozenset(
     )
     | {getattr(Tensor, name).__get__ for name in (*_QUESTIONS, "T", "mT")}
 )
+WAYS: dict[Any, Way] = {
+    function: way
+    for way, functions in (
+        (Way.STRAIGHT, _STRAIGHT),
+        (Way.PRODUCT, _PRODUCTS),
+        (Way.NEW, _NEW),
+        (Way.MAYBE_NEW, _MAYBE_NEW),
+    )
+    for function in functions
+}
 
 
 def is_autocast() -> bool:
     """Whether functions cast their arguments; operations do so no more."""
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    return torch._C._is_any_autocast_enabled()
 
 
 @contextmanager
@@ -114,13 +127,18 @@ def without_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
 
 
+def drops_nothing(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a dropout that returns its argument, as in most large models."""
+    return function is F.dropout and (kwargs.get("p") == 0 or kwargs.get("training") is False)
+
+
 def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
     """Whether a product may run again as an argument of `function`, which is itself that of a sum or not."""
     return function in _SUMS or (in_sum and function in _DROPOUTS)
 
 
 def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the result of a simple function is no view of its first argument."""
+    """Whether the result of a simple function is a tensor, and no view of its first argument."""
     first = args[0]
     if not isinstance(result, Tensor) or result.layout is not torch.strided:
         return False
@@ -129,10 +147,8 @@ def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
     return bool(result.untyped_storage()._cdata != first.untyped_storage()._cdata)
 
 
-def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float | None:
-    """Of a product, in bytes that memory moves meanwhile; None for what is none."""
-    if function not in _PRODUCTS:
-        return None
+def product_cost(function: Callable[..., Any], args: tuple[Any, ...], output: Tensor) -> float:
+    """Of a product, in bytes that memory moves meanwhile."""
     length: int = args[0 if function is F.linear else min(1, len(args) - 1)].shape[-1]
     per_flop = _BYTES_PER_FLOP_16_BIT if output.element_size() == 2 else _BYTES_PER_FLOP
     return 2.0 * output.numel() * length * per_flop.get(output.device.type, 1.0)
