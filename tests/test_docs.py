@@ -346,6 +346,7 @@ def test_every_field_of_a_plan_is_documented_with_its_default_and_what_runs() ->
             needed["`attention`"] = " context=2"
             needed["`gradients`"] = " precision=bf16"
             needed["`checkpoints`"] = " tensor=2 recompute=full" * (value == "split")
+            needed["`contiguous`"] = " recompute=full"
             needed["`masters`"] = " precision=bf16"
             needed["`schedule`"] = " pipeline=2 microbatches=2 chunks=2" * (value == "interleaved")
             if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several

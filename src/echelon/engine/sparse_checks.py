@@ -41,8 +41,9 @@ def _errors(optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: b
             continue
         names = {p: name for name, p in sharing.parameter_set.trained}
         for module in (inner for outer in local.modules for inner in outer.modules()):
-            is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-            if is_sparse and module.weight in names and module.weight in refused:
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.sparse:
+                continue
+            if module.weight in names and module.weight in refused:
                 yield (
                     f"{names[module.weight]} is of an embedding with sparse=True, and the update needs all "
                     "elements of its gradient; set sparse=False, or give it to SparseAdam"
