@@ -6,7 +6,7 @@ Replicas sum dense gradients. With a single one, gradients stay as a module made
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.data_parallel import SingleReplica
 from echelon.errors import raise_errors
@@ -39,12 +39,16 @@ def _errors(optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: b
     for sharing in local.sharings:
         if not isinstance(sharing, SingleReplica):
             continue
-        names = {p: name for name, p in sharing.parameter_set.trained}
-        for module in (inner for outer in local.modules for inner in outer.modules()):
-            if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not module.sparse:
-                continue
-            if module.weight in names and module.weight in refused:
+        names: dict[Tensor, str] = {p: name for name, p in sharing.parameter_set.trained}
+        for weight in _sparse_weights(local):
+            if weight in names and weight in refused:
                 yield (
-                    f"{names[module.weight]} is of an embedding with sparse=True, and the update needs all "
+                    f"{names[weight]} is of an embedding with sparse=True, and the update needs all "
                     "elements of its gradient; set sparse=False, or give it to SparseAdam"
                 )
+
+
+def _sparse_weights(local: LocalStages) -> list[Tensor]:
+    modules = (inner for outer in local.modules for inner in outer.modules())
+    tables = (module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [table.weight for table in tables if table.sparse]
