@@ -211,9 +211,10 @@ def test_long_chains_are_kept() -> None:
         lambda h: F.gelu(h).clamp_(min=0.1),
         lambda h: _changed_behind(F.gelu(h)),
         lambda h: _changed_without_gradient(F.gelu(h)),
+        lambda h: _changed_behind_without_gradient(F.gelu(h)),
         lambda h: torch.add(h, 1, out=None).exp_(),
     ],
-    ids=["mul_", "clamp_", "data", "no_grad", "exp_"],
+    ids=["mul_", "clamp_", "data", "no_grad", "data_no_grad", "exp_"],
 )
 def test_what_is_changed_in_place_is_kept_as_it_is(middle: Callable[[Tensor], Tensor]) -> None:
     share_of(middle)
@@ -227,6 +228,11 @@ def _changed_behind(h: Tensor) -> Tensor:
 @torch.no_grad()
 def _changed_without_gradient(h: Tensor) -> Tensor:
     return h.mul_(2)
+
+
+@torch.no_grad()
+def _changed_behind_without_gradient(h: Tensor) -> Tensor:
+    return _changed_behind(h)
 
 
 def test_an_argument_that_is_changed_before_its_output_is_saved() -> None:
@@ -246,6 +252,28 @@ def test_an_argument_that_others_keep_in_another_view() -> None:
         return F.gelu(h @ table.T) * (h @ more)
 
     share_of(lambda h: middle(torch.manual_seed(3) and h))
+
+
+def test_hooks_around_may_give_back_tensors_of_other_strides() -> None:
+    """Rows that are kept were taken for the memory that they lie in, of which others show other rows."""
+
+    class Halves(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(torch.cat([torch.cumprod(h[::2], -1), F.gelu(h[:16])]))
+
+    torch.manual_seed(0)
+    layer, x, gradients = Halves(F.gelu), torch.randn(32, 16, dtype=torch.float64), []
+    layer.double()
+    for around in (nullcontext, selective):
+        layer.zero_grad()
+        compact = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+        with compact, around():
+            loss = layer(x).square().sum()
+        loss.backward()
+        gradients.append([p.grad for p in layer.parameters() if p.grad is not None])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_kept_argument_that_is_changed_afterwards_is_an_error() -> None:

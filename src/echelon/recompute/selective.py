@@ -33,8 +33,9 @@ from echelon.recompute.selective_operations import (
     product_cost,
     repeatable,
     returns_new_memory,
+    writes,
 )
-from echelon.saved_tensors import KeptTensor, current_hooks
+from echelon.saved_tensors import KeptTensor, current_hooks, is_recorded
 from echelon.saved_tensors import replace as replace_saved
 
 _SMALL = 16  # an argument that is so many times smaller than what is saved is held rather than computed
@@ -133,6 +134,8 @@ class _Memo:
         self._memories: dict[int, _Memory] = {}
         self._weights: set[int] = set()
         self._hooks = current_hooks()
+        # Hooks of others may give back a copy with other strides, of which views show other elements.
+        self._keeps_all = is_recorded()
 
     def close(self) -> None:
         """The forward pass is over. Autograd holds this as long as a graph."""
@@ -141,7 +144,7 @@ class _Memo:
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        if self._note_weight(tensor) or tensor.layout is not torch.strided:
+        if self._note_weight(tensor) or self._keeps_all or tensor.layout is not torch.strided:
             return KeptTensor(tensor, self._hooks)
         memory = self._memory(tensor)
         if memory is None or memory.kept is not None or (output := memory.output) is None:
@@ -301,7 +304,11 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         way, kwargs = WAYS.get(func), kwargs or {}
-        if way is Way.STRAIGHT or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            if writes(func, kwargs):
+                self._memo.forget(args[:1], kwargs)  # through `.data`, it leaves no mark
+            return func(*args, **kwargs)
+        if way is Way.STRAIGHT or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if way is None or not args or is_autocast() or "out" in kwargs:
             with nullcontext() if drops_nothing(func, kwargs) else self._recorder:

@@ -8,7 +8,7 @@
 `echelon bench selective-costs` measures the passes; a test compares its file with this classification.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -135,6 +135,13 @@ def drops_nothing(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 def passes_product(function: Callable[..., Any], *, in_sum: bool) -> bool:
     """Whether a product may run again as an argument of `function`, which is itself that of a sum or not."""
     return function in _SUMS or (in_sum and function in _DROPOUTS)
+
+
+def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes its first argument, or one that is named."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
 def returns_new_memory(result: Any, args: tuple[Any, ...]) -> bool:
