@@ -13,7 +13,8 @@ from tests.cli.commands import output
 RAN: list[tuple[str, bool]] = []
 
 
-def fake_run(name: str, *, quick: bool = False) -> Result:
+def fake_run(name: str, *, quick: bool = False, only: str = "") -> Result:
+    assert only == ""
     RAN.append((name, quick))
     middle = Spread(1.0, 2.0, 3.0)
     row = Row("1 device", "echelon", "torch loop", middle, middle)

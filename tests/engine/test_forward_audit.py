@@ -1,6 +1,7 @@
 """layers() that is not the model's forward: a pipeline would train another model than one device."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,15 @@ def test_a_pipeline_is_compared_with_the_forward(warm_ranks: Warm, plan: str) ->
         assert "its layers are not its forward: for the first sample, output has a norm of" in first
         assert "or calls layers in another order; put it into a layer" in first
         assert first == second
+
+
+def test_asynchronous_workers_do_not_compare(warm_ranks: Warm, tmp_path: Path) -> None:
+    """All but the first had nothing to compare with, and raised a TypeError."""
+    order = tmp_path / "order.txt"
+    order.write_text("stage 0: 0\nstage 1: 0\nrank 0: F0@0 F0@1 B0@1 B0@0\n", encoding="utf-8")
+    first, second = warm_ranks(2).run(own_forward, f"data=2 sync=async schedule={order}", Listed)
+    assert first == second
+    assert "asynchronous workers do not put a model together" in first
 
 
 def loss_of_microbatches(output: Tensor, targets: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def num_recomputed(segments: Sequence[tuple[int, int]]) -> int:
     [(1.0, ""), (0.7, ""), (0.4, ""), (0.5, "microbatches=2"), (0.5, "contiguous=true")],
 )
 def test_a_budget_is_kept_and_weights_are_the_same_to_the_last_bit(part: float, more: str) -> None:
-    none = train(f"recompute=none {more}", FACTORS)
+    none = train(f"recompute=none {more.replace('contiguous=true', '')}", FACTORS)
     budget = round(none.peak * part)
     trained = train(f"recompute=budget:{budget} {more}", FACTORS)
     assert 0.75 * budget < trained.peak <= budget

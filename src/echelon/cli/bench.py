@@ -10,8 +10,8 @@ from echelon.errors import did_you_mean, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 NAMES = (
-    "launch, collectives, step, data-parallel, pipeline, tensor, start, selective-costs, one-gpu, kernels, "
-    "recompute, optimizer-step; the last four need a GPU"
+    "launch, collectives, step, data-parallel, pipeline, tensor, start, memory, selective-costs, one-gpu, "
+    "kernels, recompute, optimizer-step; the last four need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]

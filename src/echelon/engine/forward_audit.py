@@ -99,6 +99,8 @@ class ForwardAudit:
 
     def _reason_not(self) -> str:
         """Why rank 0 cannot run the model's own forward; empty if it can."""
+        if self._mesh.plan.sync == "async":
+            return "asynchronous workers do not put a model together"
         if isinstance(self._skeleton, str):
             return self._skeleton
         needed = 2 * sum(p.numel() * p.element_size() for p in self._skeleton.parameters())
