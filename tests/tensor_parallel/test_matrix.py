@@ -43,6 +43,7 @@ def test_context_ranks_are_equal_to_one_device(model: str, context: int) -> None
     "plan",
     [
         "context=2",
+        "context=2 zero=3",  # weights come and go also where no data rank shares them
         *(
             pytest.param(plan, marks=pytest.mark.slow)
             for plan in [

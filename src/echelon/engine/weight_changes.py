@@ -27,7 +27,7 @@ def may_change_weights(plan: Plan) -> bool:
 
 def frees_weights(plan: Plan) -> bool:
     """Whether weights come and go."""
-    return plan.zero == 3 and plan.data > 1
+    return plan.zero == 3 and plan.data * plan.context > 1  # ranks that hold the same
 
 
 @contextmanager
