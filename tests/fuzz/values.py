@@ -128,7 +128,8 @@ def has_replicas(values: Values) -> bool:
 def _meets_in_microbatches(values: Values) -> bool:
     """Whether every replica needs a sample."""
     in_stages = values["pipeline"] != 1 or values["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
-    return in_stages or values["zero"] >= 2 or values["sync"] == "async"
+    has_batch_norm = values["model"] == "resnet"
+    return in_stages or values["zero"] >= 2 or values["sync"] == "async" or has_batch_norm
 
 
 def _finds_no_replicas(values: Values) -> bool:
@@ -257,7 +258,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     )
     # Batches.
     yield (
-        ("samples", "data", "workers", "pipeline", "schedule", "zero", "sync"),
+        ("samples", "model", "data", "workers", "pipeline", "schedule", "zero", "sync"),
         lambda v: not _meets_in_microbatches(v) or v["samples"] >= v["data"] * v["workers"],
     )
     yield (
