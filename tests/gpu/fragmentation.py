@@ -86,10 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         settings = {"parameters": config.num_parameters, "steps": options.steps, "samples": options.samples}
         settings |= {
-            f"{key}_{name}": row[key]
+            f"{name}_{key}": row[key]
             for row, name in zip(rows, ("plain", "contiguous"), strict=True)
-            for key in row
-            if key != "plan"
+            for key in ("allocated_bytes", "reserved_bytes", "unused_bytes", "allocations")
         }
         record = make_result("fragmentation", "python -m tests.gpu.fragmentation", settings, ())
         options.out.mkdir(parents=True, exist_ok=True)
