@@ -23,8 +23,10 @@ STACK = (
     "dropout",
     "tensor",
     "accumulate",
+    "compress",
     "compile",
     "recompute",
+    "offload",
     "sequence",
     "gather",
 )

@@ -70,7 +70,7 @@ def _statistics() -> dict[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.fragmentation", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a small model, also on the CPU")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="the most in a batch")
     parser.add_argument("--recompute", default="full")
     parser.add_argument("--out", type=Path, help="folder to write fragmentation.json into")

@@ -17,6 +17,7 @@ from echelon.memory import Meter
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.recompute import selective_operations
 from echelon.recompute.selective import _Memo, _Recorder, selective
+from echelon.recompute.selective_calls import Call
 from tests.cases import sgd
 from tests.contract_models import ResNet, class_loss, images
 from tests.huggingface.models import double
@@ -66,7 +67,7 @@ def compare(compute: Callable[[], Tensor], module: nn.Module, **options: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("config", "most"), [(GPT, 0.6), (LLAMA, 0.5)])
+@pytest.mark.parametrize(("config", "most"), [(GPT, 0.62), (LLAMA, 0.5)])
 def test_our_models(config: ModelConfig, most: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, (inputs, targets) = build(config).to(dtype), tokens()
@@ -126,7 +127,7 @@ def test_an_engine_trains_to_the_same_weights_from_fewer_bytes(config: ModelConf
             assert engine.memory().now["activations"] == 0
             weights[recompute] = engine.full_state_dict()
         assert losses[-1] < losses[0]
-    assert kept["selective"] < 0.6 * kept["none"]
+    assert kept["selective"] < 0.62 * kept["none"]
     for name, weight in weights["none"].items():
         assert torch.equal(weight, weights["selective"][name]), name
 
@@ -185,6 +186,25 @@ def test_a_product_runs_again_for_a_sum_if_its_rows_are_short(monkeypatch: pytes
     short = share()
     monkeypatch.setitem(selective_operations._BYTES_PER_FLOP, "cpu", 10.0)  # as if it had 1600
     assert short < share() - 0.1
+
+
+def test_half_of_the_products_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cost the most per byte."""
+    ran: list[Any] = []
+    layers, norm = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)), nn.LayerNorm(16)
+
+    def stream() -> Tensor:
+        x = torch.randn(64, 16, requires_grad=True)
+        for layer in layers:
+            x = x + layer(norm(x))
+        return norm(x).square().sum()
+
+    with selective():
+        total = stream()
+    run = Call._run
+    monkeypatch.setattr(Call, "_run", lambda call: ran.append(call.function) or run(call))
+    total.backward()
+    assert ran.count(F.linear) == 3
 
 
 def test_logits_are_kept_in_place_of_their_float32_copy() -> None:

@@ -133,6 +133,7 @@ class _Memo:
         # By the address of a storage.
         self._memories: dict[int, _Memory] = {}
         self._weights: set[int] = set()
+        self._num_products = 0  # that were asked to run again
         self._hooks = current_hooks()
         # Hooks of others may give back a copy with other strides, of which views show other elements.
         self._keeps_all = is_recorded()
@@ -192,10 +193,17 @@ class _Memo:
         call.is_settled = True
         return True
 
+    def _runs_again(self, product: Call) -> bool:
+        """Products are the dearest of what could run again: every second one does."""
+        if product.runs_again is None:
+            product.runs_again = self._num_products % 2 == 0
+            self._num_products += 1
+        return product.runs_again
+
     def _add_call(self, need: _Need, call: Call, depth: int, *, in_sum: bool) -> bool:
         """Add what a call needs; whether it is cheap enough."""
         need.cost += call.cost
-        if need.cost > MOST_PASSES * need.num_bytes:
+        if need.cost > MOST_PASSES * need.num_bytes or (call.is_product and not self._runs_again(call)):
             return False
         in_sum = passes_product(call.function, in_sum=in_sum)
         for source in call.sources:

@@ -101,7 +101,7 @@ class Call:
 
     __slots__ = (
         *("_args", "_kwargs", "_values", "cost", "function"),
-        *("is_product", "is_settled", "num_waiting", "sources"),
+        *("is_product", "is_settled", "num_waiting", "runs_again", "sources"),
     )
 
     def __init__(
@@ -112,6 +112,7 @@ class Call:
         self.is_product = cost is not None
         # In bytes that memory moves meanwhile. Whoever makes this adds the bytes of the outputs.
         self.cost = sum([source.num_bytes for source in sources]) if cost is None else cost
+        self.runs_again: bool | None = None  # of a product: whether it may, if somebody has asked
         self.is_settled = False  # whether all that it needs is kept
         self.num_waiting = 0  # saved tensors that were not asked for yet
         self._values: tuple[Any, ...] | None = None
