@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers import MambaConfig
 
 from echelon.dropout import key_dropout, scope, unkeyed_dropout
 from echelon.engine.layer_sharding import LayerSharding
@@ -85,3 +87,10 @@ def test_norms_routers_and_grouped_attention_cast_to_float32() -> None:
     assert all(map(casts_to_float32, [layer.input_layernorm, layer.mlp.gate, layer.self_attn]))
     assert not casts_to_float32(layer.self_attn.q_proj)
     assert not casts_to_float32(nn.RMSNorm(4))
+
+
+def test_the_scan_of_mamba_casts_to_float32() -> None:
+    model = transformers.MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+    mixer = model.get_submodule("backbone.layers.0.mixer")
+    assert casts_to_float32(mixer)
+    assert not casts_to_float32(mixer.get_submodule("in_proj"))

@@ -1,5 +1,6 @@
 """The contract in bf16: it holds for plans, it measures what it says, and it finds bugs of masters."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -39,6 +40,19 @@ def compare(
 ) -> LowPrecisionVerdict:
     rounded, exact = result(0.0), result(rounding, torch.float32)
     return compare_low_precision([plan, *others], rounded, exact, START, 3, against)
+
+
+def test_what_the_optimizer_rounds_is_allowed_too() -> None:
+    """Muon takes bf16, of which four roundings are 1/64, in float16 too."""
+    trainings = [
+        dataclasses.replace(result(error, dtype), plan="data=2 precision=fp16")
+        for error, dtype in ((ULP, torch.float16), (0.0, torch.float16), (ULP / 64, torch.float32))
+    ]
+    plan, rounded, exact = trainings
+    assert not compare_low_precision([plan], rounded, exact, START, 3, ONE_DEVICE).holds
+    assert compare_low_precision(
+        [plan], rounded, exact, START, 3, ONE_DEVICE, optimizer_rounding=2.0**-8
+    ).holds
 
 
 def changed(change: Callable[[TrainingResult], object]) -> TrainingResult:

@@ -115,6 +115,7 @@ def draws_by_head(module: nn.Module) -> bool:
 
 
 def casts_to_float32(module: nn.Module) -> bool:
-    """Whether it computes in float32 whatever the type of its input: norms, routers, "eager" attention."""
-    names = ("RMSNorm", "LayerNorm", "Router", "Attention")
+    """Whether it computes in float32 whatever the type of its input: norms, routers, "eager" attention,
+    scans (Mamba)."""
+    names = ("RMSNorm", "LayerNorm", "Router", "Attention", "Mixer")
     return is_of_transformers(module) and type(module).__name__.endswith(names)

@@ -68,7 +68,7 @@ def round_stochastically(weight: Tensor, value: Tensor, key: int, runs: Sequence
     if sum(len(each.in_part) * each.length for each in runs) < len(source):
         target.copy_(source)
     for each in runs:
-        if _has_kernel(source):
+        if has_kernel(source):
             from echelon.precision.rounding_kernel import round_runs
 
             round_runs(target, source, key, each)
@@ -112,7 +112,8 @@ def _tiles(runs: ElementRuns, device: torch.device) -> Iterator[ElementRuns]:
             yield ElementRuns(runs.in_part[chosen] + begin, runs.in_whole[chosen] + begin, length)
 
 
-def _has_kernel(tensor: Tensor) -> bool:
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether Triton has kernels for it."""
     return tensor.is_cuda and _has_triton()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, get_args, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.assembly import assemble
 from echelon.engine import Engine, Metrics, parallelize
@@ -27,7 +27,7 @@ from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.precision import DTYPES
 from echelon.verify.case import Case
 from echelon.verify.inject_bug import BUGS, Bug
-from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision
+from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of
 from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
 from echelon.verify.replay import replay
@@ -145,8 +145,25 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
     exact, _ = _reference(case, plan, results[0], torch.float32, rounded.overflows)
     exact.masters = {name: exact.weights[name] for name in rounded.masters}
     _refuse_standstill(case, rounded, dtype)
-    start = case.build(dtype=dtype).state_dict()
-    return compare_low_precision(results, rounded, exact, start, case.steps, against)
+    model = case.build(dtype=dtype)
+    return compare_low_precision(
+        results,
+        rounded,
+        exact,
+        model.state_dict(),
+        case.steps,
+        against,
+        optimizer_rounding=_optimizer_rounding(case, model),
+    )
+
+
+def _optimizer_rounding(case: Case, model: nn.Module) -> float:
+    """Of the type in which the optimizer computes: torch's Muon takes bf16 for its products, whatever the
+    type of the weights, and two gradients that differ in the last bits of fp16 may be one of bf16 apart."""
+    made = case.make_optimizer([p for p in model.parameters() if p.requires_grad])
+    inside: Sequence[torch.optim.Optimizer] = getattr(made, "optimizers", ())  # of a CombinedOptimizer
+    optimizers = list(made) if isinstance(made, list | tuple) else [made, *inside]
+    return rounding_of("bf16") if any(isinstance(each, torch.optim.Muon) for each in optimizers) else 0.0
 
 
 def assert_equal(case: Case, plan: Plan | str, *, tolerance: float = TOLERANCE) -> Verdict:

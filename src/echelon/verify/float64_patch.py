@@ -1,7 +1,8 @@
 """Float64 all the way: what transformers computes in float32, whatever the type of the model.
 
-Its norms, its routers and the softmax of its "eager" attention cast down. Their rounding would be that of
-float32, which changes as soon as a loss is divided by another count, and could hide a mistake.
+Its norms, its routers, the softmax of its "eager" attention and the scan of Mamba cast down. Their rounding
+would be that of float32, which changes as soon as a loss is divided by another count, and could hide a
+mistake.
 """
 
 from typing import Any, final

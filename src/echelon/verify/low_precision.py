@@ -161,13 +161,16 @@ def compare_low_precision(
     start: Mapping[str, Tensor],
     steps: int,
     against: str,
+    *,
+    optimizer_rounding: float = 0.0,
 ) -> LowPrecisionVerdict:
     """Measure C to B and B to A: the `results` of all ranks, one device `rounded` and `exact`.
 
-    `start` is the state dict before training.
+    `start` is the state dict before training; `optimizer_rounding` that of the type in which the optimizer
+    computes, also in A.
     """
     ran, differences = Plan.parse(results[0].plan), tuple(rank_gaps(results, against))
-    unit = rounding_of(ran.precision)
+    unit = max(rounding_of(ran.precision), optimizer_rounding)
     plan_norms, rounding_norms = _measure(results[0], rounded, start), _measure(rounded, exact, start)
     plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
     kinds: dict[str, list[str]] = {}
