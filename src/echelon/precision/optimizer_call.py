@@ -83,14 +83,14 @@ class DeviceCall(OptimizerCall):
         self._starts_on_device = isinstance(optimizer, SumOptimizer)
 
     def __call__(self, parameters: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
-        scale = _on_device(factor, parameters)
+        scale = on_device(factor, parameters)
         new = [p for p in parameters if p not in self._updated]
         on_host = self._reads_skip
         if (on_host or (new and not self._starts_on_device)) and skip:
             return
         self._prepare(new)
         if self._takes_flags and not on_host:
-            self._step_on_device(parameters, scale, skip)
+            self._stepon_device(parameters, scale, skip)
         else:
             _scale(parameters, scale)
             self._optimizer.step()
@@ -112,7 +112,7 @@ class DeviceCall(OptimizerCall):
             self._make_momentum(new)
         self._updated.update(new)
 
-    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
+    def _stepon_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
         optimizer: torch.optim.Optimizer = self._optimizer
         device = scale.device
         # The kernels read float32 of it, which is too coarse for float64 gradients.
@@ -209,8 +209,8 @@ def _suits_kernel(parameter: nn.Parameter) -> bool:
     )
 
 
-def _on_device(factor: Factor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The factor where the parameters are, without a wait for the device."""
+def on_device(factor: Factor | Skip, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The factor, or the flag, where the parameters are, without a wait for the device."""
     if isinstance(factor, Tensor):
         return factor.double()
     device = parameters[0].device if parameters else None

@@ -18,6 +18,7 @@ from echelon.optim.needs import need_of, works_by_element
 from echelon.ownership import MASTER, LocalParameter, OwnedSlice
 from echelon.precision.flat_memory import flat_views
 from echelon.precision.float32_gradients import as_float32, divide
+from echelon.precision.fused_adam import FusedAdam
 from echelon.precision.gradient_check import check_gradient
 from echelon.precision.optimizer_call import (
     DeviceCall,
@@ -130,6 +131,7 @@ class MasterStepper(LocalStepper):
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
+        self._fused = FusedAdam(optimizer) if deferred else None
 
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:
@@ -138,6 +140,11 @@ class MasterStepper(LocalStepper):
         if not takes_portions(self.optimizer):
             self._step(weights, factor, skip)
             return
+        if self._fused is not None:
+            elements = self._fused.elements(weights, [self._masters[weight] for weight in weights])
+            if elements is not None:
+                self._fused.step(elements, factor, skip)
+                return
         skip = self._call.readable(skip)
         for portion in divide(weights, [self._masters[weight] for weight in weights]):
             self._step(portion, factor, skip)
