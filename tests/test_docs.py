@@ -348,6 +348,9 @@ def test_every_field_of_a_plan_is_documented_with_its_default_and_what_runs() ->
             needed["`checkpoints`"] = " tensor=2 recompute=full" * (value == "split")
             needed["`contiguous`"] = " recompute=full"
             needed["`masters`"] = " precision=bf16"
+            needed["`delay`"] = " offload=optimizer"
+            if field == "`delay`" and not runs(Plan(offload=("optimizer",))):
+                continue
             needed["`schedule`"] = " pipeline=2 microbatches=2 chunks=2" * (value == "interleaved")
             if (field, value) == ("`chunks`", "1"):  # the interleaved schedule has several
                 continue

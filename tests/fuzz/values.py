@@ -61,7 +61,16 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
     "masters": (True, False),
-    "offload": ((), ("optimizer",), ("parameters",), ("activations",), ("optimizer", "activations")),
+    "offload": (
+        (),
+        ("optimizer",),
+        ("parameters",),
+        ("activations",),
+        ("optimizer", "activations"),
+        ("optimizer", "parameters"),
+        ("optimizer", "parameters", "activations"),
+    ),
+    "delay": (0, 1),
     "compress": ("none", "gist"),  # the others are not exact
     "layers": (1, 2, 3, 4, 5, 6),
     "heads": (2, 1, 4),

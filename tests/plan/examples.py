@@ -47,6 +47,7 @@ plan_values = st.fixed_dictionaries(
         "update": st.sampled_from(UPDATES),
         "masters": st.booleans(),
         "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
+        "delay": st.integers(0, 1),
         "compress": st.sampled_from(COMPRESSIONS),
     },
 )

@@ -57,6 +57,7 @@ def test_budgets_that_are_none(budget: str) -> None:
         ("update", "last-backward", "last-backward"),
         ("masters", "false", False),
         ("offload", "optimizer,activations", ("optimizer", "activations")),
+        ("delay", "1", 1),
     ],
 )
 def test_text_is_read_and_shown_again(field: str, text: str, value: Any) -> None:
@@ -89,6 +90,7 @@ def test_text_is_read_and_shown_again(field: str, text: str, value: Any) -> None
         "update=forward",
         "masters=none",
         "offload=weights",
+        "delay=2",
         "compress=zip",
     ],
 )

@@ -189,6 +189,24 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "data=2 masters=false precision=bf16",
         ),
     ],
+    "delay_needs_offload": [
+        ("delay=1", "add offload=optimizer", "delay=1 offload=optimizer"),
+        ("delay=1 offload=activations", "or drop delay", "offload=activations"),
+    ],
+    "delay_needs_whole_updates": [
+        (
+            "delay=1 offload=optimizer update=backward",
+            "use update=step",
+            "delay=1 offload=optimizer",
+        ),
+    ],
+    "delay_needs_flushed_schedules": [
+        (
+            "pipeline=2 delay=1 offload=optimizer schedule=pipedream",
+            "use schedule=1f1b",
+            "pipeline=2 delay=1 offload=optimizer",
+        ),
+    ],
     "auto_needs_one_stage_per_rank": [
         (
             "pipeline=auto schedule=interleaved chunks=2",

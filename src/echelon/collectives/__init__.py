@@ -1,6 +1,7 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
 from echelon.collectives.backend import without_serialization_warning
+from echelon.collectives.boundary import Copy, HostBoundary, make_boundary
 from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
@@ -13,10 +14,12 @@ from echelon.collectives.work import Work
 
 __all__ = [
     "CompletedWork",
+    "Copy",
     "Edge",
     "Edges",
     "Group",
     "Handle",
+    "HostBoundary",
     "Ledger",
     "MismatchError",
     "Move",
@@ -30,6 +33,7 @@ __all__ = [
     "disjoint_pairs",
     "edges_over",
     "group_over",
+    "make_boundary",
     "naive_all_reduce",
     "ring_all_reduce",
     "without_serialization_warning",

@@ -16,6 +16,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "update": ("step", "backward", "last-backward"),
     "masters": (True, False),
     "offload": ((),),
+    "delay": (0,),
     "compress": ("none",),
 }
 

@@ -11,12 +11,14 @@ from echelon.collectives import (
     Edge,
     Edges,
     Group,
+    HostBoundary,
     Ledger,
     RecordingGroup,
     TorchGroup,
     disjoint_pairs,
     edges_over,
     group_over,
+    make_boundary,
     without_serialization_warning,
 )
 from echelon.errors import UserError
@@ -37,6 +39,7 @@ class Mesh:
         self.ledger = next(iter(groups.values())).ledger
         self._open_groups = list(groups.values())
         self._groups = groups
+        self._boundary: HostBoundary | None = None
         self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in COMBINED_AXES}
 
     @classmethod
@@ -76,6 +79,13 @@ class Mesh:
         `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
         `stage` (the ranks with parts of the same stages), `all`."""
         return self._groups[self._equal_axes.get(axis, axis)]
+
+    @property
+    def boundary(self) -> HostBoundary:
+        """Between this rank's device and its host: made for the first who asks, and closed by this mesh."""
+        if self._boundary is None:
+            self._boundary = make_boundary(self.device, self.ledger)
+        return self._boundary
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
         """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.
@@ -141,6 +151,9 @@ class Mesh:
         torch keeps every process group in a global table.
         """
         with ExitStack() as stack:  # closes the others even if one raises
+            if self._boundary is not None:
+                stack.callback(self._boundary.close)
+                self._boundary = None
             while self._open_groups:
                 stack.callback(self._open_groups.pop().close, failed=failed)
 

@@ -136,6 +136,10 @@ def _zero_level(value: Any) -> int:
     return (0, 1, 2, 3)[_integer(value, 0)]
 
 
+def _delay(value: Any) -> int:
+    return (0, 1)[_integer(value, 0)]
+
+
 def _shard(value: Any) -> int:
     ranks = _number_of(value, minimum=0)
     if ranks == 1:  # a group of one rank shards nothing
@@ -180,5 +184,6 @@ FIELDS: dict[str, Field] = {
     "update": _words(UPDATES),
     "masters": Field("must be true or false", _switch, lambda value: str(value).lower()),
     "offload": Field(f"must be any of {', '.join(OFFLOADS)}, joined by commas", _offload, ",".join),
+    "delay": Field("must be 0 or 1", _delay),
     "compress": _words(COMPRESSIONS),
 }

@@ -46,6 +46,7 @@ class Plan:
     update: str = "step"
     masters: bool = True
     offload: tuple[str, ...] = ()
+    delay: int = 0
     compress: str = "none"
 
     def __post_init__(self) -> None:

@@ -312,6 +312,33 @@ def _no_masters_need_all_reduce(plan: "Plan") -> str | None:
     )
 
 
+def _delay_needs_offload(plan: "Plan") -> str | None:
+    if plan.delay == 0 or "optimizer" in plan.offload:
+        return None
+    return (
+        f"delay={plan.delay} offload={FIELDS['offload'].show(plan.offload) or 'none'}: delay=1 lets the host "
+        "update weights while the device computes the next step; add offload=optimizer, or drop delay"
+    )
+
+
+def _delay_needs_whole_updates(plan: "Plan") -> str | None:
+    if plan.delay == 0 or plan.update == "step":
+        return None
+    return (
+        f"delay={plan.delay} update={plan.update}: with delay=1 all weights change between two steps, and "
+        "update=backward changes them within one; use update=step, or drop delay"
+    )
+
+
+def _delay_needs_flushed_schedules(plan: "Plan") -> str | None:
+    if plan.delay == 0 or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        return None
+    return (
+        f"delay={plan.delay} schedule={plan.schedule}: both compute gradients at old weights, and their "
+        "delays would add up; use schedule=1f1b, or drop delay"
+    )
+
+
 def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" and not plan.schedule_is_file:
         return None
@@ -394,6 +421,9 @@ RULES: tuple[Rule, ...] = (
     Rule(_update_in_backward_needs_no_loss_scaling, ("update", "precision")),
     Rule(_no_masters_need_bf16, ("masters", "precision")),
     Rule(_no_masters_need_all_reduce, ("masters", "sync")),
+    Rule(_delay_needs_offload, ("delay", "offload")),
+    Rule(_delay_needs_whole_updates, ("delay", "update")),
+    Rule(_delay_needs_flushed_schedules, ("delay", "schedule")),
 )
 
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.

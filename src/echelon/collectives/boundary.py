@@ -1,0 +1,246 @@
+"""The boundary between a rank's device and the memory of its host: memory over there, and copies across it.
+
+    store    device → host      behind the computation that comes after the tensor
+    fetch    host → device      ahead of the computation that needs it
+
+A copy begins when it is issued and runs beside what the device computes. `wait` lets all that is issued later
+see it done; `join` returns when it is done, before host code reads or writes the host's side. Until one of
+them, both sides of a copy belong to it. Copies of one direction run in the order of their calls.
+
+Without a GPU the boundary is pretended: both sides are memory of the host, and a copy is made when somebody
+waits for it, as late as may be. So a test finds what was read or overwritten without a wait.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.cuda_timing import EventTiming, cuda_clock
+from echelon.collectives.ledger import Ledger, Move, Traffic
+from echelon.collectives.timing import HOST_TIMING, Timing
+from echelon.collectives.work import Work
+
+AXIS = "host"  # of the ledger
+STORE, FETCH = "store", "fetch"
+
+
+class CopyWork(Work):
+    """A copy across the boundary."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Return when it is complete. Any thread may call this."""
+
+
+@final
+class Copy:
+    """The caller's end of a copy. It keeps the device's side until the first `wait`."""
+
+    __slots__ = ("_ledger", "_move", "_timing", "_work", "host", "tensor")
+
+    def __init__(
+        self, tensor: Tensor, host: Tensor, work: CopyWork, ledger: Ledger, move: Move, timing: Timing
+    ) -> None:
+        self.tensor: Tensor | None = tensor
+        self.host = host
+        self._work, self._ledger, self._timing = work, ledger, timing
+        self._move: Move | None = move
+
+    def wait(self) -> None:
+        """What the device is given from now on finds the copy done. Only the thread of the step calls this,
+        once for every copy; more are harmless."""
+        if self._move is not None:
+            self._timing.wait(self._work, self._move, self._ledger)
+            self._move = self.tensor = None
+
+    def join(self) -> None:
+        """Return when it is done: the host's side may be read and written. Any thread may call this."""
+        self._work.join()
+
+
+class HostBoundary(ABC):
+    """The boundary of one rank's device; its copies are entered into the ledger as the axis `host`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._holders: list[tuple[str, Callable[[], Sequence[Tensor]]]] = []
+
+    @abstractmethod
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """New memory of the host, of one dimension, to and from which copies run beside computation."""
+
+    def store(self, host: Tensor, tensor: Tensor) -> Copy:
+        """Begin to copy `tensor`, as it is after what the device was given so far, to the host."""
+        return self._copy(STORE, tensor, host, Traffic(_num_bytes(host), _num_bytes(host), 0))
+
+    def fetch(self, tensor: Tensor, host: Tensor) -> Copy:
+        """Begin to copy memory of the host, as it is now, into `tensor`."""
+        return self._copy(FETCH, tensor, host, Traffic(_num_bytes(host), 0, _num_bytes(host)))
+
+    def account(self, category: str, held: Callable[[], Sequence[Tensor]]) -> None:
+        """`held` lists what somebody holds in host memory, for the categories of the memory meter."""
+        self._holders.append((category, held))
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """What is held in host memory now, by category."""
+        found: dict[str, list[Tensor]] = {}
+        for category, held in self._holders:
+            found.setdefault(category, []).extend(held())
+        return found
+
+    def close(self) -> None:  # noqa: B027 (nothing to do where the host's memory is like any other)
+        """Let go of what was taken of the host; nobody uses the boundary any more."""
+
+    def _copy(self, operation: str, tensor: Tensor, host: Tensor, traffic: Traffic) -> Copy:
+        assert tensor.numel() == host.numel(), (tensor.shape, host.shape)
+        timing = self._timing(operation)
+        move = self._ledger.begin(AXIS, operation, traffic)
+        source, target = (tensor, host) if operation == STORE else (host, tensor)
+        work = self._begin(operation, source.detach(), target.detach())
+        timing.overlap(work)
+        return Copy(tensor, host, work, self._ledger, move, timing)
+
+    @abstractmethod
+    def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork: ...
+
+    @abstractmethod
+    def _timing(self, operation: str) -> Timing: ...
+
+
+@final
+class PretendedBoundary(HostBoundary):
+    """Of a rank without a GPU."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._queues: dict[str, deque[_LateCopy]] = {STORE: deque(), FETCH: deque()}
+        self._lock = threading.Lock()
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
+        copy = _LateCopy(source, target, self._queues[operation], self._lock)
+        if operation == FETCH:
+            _poison(target)
+        self._queues[operation].append(copy)
+        return copy
+
+    def _timing(self, operation: str) -> Timing:  # noqa: ARG002
+        return HOST_TIMING
+
+
+@final
+class _LateCopy(CopyWork):
+    """Made when somebody waits for it, or for a later one of its queue."""
+
+    def __init__(
+        self, source: Tensor, target: Tensor, queue: deque["_LateCopy"], lock: threading.Lock
+    ) -> None:
+        self._tensors: tuple[Tensor, Tensor] | None = (source, target)
+        self._queue, self._lock = queue, lock
+        self._done_at: float | None = None
+
+    def wait(self) -> None:
+        self.join()
+
+    def join(self) -> None:
+        with self._lock:
+            while self._tensors is not None:
+                self._queue.popleft()._make()
+
+    def _make(self) -> None:
+        assert self._tensors is not None
+        source, target = self._tensors
+        with torch.no_grad():
+            target.copy_(source.view(target.shape))
+        self._tensors, self._done_at = None, time.perf_counter()
+
+    def done_at(self) -> float | None:
+        return self._done_at
+
+    def done(self) -> bool:
+        return self._tensors is None
+
+
+def _poison(tensor: Tensor) -> None:
+    """Nobody may read it before the copy is made."""
+    with torch.no_grad():
+        tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
+@final
+class CudaBoundary(HostBoundary):
+    """Of a CUDA device: a stream for each direction, and pinned memory.
+
+    torch rounds pinned memory up to powers of two, and keeps it. So large pieces are ordinary memory that is
+    pinned in place.
+    """
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._device, self._clock = device, cuda_clock(device)
+        self._streams = {operation: torch.cuda.Stream(device) for operation in (STORE, FETCH)}
+        self._pinned: list[Tensor] = []
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        host = torch.empty(size, dtype=dtype)
+        if size:
+            runtime: Any = torch.cuda.cudart()
+            error = runtime.cudaHostRegister(host.data_ptr(), _num_bytes(host), 0)
+            assert int(error) == 0, f"cudaHostRegister of {_num_bytes(host)} bytes: error {int(error)}"
+            self._pinned.append(host)
+        return host
+
+    def close(self) -> None:
+        runtime: Any = torch.cuda.cudart()
+        for stream in self._streams.values():
+            stream.synchronize()
+        for host in self._pinned:
+            runtime.cudaHostUnregister(host.data_ptr())
+        self._pinned = []
+
+    def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
+        stream = self._streams[operation]
+        # A store reads what was computed before; a fetch writes where something computed before may lie.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            target.copy_(source.view(target.shape), non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _StreamCopy(done, self._device)
+
+    def _timing(self, operation: str) -> Timing:
+        return EventTiming(self._clock, lambda: self._streams[operation])
+
+
+@final
+class _StreamCopy(CopyWork):
+    """A copy on a stream of its own; `wait` lets the current stream wait for it."""
+
+    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+        self._done, self._device = done, device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def join(self) -> None:
+        self._done.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._done.query())
+
+
+def make_boundary(device: torch.device, ledger: Ledger) -> HostBoundary:
+    """That of a device: a real one for CUDA, else a pretended one."""
+    return CudaBoundary(device, ledger) if device.type == "cuda" else PretendedBoundary(ledger)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
