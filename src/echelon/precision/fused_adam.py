@@ -8,7 +8,7 @@ The arithmetic is that of torch's fused kernel; step counters and moments stay i
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +31,53 @@ class Element(NamedTuple):
 
 
 @final
+class Prepared:
+    """What the kernel is given for some masters, as long as all of it lies where it lay.
+
+    It holds no gradient: those of the next step may need the memory.
+    """
+
+    def __init__(self, elements: Sequence[Sequence[Element]], addresses: list[int]) -> None:
+        """`elements`: of each parameter group."""
+        from echelon.precision.fused_adam_kernel import Table
+
+        self._addresses = addresses
+        self._gradient_type = next(each.gradient.dtype for group in elements for each in group)
+        self.tables = [Table(group) if group else None for group in elements]
+        self.steps = [[each.step for each in group] for group in elements]
+
+    def holds(self, gradients: Sequence[Tensor | None], addresses: list[int] | None) -> bool:
+        return addresses == self._addresses and all(
+            gradient is not None and gradient.is_contiguous() and gradient.dtype == self._gradient_type
+            for gradient in gradients
+        )
+
+
+@final
 class FusedAdam:
-    """Updates masters and weights for an optimizer of torch, where it can (`elements`)."""
+    """Updates masters and weights for an optimizer of torch, where it can (`prepare`)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._tables: dict[tuple[int, int], Any] = {}  # of addresses, by group and first master
+        self._prepared: dict[nn.Parameter, Prepared] = {}  # by the first master
 
-    def elements(
-        self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
-    ) -> dict[nn.Parameter, Element] | None:
-        """By master, if the kernel can update all of them: not their first time, which makes the state."""
-        if not self._suits():
+    def prepare(self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> Prepared | None:
+        """If the kernel can update all of the masters: not their first time, which makes the state."""
+        if not masters or not self._suits():
             return None
-        elements = {}
-        for weight, master in zip(weights, masters, strict=True):
-            element = self._element(weight, master)
-            if element is None:
-                return None
-            elements[master] = element
-        types = {(each.weight.dtype, each.gradient.dtype) for each in elements.values()}
-        return elements if len(types) == 1 else None
+        addresses = self._addresses(weights, masters)
+        known = self._prepared.get(masters[0])
+        if known is not None and known.holds([weight.grad for weight in weights], addresses):
+            return known
+        elements = self._elements(weights, masters)
+        if elements is None or addresses is None:
+            return None
+        groups = [
+            [elements[master] for master in group["params"] if master in elements]
+            for group in self._optimizer.param_groups
+        ]
+        self._prepared[masters[0]] = Prepared(groups, addresses)
+        return self._prepared[masters[0]]
 
     def _suits(self) -> bool:
         return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
@@ -61,32 +87,57 @@ class FusedAdam:
             for group in self._optimizer.param_groups
         )
 
+    def _addresses(
+        self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
+    ) -> list[int] | None:
+        """Of all that belongs to the masters, read anew in each step: it costs little of a step's time."""
+        addresses = []
+        for weight, master in zip(weights, masters, strict=True):
+            state, gradient = self._optimizer.state.get(master), weight.grad
+            if not state or gradient is None or gradient.layout is not torch.strided:
+                return None
+            moments = (state["exp_avg"], state["exp_avg_sq"], state["step"])
+            addresses += [tensor.data_ptr() for tensor in (weight, gradient, master, *moments)]
+        return addresses
+
+    def _elements(
+        self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
+    ) -> dict[nn.Parameter, Element] | None:
+        elements = {}
+        for weight, master in zip(weights, masters, strict=True):
+            element = self._element(weight, master)
+            if element is None:
+                return None
+            elements[master] = element
+        types = {(each.weight.dtype, each.gradient.dtype) for each in elements.values()}
+        return elements if len(types) == 1 else None
+
     def _element(self, weight: nn.Parameter, master: nn.Parameter) -> Element | None:
         state, gradient = self._optimizer.state.get(master), weight.grad
         if not state or gradient is None or gradient.layout is not torch.strided or not has_kernel(master):
             return None
         element = Element(
-            weight.detach(), gradient, master.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]
+            weight.detach(),
+            gradient.detach(),
+            master.detach(),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
         )
         return element if all(_lies_like(tensor, master) for tensor in element[:-1]) else None
 
     @torch.no_grad()
-    def step(self, elements: dict[nn.Parameter, Element], factor: Factor, skip: Skip) -> None:
+    def step(self, prepared: Prepared, factor: Factor, skip: Skip) -> None:
         """Gradients are multiplied by `factor`; where `skip`, nothing changes. Nobody waits for either."""
-        from echelon.precision.fused_adam_kernel import Table, update
+        from echelon.precision.fused_adam_kernel import update
 
-        inverse = on_device(factor, list(elements)).reciprocal().float()
-        flag = on_device(skip, list(elements)).float()
-        for number, group in enumerate(self._optimizer.param_groups):
-            chosen = [elements[master] for master in group["params"] if master in elements]
-            if not chosen:
-                continue
-            steps = [element.step for element in chosen]
-            torch._foreach_add_(steps, [1 - flag] * len(steps))  # a single tensor would be read
-            place = number, chosen[0].master.data_ptr()
-            if place not in self._tables or not self._tables[place].is_of(chosen):
-                self._tables[place] = Table(chosen)
-            update(self._tables[place], torch.stack(steps).double(), inverse, flag, group)
+        chosen = [next(iter(self._optimizer.state))]
+        inverse, flag = on_device(factor, chosen).reciprocal().float(), on_device(skip, chosen).float()
+        groups = zip(self._optimizer.param_groups, prepared.tables, prepared.steps, strict=True)
+        for group, table, steps in groups:
+            if table is not None:
+                torch._foreach_add_(steps, [1 - flag] * len(steps))  # a single tensor would be read
+                update(table, torch.stack(steps).double(), inverse, flag, group)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers of torch look for it
 
 

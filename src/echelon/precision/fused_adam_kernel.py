@@ -28,11 +28,13 @@ class Table:
     """Where the tensors of some elements lie, on the device."""
 
     def __init__(self, elements: Sequence[Element]) -> None:
-        self._addresses = _addresses(elements)
         device = elements[0].master.device
         self.device = device
         sizes = [element.master.numel() for element in elements]
-        rows = [[*addresses, size] for addresses, size in zip(self._addresses, sizes, strict=True)]
+        rows = [
+            [*(tensor.data_ptr() for tensor in element[:-1]), size]
+            for element, size in zip(elements, sizes, strict=True)
+        ]
         tiles = torch.tensor([triton.cdiv(size, _TILE) for size in sizes])
         numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(tiles)
         firsts = (tiles.cumsum(0) - tiles).repeat_interleave(tiles)
@@ -41,13 +43,6 @@ class Table:
         self.parameters, self.tiles = _upload(numbers, device), _upload(within, device)
         self.num_programs = len(numbers)
         self.weight_type, self.gradient_type = elements[0].weight.dtype, elements[0].gradient.dtype
-
-    def is_of(self, elements: Sequence[Element]) -> bool:
-        return self._addresses == _addresses(elements)
-
-
-def _addresses(elements: Sequence[Element]) -> list[list[int]]:
-    return [[tensor.data_ptr() for tensor in element[:-1]] for element in elements]
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -90,7 +90,7 @@ class DeviceCall(OptimizerCall):
             return
         self._prepare(new)
         if self._takes_flags and not on_host:
-            self._stepon_device(parameters, scale, skip)
+            self._step_on_device(parameters, scale, skip)
         else:
             _scale(parameters, scale)
             self._optimizer.step()
@@ -112,7 +112,7 @@ class DeviceCall(OptimizerCall):
             self._make_momentum(new)
         self._updated.update(new)
 
-    def _stepon_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
+    def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
         optimizer: torch.optim.Optimizer = self._optimizer
         device = scale.device
         # The kernels read float32 of it, which is too coarse for float64 gradients.
@@ -209,7 +209,7 @@ def _suits_kernel(parameter: nn.Parameter) -> bool:
     )
 
 
-def on_device(factor: Factor | Skip, parameters: Sequence[nn.Parameter]) -> Tensor:
+def on_device(factor: Factor | Skip, parameters: Sequence[Tensor]) -> Tensor:
     """The factor, or the flag, where the parameters are, without a wait for the device."""
     if isinstance(factor, Tensor):
         return factor.double()

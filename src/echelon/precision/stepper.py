@@ -141,9 +141,9 @@ class MasterStepper(LocalStepper):
             self._step(weights, factor, skip)
             return
         if self._fused is not None:
-            elements = self._fused.elements(weights, [self._masters[weight] for weight in weights])
-            if elements is not None:
-                self._fused.step(elements, factor, skip)
+            prepared = self._fused.prepare(weights, [self._masters[weight] for weight in weights])
+            if prepared is not None:
+                self._fused.step(prepared, factor, skip)
                 return
         skip = self._call.readable(skip)
         for portion in divide(weights, [self._masters[weight] for weight in weights]):
