@@ -13,6 +13,7 @@ waits for it, as late as may be. So a test finds what was read or overwritten wi
 
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -179,15 +180,15 @@ def _poison(tensor: Tensor) -> None:
 class CudaBoundary(HostBoundary):
     """Of a CUDA device: a stream for each direction, and pinned memory.
 
-    torch rounds pinned memory up to powers of two, and keeps it. So large pieces are ordinary memory that is
-    pinned in place.
+    torch rounds pinned memory up to powers of two, and keeps it. So pieces are ordinary memory that is pinned
+    in place, until nobody holds it any more.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         super().__init__(ledger)
         self._device, self._clock = device, cuda_clock(device)
         self._streams = {operation: torch.cuda.Stream(device) for operation in (STORE, FETCH)}
-        self._pinned: list[Tensor] = []
+        self._running: dict[str, deque[_StreamCopy]] = {STORE: deque(), FETCH: deque()}
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         host = torch.empty(size, dtype=dtype)
@@ -195,40 +196,55 @@ class CudaBoundary(HostBoundary):
             runtime: Any = torch.cuda.cudart()
             error = runtime.cudaHostRegister(host.data_ptr(), _num_bytes(host), 0)
             assert int(error) == 0, f"cudaHostRegister of {_num_bytes(host)} bytes: error {int(error)}"
-            self._pinned.append(host)
+            # A storage lives as long as any view of it, and this object as long as the storage.
+            weakref.finalize(host.untyped_storage(), _unpin, host.data_ptr()).atexit = False
         return host
 
     def close(self) -> None:
-        runtime: Any = torch.cuda.cudart()
-        for stream in self._streams.values():
+        for operation, stream in self._streams.items():
             stream.synchronize()
-        for host in self._pinned:
-            runtime.cudaHostUnregister(host.data_ptr())
-        self._pinned = []
+            self._running[operation].clear()
 
     def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
-        stream = self._streams[operation]
+        stream, running = self._streams[operation], self._running[operation]
+        while running and running[0].done():
+            running.popleft()
         # A store reads what was computed before; a fetch writes where something computed before may lie.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
             target.copy_(source.view(target.shape), non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
-        return _StreamCopy(done, self._device)
+        device_side, host_side = (source, target) if operation == STORE else (target, source)
+        copy = _StreamCopy(done, self._device, device_side, host_side)
+        running.append(copy)
+        return copy
 
     def _timing(self, operation: str) -> Timing:
         return EventTiming(self._clock, lambda: self._streams[operation])
 
 
+def _unpin(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
+
+
 @final
 class _StreamCopy(CopyWork):
-    """A copy on a stream of its own; `wait` lets the current stream wait for it."""
+    """A copy on a stream of its own; `wait` lets the current stream wait for it.
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+    It holds both sides: memory of the device until somebody waits, who may then use it again, and memory of
+    the host until the copy is done. So a copy that nobody waits for is safe too.
+    """
+
+    def __init__(self, done: torch.cuda.Event, device: torch.device, on_device: Tensor, host: Tensor) -> None:
         self._done, self._device = done, device
+        self._on_device: Tensor | None = on_device
+        self._host = host
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._on_device = None
 
     def join(self) -> None:
         self._done.synchronize()
