@@ -72,7 +72,7 @@ def test_images_of_another_size_are_refused() -> None:
     model = build_image("nin-tiny")
     with pytest.raises(UserError, match=r"takes images \[batch, 3, 32, 32\].*got \[2, 3, 28, 28\]"):
         model(torch.zeros(2, 3, 28, 28))
-    with pytest.raises(UserError, match="of floating point numbers, got .* of torch.uint8"):
+    with pytest.raises(UserError, match=r"of floating point numbers, got .* of torch.uint8"):
         model(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
 
 

@@ -11,6 +11,7 @@ from echelon.models.gpt import GPT
 from echelon.models.hf_state import from_hf_state, to_hf_state
 from echelon.models.huggingface import load_hf, read_hf_config, save_hf, save_hf_state
 from echelon.models.image_config import ImageConfig
+from echelon.models.image_folder import load_image
 from echelon.models.image_folder_config import read_image_config
 from echelon.models.image_model import ImageModel, build_image
 from echelon.models.image_presets import image_preset, image_presets
@@ -18,6 +19,7 @@ from echelon.models.llama import Llama
 from echelon.models.loss import cross_entropy
 from echelon.models.presets import preset, presets
 from echelon.models.transformer import Transformer
+from echelon.models.without_memory import build_without_memory, num_parameters
 
 __all__ = [
     "GPT",
@@ -29,12 +31,15 @@ __all__ = [
     "Transformer",
     "build",
     "build_image",
+    "build_without_memory",
     "cross_entropy",
     "from_hf_state",
     "generate",
     "image_preset",
     "image_presets",
     "load_hf",
+    "load_image",
+    "num_parameters",
     "preset",
     "presets",
     "read_hf_config",
