@@ -1,7 +1,21 @@
-"""Training data: a corpus of tokens, and the batches drawn from it; batches of any other dataset."""
+"""Training data: a corpus of tokens, labelled images, and batches of both; batches of any other dataset."""
 
 from echelon.data.corpus import Corpus, corpus_errors, open_corpus
 from echelon.data.dataset_loader import Loader, loader
+from echelon.data.image_batches import TrainingImages, ValidationImages
+from echelon.data.image_source import ImageData, open_images
 from echelon.data.sampler import Batches, num_windows
 
-__all__ = ["Batches", "Corpus", "Loader", "corpus_errors", "loader", "num_windows", "open_corpus"]
+__all__ = [
+    "Batches",
+    "Corpus",
+    "ImageData",
+    "Loader",
+    "TrainingImages",
+    "ValidationImages",
+    "corpus_errors",
+    "loader",
+    "num_windows",
+    "open_corpus",
+    "open_images",
+]

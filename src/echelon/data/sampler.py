@@ -93,6 +93,11 @@ class Batches:
         return _num_tokens(len(self.corpus), self.split, self.validation_fraction)
 
     @property
+    def num_batches(self) -> int:
+        """How many whole batches one epoch has."""
+        return self.windows // self.batch
+
+    @property
     def windows(self) -> int:
         """How many samples one epoch has."""
         return num_windows(len(self.corpus), self.sequence, self.split, self.validation_fraction)
@@ -105,21 +110,22 @@ class Batches:
         """
         raise_errors(f"step {step}, part {part}", _place_errors(step, part))
         samples = step * self.batch + rows_of_part(self.batch, *part)
-        windows = self._ordered(samples)
+        windows = order_samples(samples, self.windows, self.seed)
         starts = self._first_token() + windows * self.sequence
         block = torch.from_numpy(self.corpus.windows(starts, self.sequence + 1))
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
-    def _ordered(self, samples: Places) -> Places:
-        """The window of each sample; a batch may begin in one epoch and end in the next."""
-        epochs, places = np.divmod(samples, self.windows)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            places[in_epoch] = shuffle(places[in_epoch], self.windows, self.seed, int(epoch))
-        return places
-
     def _first_token(self) -> int:
         return len(self.corpus) - self.tokens if self.split == "validation" else 0
+
+
+def order_samples(samples: Places, n: int, seed: int) -> Places:
+    """Which of n things each sample is; a batch may begin in one epoch and end in the next."""
+    epochs, places = np.divmod(samples, n)
+    for epoch in np.unique(epochs):
+        in_epoch = epochs == epoch
+        places[in_epoch] = shuffle(places[in_epoch], n, seed, int(epoch))
+    return places
 
 
 def rows_of_part(batch: int, part: int, parts: int) -> Places:

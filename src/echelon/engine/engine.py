@@ -26,6 +26,7 @@ from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
@@ -206,22 +207,30 @@ class Engine:
         return known or (self._audit.late_error() if but == 0 else None)
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> Evaluation:
-        """The mean loss over the global batch, without training."""
+    def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
+        """The mean loss over the global batch, without training.
+
+        `measure(output, targets)` returns one more total over a batch, as the number of right answers. It is
+        computed from the same forward; `measured` of the result is its sum over the global batch, divided by
+        what the loss counts. All ranks must give one, or none.
+        """
         self._check_open()
+        check_measure(measure, self.plan)
         pair = self._reader.read(batch)
         self.ledger.start_step()
         self.synchronize()
         modes = {module: module.training for module in self._modules}
         self._set_mode(training=False)
         try:
-            tally = self._runner.evaluate(pair)
+            tally, measured = self._runner.evaluate(pair, measure)
         finally:
             for module, training in modes.items():
                 module.training = training
+        second = torch.stack([measured, *tally[1:]])
         loss, counted = self._update.agree(tally)
+        mean = None if measure is None else self._update.agree(second)[0] / counted
         beat()
-        return Evaluation(loss / counted, round(counted))
+        return Evaluation(loss / counted, round(counted), mean)
 
     # The state, whole.
 

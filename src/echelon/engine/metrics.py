@@ -125,7 +125,9 @@ class MetricValues(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The mean loss over a global batch, and how many tokens (or samples) it was taken over."""
+    """The mean loss over a global batch, how many tokens (or samples) it was taken over, and the mean over
+    these of what else was measured."""
 
     loss: float
     tokens: int
+    measured: float | None = None

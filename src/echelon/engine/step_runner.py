@@ -24,6 +24,7 @@ from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.measuring import Measure, Measuring
 from echelon.engine.missing_operation import missing_operation
 from echelon.engine.normaliser import LossNormaliser
 from echelon.engine.padding import LocalTargets
@@ -95,6 +96,7 @@ class StepRunner(ABC):
         self._failure = _LOST  # why
         self.is_broken = False  # whether a step has failed half-way, and nobody can go on
         self._recompute = selective_of(plan)
+        self._measuring = Measuring()
         self._same_batch = self._same_gradients = False  # whether ranks have compared theirs
         placement = local.program.placement
         is_here = len(placement) - 1 in local.stages
@@ -137,10 +139,12 @@ class StepRunner(ABC):
         """Nothing is under way: wait for the last bytes that were sent."""
         self.wire.close()
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """The tally of what this rank computed the loss of."""
+    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, Tensor]:
+        """The tally of what this rank computed the loss of, and the total that `measure` found there."""
         feed = self._feed(batch, "evaluation", no_scope)
-        return self._run(self.forward_script(len(feed)), feed)
+        with self._measuring.using(measure):
+            tally = self._run(self.forward_script(len(feed)), feed)
+        return tally, self._measuring.total.to(tally)
 
     def forward_script(self, number: int) -> Script:
         """Takes `number` microbatches forward."""
@@ -249,7 +253,9 @@ class StepRunner(ABC):
     def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
         targets: LocalTargets = microbatch.targets
         with self._local.stages[self._local.program.stages - 1].during_loss():
-            result = self._layers.loss(*self._layers.without_padding(output, targets))
+            seen = self._layers.without_padding(output, targets)
+            result = self._layers.loss(*seen)
+            self._measuring.add(*seen, microbatch.weight)
         check_loss(result)
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)

@@ -35,6 +35,7 @@ class Display:
         self._losses: list[float] = []
         self._evaluated: Evaluated | None = None
         self._last: Stepped | None = None
+        self._unit = "tokens"
         self._began = self._last_line = time.monotonic()
         self._skipped: set[str] = set()  # of the audit, as shown
         self._live = Live(console=console, refresh_per_second=4, transient=True)
@@ -54,9 +55,10 @@ class Display:
             case Started():
                 self._console.print(
                     f"{event.parameters:,} parameters on {event.device}; "
-                    f"{event.train_tokens:,} tokens of {event.corpus}",
+                    f"{event.train_tokens:,} {event.unit} of {event.corpus}",
                     markup=False,
                 )
+                self._unit = event.unit
                 self._began = time.monotonic()
             case Audited():
                 self._show_skipped(event)
@@ -73,7 +75,7 @@ class Display:
         elif isinstance(event, Stepped):
             self._plain_line(event)
         elif isinstance(event, Evaluated):
-            self._console.print(f"step {event.step:>6}  validation loss {event.loss:.4f}")
+            self._console.print(f"step {event.step:>6}  validation loss {_validation(event)}")
 
     def _show_skipped(self, event: Audited) -> None:
         skipped = [str(result) for result in event.results if result.outcome == "skipped"]
@@ -101,7 +103,7 @@ class Display:
             ("loss", f"[bold]{step.loss:.4f}[/]  {sparkline(self._losses, 48)}"),
             ("gradient norm", f"{step.grad_norm:.3f}"),
             ("learning rate", f"{step.learning_rate:.2e}"),
-            ("tokens/s", f"{step.tokens / step.seconds:,.0f}"),
+            (f"{self._unit}/s", f"{step.tokens / step.seconds:,.0f}"),
             ("memory per rank", show_bytes(step.memory_bytes)),
             ("sent per step", f"{show_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
         ]
@@ -109,7 +111,7 @@ class Display:
             figures.append(("loss scale", f"{step.loss_scale:,.0f}{', skipped' if step.skipped else ''}"))
         if self._evaluated is not None:
             at = f"[dim]at step {self._evaluated.step}[/]"
-            figures.insert(1, ("validation loss", f"{self._evaluated.loss:.4f}  {at}"))
+            figures.insert(1, ("validation loss", f"{_validation(self._evaluated)}  {at}"))
         return figures
 
     def _plain_line(self, step: Stepped) -> None:
@@ -120,27 +122,34 @@ class Display:
         left = (now - self._began) / step.step * (self._job.steps - step.step)
         self._console.print(
             f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
-            f"{step.tokens / step.seconds:>9,.0f} tokens/s  {show_bytes(step.memory_bytes)} per rank  "
+            f"{step.tokens / step.seconds:>9,.0f} {self._unit}/s  {show_bytes(step.memory_bytes)} per rank  "
             f"{left:.0f} s left",
             highlight=False,
         )
 
 
 def print_summary(summary: dict[str, Any], sample: str, console: Console) -> None:
-    """The end of a run: its results, a sample of what the model writes, and where everything is."""
+    """The end of a run: its results, a sample of what the model does, and where everything is."""
+    unit, accuracy = summary["unit"], summary["validation_accuracy"]
     if sample:
-        console.rule("a sample of what the model writes")
+        console.rule("a sample of what the model " + ("writes" if unit == "tokens" else "says"))
         console.print(sample, markup=False, highlight=False)
         console.rule()
     validation = summary["validation_loss"]
     console.print(
         f"loss {summary['first_loss']:.4f} → [bold]{summary['loss']:.4f}[/]"
         + ("" if validation is None else f"   validation {validation:.4f}")
-        + f"   {summary['tokens']:,} tokens, {summary['tokens_per_second']:,.0f} tokens/s"
+        + ("" if accuracy is None else f"   accuracy [bold]{accuracy:.1%}[/]")
+        + f"   {summary['tokens']:,} {unit}, {summary['tokens_per_second']:,.0f} {unit}/s"
     )
     console.print(
         f"the run is in [bold]{escape(summary['run'])}[/] (loss.svg, metrics.jsonl, sample.txt, model/)"
     )
+
+
+def _validation(event: Evaluated) -> str:
+    accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.1%}"
+    return f"{event.loss:.4f}{accuracy}"
 
 
 def _share(step: Stepped) -> str:

@@ -18,6 +18,7 @@ class Started:
     train_tokens: int
     corpus: str
     device: str
+    unit: str = "tokens"  # what the loss counts
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Stepped:
 class Evaluated:
     step: int
     loss: float
+    accuracy: float | None = None  # of images: the part that was named rightly
 
 
 @dataclass(frozen=True)

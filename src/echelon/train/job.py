@@ -5,13 +5,17 @@ library. job_file.py reads a TOML file into a Job, job_rules.py checks it, loop.
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from echelon.errors import UserError, raise_errors
-from echelon.models import ModelConfig, preset, read_hf_config
+from echelon.models import ImageConfig, ModelConfig, image_preset, preset, read_hf_config, read_image_config
 from echelon.optim.schedules import Schedule, by_name
 from echelon.train.job_rules import job_errors
+
+LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
+IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"
 
 # Only pydantic reads this: an unknown key is an error.
 _FORBID_EXTRA = {"extra": "forbid"}
@@ -23,7 +27,7 @@ class ModelJob:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
-    preset: str = "gpt-tiny"
+    preset: str | None = None  # by the task
     weights: str | None = None
     layers: int | None = None
     width: int | None = None
@@ -34,36 +38,64 @@ class ModelJob:
     sequence: int | None = None
     tied: bool | None = None
     dropout: float | None = None
+    image_size: int | None = None  # of image models, like the divisor
+    divisor: int | None = None
 
     def without_sizes(self) -> "ModelJob":
         return ModelJob(self.preset, self.weights)
 
     def config(self) -> ModelConfig:
         """The sizes: those of the Hugging Face folder, or of the preset with the job's changes."""
-        changes = {
+        changes = self._changes()
+        if self.weights is None:
+            return dataclasses.replace(preset(self.preset or LANGUAGE_PRESET), **changes)
+        self._refuse_changes(changes)
+        return read_hf_config(self.weights)
+
+    def image_config(self, class_names: tuple[str, ...] = ()) -> ImageConfig:
+        """The same for an image model, which has these classes; of weights, their own."""
+        changes = self._changes()
+        if self.weights is None:
+            if class_names:
+                changes |= {"classes": len(class_names), "class_names": class_names}
+            return dataclasses.replace(image_preset(self.preset or IMAGE_PRESET), **changes)
+        self._refuse_changes(changes)
+        return read_image_config(self.weights)
+
+    def _changes(self) -> dict[str, Any]:
+        return {
             name: value
             for name, value in dataclasses.asdict(self).items()
             if name not in ("preset", "weights") and value is not None
         }
-        if self.weights is None:
-            return dataclasses.replace(preset(self.preset), **changes)
+
+    def _refuse_changes(self, changes: Collection[str]) -> None:
         if changes:
             raise UserError(
                 f"weights={self.weights} {', '.join(changes)}: config.json in the folder has the sizes; "
                 f"leave {'it' if len(changes) == 1 else 'them'} out"
             )
-        return read_hf_config(self.weights)
 
 
 @dataclass(frozen=True)
 class DataJob:
-    """Where tokens come from: `stdlib`, a text file, a folder of them, or a `.bin` token file."""
+    """Where tokens come from: `stdlib`, a text file, a folder of them, or a `.bin` token file. Or images:
+    `synthetic`, or a folder with one folder for each class."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
-    source: str = "stdlib"
+    source: str | None = None  # by the task
     dtype: str | None = None
     validation_fraction: float = 0.05
+    augment: bool | None = None  # of images: yes
+
+    @property
+    def text_source(self) -> str:
+        return TEXT_SOURCE if self.source is None else self.source
+
+    @property
+    def image_source(self) -> str:
+        return IMAGE_SOURCE if self.source is None else self.source
 
 
 @dataclass(frozen=True)
@@ -90,13 +122,14 @@ class Job:
 
     __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
 
+    task: str = "language"
     plan: str = "data=2"
     steps: int = 600
     batch: int = 32
     sequence: int | None = None
     seed: int = 0
     evaluate_every: int = 100
-    evaluate_batches: int = 4
+    evaluate_batches: int | None = None  # 4; of images, all
     out: str = "runs"
     name: str = "train"
     audit: str = "first"

@@ -35,6 +35,8 @@ class Logbook:
                 self._evaluations.append(event)
                 self._line("evaluation", event)
                 self._scalars(event.step, validation_loss=event.loss)
+                if event.accuracy is not None:
+                    self._scalars(event.step, validation_accuracy=event.accuracy)
             case Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
 
@@ -65,6 +67,8 @@ class Logbook:
             "first_loss": steps[0].loss,
             "loss": steps[-1].loss,
             "validation_loss": self._evaluations[-1].loss if self._evaluations else None,
+            "validation_accuracy": self._evaluations[-1].accuracy if self._evaluations else None,
+            "unit": self._unit,
             "tokens": sum(step.tokens for step in steps),
             "step_seconds": usual,
             "tokens_per_second": steps[-1].tokens / usual,
@@ -76,7 +80,8 @@ class Logbook:
         }
 
     def _line(self, kind: str, event: Stepped | Evaluated) -> None:
-        self._folder.append("metrics.jsonl", [{"kind": kind, **dataclasses.asdict(event)}])
+        values = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
+        self._folder.append("metrics.jsonl", [{"kind": kind, **values}])
 
     def _scalars(self, step: int, **values: float) -> None:
         if self._board is None:
@@ -90,7 +95,11 @@ class Logbook:
         if self._evaluations:
             marks = self._evaluations
             series.append(Series("validation", [e.step for e in marks], [e.loss for e in marks]))
-        return line_chart(series, "Loss", "step", "nats per token")
+        return line_chart(series, "Loss", "step", f"nats per {self._unit.removesuffix('s')}")
+
+    @property
+    def _unit(self) -> str:
+        return self._started.unit if self._started else "tokens"
 
 
 def _tensorboard(folder: RunFolder) -> Any:

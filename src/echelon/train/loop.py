@@ -8,55 +8,53 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 
 from echelon.audit import AuditResult, Mode
 from echelon.collectives import StepMoves
-from echelon.data import Batches, Corpus, open_corpus
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.initialization import deferred
 from echelon.mesh import this_device
-from echelon.models import ModelConfig, Transformer, build, cross_entropy, generate, load_hf
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
-from echelon.train.batches import make_batches
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device
+from echelon.train.task import Task
+from echelon.train.tasks import open_task
 
-SAMPLE_TOKENS = 300
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
 def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
     torch.manual_seed(job.seed)
-    config, measures = job.model.config(), Plan.parse(job.plan).pipeline == AUTO
-    refuse_small_device(job, config, this_device())
-    model = _whole(job, config) if measures else deferred(lambda: build(config))
-    corpus = open_corpus(job.data.source, vocab=model.config.vocab, dtype=job.data.dtype)
-    batches, validation = make_batches(job, corpus)
+    task, measures = open_task(job), Plan.parse(job.plan).pipeline == AUTO
+    refuse_small_device(job, task.config, this_device())
+    model = _whole(job, task) if measures else deferred(task.build)
     engine = parallelize(
         model,
         job.plan,
         optimizer=partial(make_optimizer, job.optimizer),
-        loss=cross_entropy,
+        loss=task.loss,
         clip=job.optimizer.clip,
         loss_scale=job.loss_scale,
         schedule=_rates(job),
         seed=job.seed,
-        sample_batch=batches.at(0, (0, 1)) if measures else None,
+        sample_batch=task.training.at(0, (0, 1)) if measures else None,
         weights=None if measures else job.model.weights,
         audit=cast(Mode, job.audit),
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
     if first:
-        report(Started(model.config.num_parameters, batches.tokens, corpus.name, _device_name(engine)))
+        device = _device_name(engine)
+        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit))
     unread: deque[_Unread] = deque()
     audit: list[AuditResult] = []
     for step in range(1, job.steps + 1):
-        metrics = engine.step(batches.at(step - 1, part))
+        metrics = engine.step(task.training.at(step - 1, part))
         if first and engine.audit != audit:
             audit = engine.audit
             report(Audited(tuple(audit)))
@@ -64,20 +62,20 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
         # A look at a step that is not done would leave a GPU idle until the next one is begun.
         while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
             _look(unread.popleft(), job, report)
-        if validation is not None and _due(step, job):
-            loss = evaluate(engine, validation, job.evaluate_batches)
+        if task.num_validation_batches and _due(step, job):
+            loss, accuracy = evaluate(engine, task)
             if first:
-                report(Evaluated(step, loss))
+                report(Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
     engine.export(folder / "model")
     engine.close(restore=False)
-    if first and config.num_parameters <= LARGEST_TO_SAMPLE:
-        report(Sampled(sample(load_hf(folder / "model"), corpus)))
+    if first and task.num_parameters <= LARGEST_TO_SAMPLE:
+        report(Sampled(task.sample(folder / "model")))
 
 
-def _whole(job: Job, config: ModelConfig) -> Transformer:
+def _whole(job: Job, task: Task) -> nn.Module:
     """The model with all of its weights, for pipeline=auto to measure."""
-    return build(config) if job.model.weights is None else load_hf(job.model.weights)
+    return task.build() if job.model.weights is None else task.load(job.model.weights)
 
 
 def _rates(job: Job) -> Callable[[int], float]:
@@ -88,19 +86,16 @@ def _rates(job: Job) -> Callable[[int], float]:
     return schedule
 
 
-def evaluate(engine: Engine, batches: Batches, count: int) -> float:
-    """The mean loss over the first `count` batches of the split (or all it has): the same ones each time."""
+def evaluate(engine: Engine, task: Task) -> tuple[float, float | None]:
+    """The mean loss over the batches to validate on, the same ones each time, and of what is measured."""
     part = (engine.replica, engine.replicas)
-    available = min(count, batches.windows // batches.batch)
-    results = [engine.evaluate(batches.at(index, part)) for index in range(available)]
-    return sum(r.loss * r.tokens for r in results) / sum(r.tokens for r in results)
-
-
-def sample(model: Transformer, corpus: Corpus) -> str:
-    """What the model writes after the first tokens of the corpus."""
-    prompt = torch.from_numpy(corpus.tokens[:16].astype("int64"))
-    tokens = generate(model, prompt, SAMPLE_TOKENS).numpy()
-    return corpus.decode(tokens) if corpus.decode is not None else " ".join(map(str, tokens.tolist()))
+    assert task.validation is not None
+    batches = (task.validation.at(index, part) for index in range(task.num_validation_batches))
+    results = [engine.evaluate(batch, task.measure) for batch in batches]
+    counted = sum(result.tokens for result in results)
+    measured = [result.measured * result.tokens for result in results if result.measured is not None]
+    loss = sum(result.loss * result.tokens for result in results) / counted
+    return loss, sum(measured) / counted if measured else None
 
 
 def _due(step: int, job: Job) -> bool:

@@ -11,7 +11,15 @@ import torch
 
 from echelon.errors import UserError
 from echelon.hardware import available_memory
-from echelon.models import ModelConfig, preset, presets
+from echelon.models import (
+    ImageConfig,
+    ModelConfig,
+    image_preset,
+    image_presets,
+    num_parameters,
+    preset,
+    presets,
+)
 from echelon.plan import AUTO, Plan
 from echelon.precision import DTYPES
 from echelon.quantities import show_bytes
@@ -58,43 +66,46 @@ def rank_bytes(parameters: int, plan: Plan, states: int) -> RankBytes:
     return RankBytes(held * size / parts[0], held * size / parts[1], held * state / parts[2])
 
 
-def host_memory_errors(job: "Job", config: ModelConfig, plan: Plan, ranks: int) -> list[str]:
+def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, ranks: int) -> list[str]:
     """An error if the ranks of this machine need more memory together than it has. GPUs have their own."""
     free = available_memory()
     if free is None or torch.cuda.device_count() >= ranks:
         return []
-    needed = rank_bytes(config.num_parameters, plan, num_states(job.optimizer))
+    needed = rank_bytes(num_parameters(config), plan, num_states(job.optimizer))
     if needed.total * ranks <= free:
         return []
     each = f"{needed} on each of {ranks} ranks here" if ranks > 1 else str(needed)
     return [
-        f"plan '{plan}': {config.num_parameters:,} parameters take at least {each}, and this machine has "
-        f"{show_bytes(free)} of memory free; {_fix(job, plan, free / ranks)}"
+        f"plan '{plan}': {num_parameters(config):,} parameters take at least {each}, and this machine has "
+        f"{show_bytes(free)} of memory free; {_fix(job, config, plan, free / ranks)}"
     ]
 
 
-def refuse_small_device(job: "Job", config: ModelConfig, device: torch.device) -> None:
+def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: torch.device) -> None:
     """Raise if this rank's part does not fit into its GPU; called in the rank, which has the device."""
     if device.type != "cuda":
         return
     free, plan = torch.cuda.mem_get_info(device)[0], Plan.parse(job.plan)
-    needed = rank_bytes(config.num_parameters, plan, num_states(job.optimizer))
+    needed = rank_bytes(num_parameters(config), plan, num_states(job.optimizer))
     if needed.total > free:
         raise UserError(
-            f"plan '{plan}': {config.num_parameters:,} parameters take at least {needed} on each rank, and "
-            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; {_fix(job, plan, free)}"
+            f"plan '{plan}': {num_parameters(config):,} parameters take at least {needed} on each rank, and "
+            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; {_fix(job, config, plan, free)}"
         )
 
 
-def _fix(job: "Job", plan: Plan, free: float) -> str:
+def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """What fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
-    parameters = job.model.config().num_parameters
+    parameters = num_parameters(config)
     for zero in range(plan.zero + 1, 4):
         sharded = _with_zero(plan, zero)
         if sharded is not None and rank_bytes(parameters, sharded, states).total <= free:
             return f"add zero={zero} to the plan, which shards them"
-    sizes = {name: preset(name).num_parameters for name in presets()}
+    if isinstance(config, ModelConfig):
+        sizes = {name: preset(name).num_parameters for name in presets()}
+    else:
+        sizes = {name: num_parameters(image_preset(name)) for name in image_presets()}
     fitting = {name: size for name, size in sizes.items() if rank_bytes(size, plan, states).total <= free}
     smaller = max(fitting, key=lambda name: fitting[name], default=None)
     model = "a smaller model" if smaller is None else f"a smaller model (the preset {smaller} fits)"

@@ -6,29 +6,25 @@ what a rank would refuse is refused in the same words.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, final
-
-import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from typing import final
 
 from echelon.collectives import Group, RecordingGroup
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError
 from echelon.mesh import Mesh
-from echelon.models import ModelConfig, build, cross_entropy
+from echelon.models import ImageConfig, ModelConfig, build_without_memory, cross_entropy
 from echelon.plan import AUTO, Plan
 from echelon.wrapping import Wrapping
 
 
-def division_errors(config: ModelConfig, plan: Plan) -> list[str]:
+def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
     """Why a model of these sizes cannot be divided as `plan` says; with pipeline=auto, but for its stages."""
     if plan.pipeline == AUTO:
         plan = dataclasses.replace(plan, pipeline=1)
     if plan.tensor * plan.context * plan.stages == 1 and not plan.schedule_is_file:
         return []
-    model, mesh = _without_memory(config), _PretendedMesh.pretend(plan, 0)
+    model, mesh = build_without_memory(config), _PretendedMesh.pretend(plan, 0)
     by_layers = plan.sequence or plan.context > 1
     return [
         *_errors(lambda: LayerSharding(model, mesh, cross_entropy, None, Wrapping())),
@@ -42,23 +38,6 @@ class _PretendedMesh(Mesh):
 
     def group_of_stages(self, stages: Collection[int]) -> Group:  # noqa: ARG002
         return RecordingGroup("tied", ledger=self.ledger)
-
-
-@final
-class _NoInitialValues(TorchFunctionMode):
-    """Leaves out `nn.init`: on the meta device its functions do nothing, after a second of imports."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            return args[0] if args else (kwargs or {})["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def _without_memory(config: ModelConfig) -> nn.Module:
-    with torch.device("meta"), _NoInitialValues():
-        return build(config)
 
 
 def _errors(divide: Callable[[], object]) -> list[str]:

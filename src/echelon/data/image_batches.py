@@ -1,0 +1,106 @@
+"""Which images make the global batch of a step, how they are cut and mirrored, and as which numbers.
+
+All of it depends only on (seed, step, row), so every layout sees the same batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echelon.data.image_decoding import Pixels
+from echelon.data.sampler import order_samples, rows_of_part
+from echelon.errors import raise_errors
+from echelon.targets import IGNORED_TARGET
+
+MEAN, SPREAD = 0.5, 0.25  # of a pixel from 0 to 1: what the model sees has about mean 0 and variance 1
+
+
+class Images(Protocol):
+    """Square images by number, a little larger than those that a model sees."""
+
+    @property
+    def side(self) -> int: ...
+    @property
+    def labels(self) -> npt.NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def pixels(self, indices: Sequence[int]) -> Pixels: ...
+
+
+def side_to_cut_from(image_size: int) -> int:
+    """The side of the squares from which training cuts its images: an eighth more."""
+    return image_size + max(1, image_size // 8)
+
+
+@dataclass(frozen=True)
+class TrainingImages:
+    """The global batches to train on: images [rows, 3, size, size] and labels [rows].
+
+    In each epoch every image comes once. `augment` cuts each at a random place, and mirrors half of them.
+    """
+
+    images: Images
+    batch: int
+    image_size: int
+    seed: int
+    augment: bool = True
+
+    def __post_init__(self) -> None:
+        fix = f"lower the batch to {len(self.images)}, or add images"
+        short = f"batch={self.batch}: there are {len(self.images)} images to train on; {fix}"
+        raise_errors("the training images", [short] if len(self.images) < self.batch else [])
+
+    def at(self, step: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
+        """(images, labels) of `step`; `part=(i, n)`: the rows of replica i of n."""
+        samples = step * self.batch + rows_of_part(self.batch, *part)
+        indices = order_samples(samples, len(self.images), self.seed)
+        squares = self.images.pixels(indices.tolist())
+        cuts = [self._cut(pixels, sample) for pixels, sample in zip(squares, samples, strict=True)]
+        empty = np.empty((0, 3, self.image_size, self.image_size), np.uint8)
+        return to_numbers(np.stack(cuts) if cuts else empty), torch.from_numpy(self.images.labels[indices])
+
+    def _cut(self, square: Pixels, sample: int) -> Pixels:
+        if not self.augment:
+            return middle(square, self.image_size)
+        random = np.random.default_rng([self.seed, int(sample)])
+        top, left = random.integers(0, self.images.side - self.image_size + 1, size=2)
+        cut = square[:, top : top + self.image_size, left : left + self.image_size]
+        return cut[:, :, ::-1] if random.random() < 0.5 else cut
+
+
+@dataclass(frozen=True)
+class ValidationImages:
+    """All images to validate on, in batches of one size: the last one is filled up with images whose label
+    does not count, so that every replica has some."""
+
+    images: Images
+    batch: int
+    image_size: int
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self.images) // self.batch)
+
+    def at(self, index: int, part: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
+        """(images, labels) of batch `index`; `part=(i, n)`: the rows of replica i of n."""
+        places = index * self.batch + rows_of_part(self.batch, *part)
+        counts = places < len(self.images)
+        places = np.where(counts, places, 0)
+        squares = self.images.pixels(places.tolist())
+        labels = np.where(counts, self.images.labels[places], IGNORED_TARGET)
+        return to_numbers(middle(squares, self.image_size)), torch.from_numpy(labels)
+
+
+def middle(square: Pixels, size: int) -> Pixels:
+    """The middle of images."""
+    start = (square.shape[-1] - size) // 2
+    return square[..., start : start + size, start : start + size]
+
+
+def to_numbers(pixels: Pixels) -> Tensor:
+    """Bytes as the numbers that a model sees."""
+    return (torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255 - MEAN) / SPREAD

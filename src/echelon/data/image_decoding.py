@@ -1,0 +1,88 @@
+"""From an image file to a square of bytes, [3, side, side].
+
+Pillow decodes. What it would convert wrongly in silence is converted here: 16-bit images are scaled and not
+clipped, transparent pixels become white, and the rotation that a camera noted (EXIF) is applied. An image is
+resized so that its shorter edge is `side`, and its middle is taken.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echelon.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = npt.NDArray[np.uint8]
+
+MOST_STRETCHED = 20  # the longer edge of an image, in shorter edges: the middle of a strip shows nothing
+
+
+def decode_image(path: Path, side: int) -> Pixels:
+    """The image of a file, uint8 [3, side, side]. Raises a UserError that names the file."""
+    image_module = pillow()
+    try:
+        with image_module.open(path) as image:
+            image.load()
+            return _square(_to_rgb(image), side)
+    except UserError as refusal:
+        raise UserError(f"{path}: {refusal.title}") from None
+    # Pillow's plugins raise almost anything for a broken file; a warning of a bomb is an error too.
+    except Exception as error:
+        reason = " ".join(str(error).replace(repr(str(path)), "it").split()) or type(error).__name__
+        raise UserError(f"{path}: cannot be read as an image ({reason}); repair or remove it") from None
+
+
+def pillow() -> Any:
+    """Pillow's module of images, or an error with the fix."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UserError("reading images needs Pillow, which is not installed: pip install pillow") from None
+    return Image
+
+
+def _to_rgb(image: "Image") -> "Image":
+    """The image as it is to be seen, in 8-bit red, green and blue."""
+    from PIL import ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode == "F":
+        raise UserError(
+            "has floating point pixels (mode F), whose range is not known; save it with 8 or 16 bits"
+        )
+    if upright.mode == "I" or upright.mode.startswith("I;16"):
+        upright = _from_16_bits(upright)
+    if "A" in upright.getbands() or "transparency" in upright.info:
+        seen = upright.convert("RGBA")
+        white = pillow().new("RGBA", seen.size, "white")
+        return pillow().alpha_composite(white, seen).convert("RGB")
+    return upright.convert("RGB")
+
+
+def _from_16_bits(image: "Image") -> "Image":
+    values = np.asarray(image).astype(np.int64)
+    if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+        raise UserError(
+            f"has integer pixels from {values.min()} to {values.max()}, and 16 bits hold 0 to 65535; save it "
+            "with 8 or 16 bits"
+        )
+    return pillow().fromarray((values >> 8).astype(np.uint8))
+
+
+def _square(image: "Image", side: int) -> Pixels:
+    width, height = image.size
+    if max(width, height) > MOST_STRETCHED * min(width, height):
+        raise UserError(
+            f"is {width} × {height}: one edge is more than {MOST_STRETCHED} times the other, and training "
+            "sees only the middle; cut or remove it"
+        )
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    fitted = image.resize(
+        (side, side), pillow().Resampling.BILINEAR, box=(left, top, left + edge, top + edge)
+    )
+    return np.ascontiguousarray(np.asarray(fitted, dtype=np.uint8).transpose(2, 0, 1))

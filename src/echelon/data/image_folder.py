@@ -1,0 +1,162 @@
+"""A folder of images: one folder for each class, and in it, at any depth, the images of the class.
+
+    flowers/daisy/1.jpg          hidden files and folders (.name) are skipped
+    flowers/daisy/more/2.png     links that lead out of the folder are not followed
+    flowers/tulip/3.webp
+
+Which images are for validation is decided by the hash of their names: the same on every machine, and an image
+stays where it is when others are added.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from echelon.data.image_decoding import Pixels, decode_image, pillow
+from echelon.data.sources import unreadable
+from echelon.errors import UserError, raise_errors
+
+Split = Literal["train", "validation"]
+
+MOST_ERRORS = 20  # of files, in one message
+MOST_CHECKED = 20_000  # images of a split that are decoded before a training
+LARGEST_CACHE = 2**30  # bytes of decoded images that a process keeps for each split
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file by its path below the folder, and the number of its class."""
+
+    path: str
+    label: int
+
+    def is_for_validation(self, fraction: float) -> bool:
+        digest = hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).digest()
+        return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """What lies in a folder: nothing is decoded yet. Class names and files are sorted by name."""
+
+    root: Path
+    class_names: tuple[str, ...]
+    files: tuple[ImageFile, ...]
+
+    @property
+    def name(self) -> str:
+        return self.root.resolve().name
+
+    def numbered_as(self, class_names: tuple[str, ...]) -> "ImageFolder":
+        """The same files, with their classes counted as in `class_names`, which has all of them."""
+        numbers = [class_names.index(name) for name in self.class_names]
+        files = tuple(ImageFile(file.path, numbers[file.label]) for file in self.files)
+        return ImageFolder(self.root, class_names, files)
+
+    def split(self, split: Split, fraction: float, side: int) -> "FolderImages":
+        """The images to train on, or those to validate on."""
+        is_validation = split == "validation"
+        chosen = [file for file in self.files if file.is_for_validation(fraction) == is_validation]
+        return FolderImages(self.root, chosen, side)
+
+
+def open_image_folder(root: Path) -> ImageFolder:
+    """List a folder. Raises one UserError with everything that is wrong with what lies where."""
+    pillow()
+    raise_errors(f"image folder '{root}'", [] if root.is_dir() else ["there is no such folder"])
+    errors: list[str] = []
+    try:
+        entries = sorted(_shown(os.scandir(root)), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(unreadable(root, error)) from None
+    class_names = [entry.name for entry in entries if _is_folder(entry, root)]
+    files: list[ImageFile] = []
+    for label, name in enumerate(class_names):
+        found, problems = _files_below(root, name)
+        files += [ImageFile(path, label) for path in found]
+        errors += problems
+        if not found and not problems:
+            errors.append(f"class '{name}' has no image: add some, or remove the folder")
+    loose = [entry.name for entry in entries if entry.is_file()]
+    if not class_names:
+        errors.append("it has no folder inside: make one for each class, with its images")
+    elif len(class_names) == 1:
+        errors.append(f"it has one class only, '{class_names[0]}': make a folder for each class, at least 2")
+    if loose:
+        shown = ", ".join(loose[:3]) + (", …" if len(loose) > 3 else "")
+        errors.append(f"{len(loose)} files are in no class ({shown}): move them into the folder of a class")
+    raise_errors(f"image folder '{root}'", errors)
+    return ImageFolder(root, tuple(class_names), tuple(files))
+
+
+class FolderImages:
+    """The images of a split, decoded when they are first asked for and then kept, up to a bound."""
+
+    def __init__(self, root: Path, files: Sequence[ImageFile], side: int) -> None:
+        self._root, self._files, self.side = root, files, side
+        self.labels = np.array([file.label for file in files], dtype=np.int64)
+        self._kept: dict[int, Pixels] = {}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def pixels(self, indices: Sequence[int]) -> Pixels:
+        """Images by number, uint8 [len(indices), 3, side, side]."""
+        squares = [self._decode(index) for index in indices]
+        return np.stack(squares) if squares else np.empty((0, 3, self.side, self.side), np.uint8)
+
+    def errors(self) -> list[str]:
+        """Decodes every image, or so many spread over a large folder; errors of those that cannot be used."""
+        errors: list[str] = []
+        for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int)):
+            try:
+                self._decode(int(index))
+            except UserError as refusal:
+                errors.append(refusal.title)
+        if len(errors) > MOST_ERRORS:
+            left = len(errors) - MOST_ERRORS
+            return [*errors[:MOST_ERRORS], f"{left} more images cannot be used either"]
+        return errors
+
+    def _decode(self, index: int) -> Pixels:
+        if index in self._kept:
+            return self._kept[index]
+        square = decode_image(self._root / self._files[index].path, self.side)
+        if (len(self._kept) + 1) * square.nbytes <= LARGEST_CACHE:
+            self._kept[index] = square
+        return square
+
+
+def _files_below(root: Path, class_name: str) -> tuple[list[str], list[str]]:
+    """The files of a class by their paths below the root, and errors of folders that cannot be read."""
+    files, errors = [], []
+
+    def note(error: OSError) -> None:
+        errors.append(unreadable(Path(error.filename), error))
+
+    for folder, inner, names in os.walk(root / class_name, onerror=note):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder) / name
+            if not name.startswith(".") and _is_inside(path, root) and path.is_file():
+                files.append(str(path.relative_to(root)))
+    return files, errors
+
+
+def _shown(entries: "os._ScandirIterator[str]") -> list["os.DirEntry[str]"]:
+    with entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _is_folder(entry: "os.DirEntry[str]", root: Path) -> bool:
+    return entry.is_dir() and _is_inside(Path(entry.path), root)
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    """Whether a path, with its links followed, is below the folder."""
+    return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())

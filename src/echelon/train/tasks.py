@@ -1,0 +1,23 @@
+"""The tasks that a job may have, by name."""
+
+from typing import TYPE_CHECKING
+
+from echelon.train.image_rules import check_image_data, check_image_model
+from echelon.train.image_task import ImageTask
+from echelon.train.language_rules import check_language_data, check_language_model
+from echelon.train.language_task import LanguageTask
+from echelon.train.task import Task
+
+if TYPE_CHECKING:
+    from echelon.train.job import Job
+
+TASKS = ("language", "images")
+
+_CLASSES: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
+MODEL_CHECKS = {"language": check_language_model, "images": check_image_model}
+DATA_CHECKS = {"language": check_language_data, "images": check_image_data}
+
+
+def open_task(job: "Job") -> Task:
+    """The task of a job: its data are opened, its model is not built yet."""
+    return _CLASSES[job.task](job)
