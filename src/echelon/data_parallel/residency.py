@@ -136,7 +136,7 @@ class Residency:
         moving = [flat for unit in self._units for flat in unit if not flat.resident]
         if not moving:
             return {}
-        device = moving[0].shard.device
+        device = moving[0].flat.device
         extremes = torch.full((2,), self._gathered, dtype=torch.int64, device=device)
         extremes[1].neg_()
         with self._ledger.about("agreement"):

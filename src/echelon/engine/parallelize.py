@@ -53,6 +53,7 @@ def parallelize(
     sample_batch: Any = None,
     tensor_table: Table | None = None,
     weights: str | Path | None = None,
+    resident_bytes: int = 0,
     audit: Mode = "first",
     check_every: int = 200,
 ) -> Engine:
@@ -86,7 +87,7 @@ def parallelize(
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)
-        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
+        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale)

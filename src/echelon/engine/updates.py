@@ -36,7 +36,7 @@ from echelon.precision import (
     make_loss_scaling,
 )
 from echelon.precision.element_runs import runs_of
-from echelon.runtime import LocalStages, SynchronousUpdate, Update
+from echelon.runtime import LocalStages, ParametersStepper, SynchronousUpdate, Update
 
 
 def make_update(
@@ -72,6 +72,8 @@ def make_update(
     made = make_whole(make, local.trained())
     check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
     stepper = _make_stepper(made, local, mesh, layers, rounding, deferred=deferred)
+    if "parameters" in plan.offload:
+        stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
@@ -111,6 +113,8 @@ def _make_stepper(
     else:
         kind = MasterStepper if masters else DirectStepper
         stepper = kind(*given, deferred=deferred)
+        if isinstance(stepper, MasterStepper):
+            stepper.by_unit = "parameters" in mesh.plan.offload
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         optimizer.share(make_exchange(stepper, local, layers, mesh))
     return stepper
