@@ -93,6 +93,7 @@ class FlatUnit:
         self.is_gathered = True  # or on the way
         self._gathering: Handle | None = None
         self._is_fetching = False  # from host memory, for a gather
+        self.on_store: Callable[[FlatUnit], None] | None = None  # drops it some time after a store
         self._gradient: Bucket | None = None  # whole, of this rank's samples
         self.memory = UnitMemory(NewMemory(), NewMemory())
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
@@ -175,9 +176,8 @@ class FlatUnit:
             self._hide_weights()
             if self.host is None or self._has_own_shard:
                 self.flat.untyped_storage().resize_(0)
-        if self.host is not None:
-            self.host.drop()
         self.is_gathered = False
+        self._let_go()
 
     # What stands in host memory.
 
@@ -202,11 +202,20 @@ class FlatUnit:
             self._group.all_gather(self.flat, self.shard)
         self.host.store()
         if self._has_own_shard or not self.is_gathered:
-            self.host.drop()
+            self._let_go()
 
-    def abandon_update(self) -> None:
-        """An update has failed half-way: what was brought for it goes."""
-        if self.host is not None and not self.is_gathered:
+    def _let_go(self) -> None:
+        """What lies in host memory is needed here no more: it goes, now or when its store is done."""
+        if self.host is not None:
+            if self.host.is_storing and self.on_store is not None:
+                self.on_store(self)
+            else:
+                self.host.drop()
+
+    def drop(self) -> None:
+        """Give the device's memory back of what lies in host memory, unless it is in use again."""
+        in_use = self._is_fetching if self._has_own_shard else self.is_gathered
+        if self.host is not None and not in_use:
             self.host.drop()
 
     def standing(self, local: LocalParameter) -> Tensor:
@@ -376,6 +385,13 @@ class FlatUnit:
             parameters = [parameter for _, parameter in self.parameters]
             self._gradient = Bucket(parameters, self._gradient_dtype, self._layout, self.memory.gradients)
         return self._gradient
+
+    def adopt(self, gradient: Tensor) -> bool:
+        """Make a whole gradient this rank's part, which it is where nobody divides the unit."""
+        if self._group.size > 1 or self.has_part or not isinstance(self.memory.gradients, NewMemory):
+            return False
+        self.part, self.has_part = gradient, True
+        return True
 
     def new_part(self, *, in_place: bool) -> Tensor:
         """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""

@@ -44,6 +44,7 @@ class HostWeights:
         self.is_here = True
         self._fetch: Copy | None = None
         self._store: Copy | None = None
+        self.is_storing = False  # nobody has waited for the last store
 
     @property
     def values(self) -> Tensor:
@@ -67,7 +68,7 @@ class HostWeights:
 
     def store(self) -> None:
         """Begin to bring new weights to the host."""
-        self._store = self._boundary.store(self._host, self.tensor)
+        self._store, self.is_storing = self._boundary.store(self._host, self.tensor), True
 
     def drop(self) -> None:
         """Give the device's memory back, when no copy needs it any more."""
@@ -76,4 +77,4 @@ class HostWeights:
             if self._store is not None:
                 self._store.wait()
             self.tensor.untyped_storage().resize_(0)
-            self.is_here = False
+            self.is_here = self.is_storing = False

@@ -88,7 +88,13 @@ class Zero(Sharing):
         if not self._gathers:
             self._agreement.close()
         self.residency = Residency(
-            self._flats, self._needs, prefetch, self._group.ledger, find_root(units), self._agreement
+            self._flats,
+            self._needs,
+            prefetch,
+            self._group.ledger,
+            find_root(units),
+            self._agreement,
+            stores=host is not None and in_backward,
         )
         order = backward_order(units) if in_backward else list(reversed(range(len(units))))
         self._reduced = [flat for index in order for flat in self._flats[index] if flat.trainable]
@@ -143,7 +149,7 @@ class Zero(Sharing):
         self.reducer.start_step()
         self.residency.reset()
         for flat in self._unit_of:
-            flat.abandon_update()
+            flat.drop()
             flat.forget_changes()
         for flat in self._reduced:
             if self._keeps_gradients:
