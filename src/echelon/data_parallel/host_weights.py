@@ -47,6 +47,11 @@ class HostWeights:
         self.is_storing = False  # nobody has waited for the last store
 
     @property
+    def memory(self) -> Tensor:
+        """The host's memory, whatever it holds now."""
+        return self._host
+
+    @property
     def values(self) -> Tensor:
         """The host's memory, for the host to read and, while nothing is here, to write."""
         if self._store is not None:
@@ -69,6 +74,10 @@ class HostWeights:
     def store(self) -> None:
         """Begin to bring new weights to the host."""
         self._store, self.is_storing = self._boundary.store(self._host, self.tensor), True
+
+    def close(self) -> None:
+        """Let go of the host's memory; nobody needs the weights any more."""
+        self._host = self._host.new_empty(0)
 
     def drop(self) -> None:
         """Give the device's memory back, when no copy needs it any more."""

@@ -325,7 +325,7 @@ class Zero(Sharing):
             self.residency.reset()
 
     def _in_host_memory(self) -> list[Tensor]:
-        return [flat.host.values for flat in self._unit_of if flat.host is not None]
+        return [flat.host.memory for flat in self._unit_of if flat.host is not None]
 
     def close(self) -> None:
         self.reducer.close()
@@ -334,6 +334,8 @@ class Zero(Sharing):
         for unit in self._flats:
             for flat in unit:
                 flat.on_read = None
+                if flat.host is not None:
+                    flat.host.close()
         super().close()
 
     # Gradients, in one agreed order.

@@ -184,9 +184,16 @@ def _check_clip(clip: float | None, plan: Plan) -> None:
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that takes sparse gradients alone, where ranks sum them."""
-    if isinstance(optimizer, torch.optim.SparseAdam) and plan.ranks > plan.stages:
+    """Refuse an optimizer that takes sparse gradients alone, where ranks sum them, or units have them."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    if plan.ranks > plan.stages:
         raise UserError(
             f"the optimizer SparseAdam with plan '{plan}': it takes sparse gradients alone, and ranks sum "
             "dense ones; use an Adam for all parameters and sparse=False, or one replica"
+        )
+    if "parameters" in plan.offload:
+        raise UserError(
+            f"the optimizer SparseAdam with plan '{plan}': it takes sparse gradients alone, and those of a "
+            "unit are dense; use an Adam for all parameters and sparse=False, or drop offload=parameters"
         )
