@@ -31,13 +31,13 @@ _VOCAB = 256  # bytes of text
 _LEARNING_RATE = 2e-4
 _STEPS = 6
 _PREFETCH = 2
-# Bytes on the device for each parameter of the largest unit: gradients, float32 copies; units ahead and behind.
+# Bytes on the device for each parameter of the largest unit: gradients, float32 copies; and other units.
 _SPARE, _SPARE_OFFLOADED = 16, 28
 _OTHER = 4 * 2**30  # bytes on the device for activations, statistics and the context
 
 
 class Size(NamedTuple):
-    """A model, and the samples of a step; how many bytes of weights stay on the device, if not all that fit."""
+    """A model, the samples of a step, and how many bytes of weights stay on the device, if not what fits."""
 
     name: str
     config: ModelConfig
@@ -90,7 +90,10 @@ def _sizes() -> list[Size]:
 
 def _small() -> list[Size]:
     shape = ModelConfig("llama", layers=4, width=32, heads=2, vocab=_VOCAB, sequence=32)
-    return [Size("small", shape, 2), Size("small, half resident", shape, 2, resident_bytes=2 * 4 * 32**2 * 13)]
+    return [
+        Size("small", shape, 2),
+        Size("small, half resident", shape, 2, resident_bytes=2 * 4 * 32**2 * 13),
+    ]
 
 
 def _row(size: Size, trained: Trained) -> Row:

@@ -16,7 +16,9 @@ NAMES = (
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it runs, not to measure.")]
-Only = Annotated[str, typer.Option("--only", help="Of recompute, largest-model: rows whose names have this text.")]
+Only = Annotated[
+    str, typer.Option("--only", help="Of recompute, largest-model: rows whose names have this text.")
+]
 
 
 def bench(

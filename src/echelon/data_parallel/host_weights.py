@@ -1,11 +1,11 @@
 """The standing copy of a unit's weights, in host memory. The device has them while something uses them.
 
-    host      | weights | padding |      as the last update has left them, pinned
-    device    |     fetched       |      the same layout; its memory comes and goes
+host      | weights | padding |      as the last update has left them, pinned
+device    |     fetched       |      the same layout; its memory comes and goes
 
-    fetch     host → device, ahead of a use or an update
-    store     device → host, behind an update
-    drop      gives the device's memory back
+fetch     host → device, ahead of a use or an update
+store     device → host, behind an update
+drop      gives the device's memory back
 """
 
 from typing import final

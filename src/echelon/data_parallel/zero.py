@@ -125,7 +125,9 @@ class Zero(Sharing):
         self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
         self._in_flats = {p for unit in self._flats for flat in unit for _, p in flat.parameters}
         self._in_pass = False
-        self._flat_of_local = {each.tensor: flat for flat in self._unit_of for each in flat.local_parameters()}
+        self._flat_of_local = {
+            each.tensor: flat for flat in self._unit_of for each in flat.local_parameters()
+        }
         if host is not None:
             host.boundary.account("parameters", self._in_host_memory)
         if self._moves:
@@ -320,7 +322,7 @@ class Zero(Sharing):
                 yield flat.local_parameters()
 
     def _make_room(self) -> None:
-        """No pass follows in this step: what an update needs of units that stand in host memory comes next."""
+        """No pass follows in this step: units that stand in host memory come for their update next."""
         if any(flat.host is not None for flat in self._unit_of):
             self.residency.reset()
 

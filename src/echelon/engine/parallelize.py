@@ -71,9 +71,9 @@ def parallelize(
     does with modules that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a
     Hugging Face folder, of which each rank reads what it holds; the model's own values are not needed
     (`deferred`). `resident_bytes`: with offload=parameters, how many bytes of weights stay on the device, the
-    first units that fit. `audit`: whether the "first" step is compared with one device before it changes a weight, or
-    every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must hold alike;
-    0: never.
+    first units that fit. `audit`: whether the "first" step is compared with one device before it changes a
+    weight, or every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must
+    hold alike; 0: never.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     check_resident_bytes(resident_bytes, plan)
