@@ -57,7 +57,9 @@ class Assembly:
         is_wanted = to is None or to == self._group.rank
         if boxes[0].slice in self._everywhere:
             local = self._local[boxes[0].slice].detach()
-            return local.clone(memory_format=torch.contiguous_format) if is_wanted else None
+            if not is_wanted:
+                return None
+            return local.to(self._device, copy=True, memory_format=torch.contiguous_format)
         tensor = self._own_boxes(boxes)
         if tensor.numel():
             self._sum(tensor, to)

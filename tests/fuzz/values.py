@@ -278,7 +278,10 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
         ),
     )
     yield ("sync", "targets"), lambda v: v["sync"] != "async" or v["targets"] != "few"
-    yield ("zero", "prefetch"), lambda v: v["zero"] == 3 or v["prefetch"] == 1
+    yield (
+        ("zero", "offload", "prefetch"),
+        lambda v: v["zero"] == 3 or "parameters" in v["offload"] or v["prefetch"] == 1,
+    )
 
 
 _RULES = tuple(_rules())

@@ -48,12 +48,15 @@ SINGLE = [
     "data=1 precision=bf16 recompute=full contiguous=true",
     "data=1 precision=bf16 update=backward",
     "data=1 precision=bf16 update=backward masters=false",
+    "data=1 precision=bf16 offload=parameters",
+    "data=1 precision=bf16 update=backward masters=false recompute=full offload=parameters",
 ]
 RANKS = [
     "data=2",
     "data=2 zero=1 precision=bf16",
     "data=2 zero=2 microbatches=2",
     "data=2 zero=3 precision=bf16",
+    "data=2 zero=3 precision=bf16 offload=parameters",
     "data=2 zero=1 precision=fp16",
     "tensor=2 precision=fp16",
     "pipeline=2 schedule=pipedream microbatches=4 precision=fp16",

@@ -189,6 +189,33 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "data=2 masters=false precision=bf16",
         ),
     ],
+    "offloaded_parameters_need_flushed_schedules": [
+        (
+            "pipeline=2 offload=parameters schedule=pipedream",
+            "use schedule=1f1b",
+            "pipeline=2 offload=parameters",
+        ),
+        (
+            "pipeline=2 offload=optimizer,parameters schedule=pipedream",
+            "or drop offload",
+            "pipeline=2 offload=optimizer schedule=pipedream",
+        ),
+    ],
+    "offloaded_parameters_need_whole_backwards": [
+        (
+            "pipeline=2 offload=parameters schedule=zero-bubble",
+            "use schedule=1f1b",
+            "pipeline=2 offload=parameters",
+        ),
+    ],
+    "offloaded_parameters_need_all_reduce": [
+        (
+            "data=2 offload=parameters sync=parameter-server",
+            "use sync=all-reduce",
+            "data=2 offload=parameters",
+        ),
+        ("data=2 offload=parameters sync=async", "or drop offload", "data=2 sync=async"),
+    ],
     "delay_needs_offload": [
         ("delay=1", "add offload=optimizer", "delay=1 offload=optimizer"),
         ("delay=1 offload=activations", "or drop delay", "offload=activations"),

@@ -104,7 +104,8 @@ class DriftCheck:
         if copies.group.size == 1 or not named:
             return None
         summary = device_fingerprint if copies.exact else measures
-        gathered = gather_rows(torch.stack([summary(tensor) for _, tensor in named]), copies.group)
+        summaries = [summary(tensor).to(self._mesh.device) for _, tensor in named]  # some are on the host
+        gathered = gather_rows(torch.stack(summaries), copies.group)
         if copies.exact:
             differs = (gathered != gathered[:1]).any(2)
         else:
@@ -154,7 +155,7 @@ def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh)
 def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:
     """What this rank updates of each trained parameter: all of it, or its part."""
     if isinstance(sharing, Zero):
-        return [(each.name, each.parameter, each.tensor) for each in sharing.local_parameters()]
+        return [(each.name, each.parameter, sharing.standing(each)) for each in sharing.local_parameters()]
     return [(name, parameter, parameter) for name, parameter in sharing.parameter_set.trained]
 
 

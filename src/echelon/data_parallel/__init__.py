@@ -5,6 +5,7 @@ from echelon.data_parallel.batch_norm import synchronize_batch_norm, talks_in_fo
 from echelon.data_parallel.buffers import Buffers
 from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
+from echelon.data_parallel.host_weights import HostPlace
 from echelon.data_parallel.packed_broadcast import broadcast_packed
 from echelon.data_parallel.parameter_server import ParameterServer
 from echelon.data_parallel.parameter_set import (
@@ -26,6 +27,7 @@ __all__ = [
     "SMALLEST_UNIT",
     "AllReduce",
     "Buffers",
+    "HostPlace",
     "LocalSum",
     "ParameterServer",
     "ParameterSet",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group, Handle
+from echelon.collectives.boundary import HostBoundary
 from echelon.data_parallel.buckets import Bucket
 from echelon.data_parallel.freed import FreedParameter, register_owner
 from echelon.data_parallel.grad_dtype import gradient_dtype
@@ -24,7 +25,9 @@ from echelon.data_parallel.gradient_memory import (
     NewMemory,
     PreallocatedMemory,
 )
+from echelon.data_parallel.host_weights import HostWeights
 from echelon.errors import UserError
+from echelon.fingerprint import device_fingerprint
 from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out, round_up
 
@@ -50,10 +53,19 @@ class FlatUnit:
     """The memory of one unit's parameters, all of one type, and all trainable or all frozen.
 
     `resident`: the whole weights stay in memory and the shard is a part of them; else they come and go.
+    `boundary`: what stands lies in host memory, and is fetched from there: the shard, or the whole weights
+    (`whole_on_host`), of which the shard then is a part.
     """
 
     def __init__(
-        self, name: str, parameters: list[tuple[str, nn.Parameter]], group: Group, *, resident: bool
+        self,
+        name: str,
+        parameters: list[tuple[str, nn.Parameter]],
+        group: Group,
+        *,
+        resident: bool,
+        boundary: HostBoundary | None = None,
+        whole_on_host: bool = False,
     ) -> None:
         self.name, self.parameters, self._group, self.resident = name, parameters, group, resident
         first = parameters[0][1]
@@ -73,9 +85,15 @@ class FlatUnit:
                 register_owner(parameter, name, self._read)
         # What has no elements can be read at any time.
         self._kinds = [(parameter, type(parameter)) for _, parameter in parameters if parameter.numel()]
-        self.shard = self._local_part(self.flat) if resident else self._local_part(self.flat).clone()
-        self.is_gathered = True
+        self._has_own_shard = not resident and not whole_on_host
+        part = self._local_part(self.flat)
+        self.shard = part.clone() if self._has_own_shard else part
+        standing = self.shard if self._has_own_shard else self.flat
+        self.host = None if boundary is None else HostWeights(standing, boundary)
+        self.is_gathered = True  # or on the way
         self._gathering: Handle | None = None
+        self._is_fetching = False  # from host memory, for a gather
+        self.on_store: Callable[[FlatUnit], None] | None = None  # drops it some time after a store
         self._gradient: Bucket | None = None  # whole, of this rank's samples
         self.memory = UnitMemory(NewMemory(), NewMemory())
         self.part: Tensor | None = None  # this rank's part of the sum over ranks
@@ -83,6 +101,7 @@ class FlatUnit:
         self._local = list(self._runs())
         # Runs that a pass has changed, which no version tells of; None where nobody looks any more.
         self._changed_runs: list[Tensor] | None = None if resident else []
+        self._shown: list[Tensor] = []  # fingerprints of runs that have no other memory on the device
         self._is_updated = False  # in the backward pass of this step
 
     def local_parameters(self) -> list[LocalParameter]:
@@ -94,7 +113,10 @@ class FlatUnit:
         for (name, parameter), (begin, end) in zip(self.parameters, self._layout.places, strict=True):
             low, high = max(begin, start), min(end, start + self._part_size)
             if low < high:
-                run = nn.Parameter(self.shard[low - start : high - start], requires_grad=self.trainable)
+                elements = self.shard[low - start : high - start]
+                # Where nobody divides it, a parameter has its shape.
+                part = elements.view(parameter.shape) if self._group.size == 1 else elements
+                run = nn.Parameter(part, requires_grad=self.trainable)
                 if self.trainable:
                     run.grad_dtype = self._gradient_dtype
                 yield LocalParameter(name, parameter, run, low - begin)
@@ -102,11 +124,28 @@ class FlatUnit:
     # Weights.
 
     def gather(self) -> None:
-        """Begin to make the weights whole, unless they are or are on the way."""
+        """Begin to make the weights whole, unless they are or are on the way. A shard in host memory is
+        fetched by the first call, and gathered by the next one, or by `synchronize`."""
         if not self.is_gathered:
-            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
             self.is_gathered = True
-            self.all_gather()
+            if self.host is None:
+                self._gather_shards()
+            else:
+                self.host.fetch()
+                self._is_fetching = True
+        elif self._is_fetching and self._has_own_shard:
+            self._finish_fetch()
+
+    def _gather_shards(self) -> None:
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.all_gather()
+
+    def _finish_fetch(self) -> None:
+        assert self.host is not None
+        self.host.wait()
+        self._is_fetching = False
+        if self._has_own_shard:
+            self._gather_shards()
 
     def all_gather(self) -> None:
         """Begin to bring every rank's part to every rank."""
@@ -114,19 +153,77 @@ class FlatUnit:
 
     def synchronize(self) -> None:
         """Return when the weights that are on the way are there."""
+        was_fetching = self._is_fetching
+        if was_fetching:
+            self._finish_fetch()
+        was_gathering = self._gathering is not None
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            if not self.resident:
-                self._show_weights()
+            if self.host is not None and self._has_own_shard:
+                self.host.drop()
+        if (was_fetching or was_gathering) and not self.resident:
+            self._show_weights()
 
     def free(self) -> None:
-        """Give the memory of the whole weights back; the shard stays."""
-        if not self.resident and self.is_gathered:
+        """Give the memory of the whole weights back; the shard stays, here or in host memory."""
+        if self.resident or not self.is_gathered:
+            return
+        if self._is_fetching and self._has_own_shard:  # its messages have not begun
+            self._is_fetching = False
+        else:
             self.synchronize()
             self._hide_weights()
-            self.flat.untyped_storage().resize_(0)
-            self.is_gathered = False
+            if self.host is None or self._has_own_shard:
+                self.flat.untyped_storage().resize_(0)
+        self.is_gathered = False
+        self._let_go()
+
+    # What stands in host memory.
+
+    def fetch(self) -> None:
+        """Begin to bring what is updated here, ahead of `bring`."""
+        if self.host is not None and not (self._has_own_shard and self.is_gathered):
+            self.host.fetch()
+
+    def bring(self) -> None:
+        """Return when what this rank updates is here."""
+        if self.host is not None:
+            if self.is_gathered:
+                self.synchronize()
+            self.host.fetch()
+            self.host.wait()
+
+    def put_back(self) -> None:
+        """What this rank updates is new: bring it to the host, whole if it is whole there."""
+        if self.host is None:
+            return
+        if not self._has_own_shard and self._group.size > 1:
+            self._group.all_gather(self.flat, self.shard)
+        self.host.store()
+        if self._has_own_shard or not self.is_gathered:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """What lies in host memory is needed here no more: it goes, now or when its store is done."""
+        if self.host is not None:
+            if self.host.is_storing and self.on_store is not None:
+                self.on_store(self)
+            else:
+                self.host.drop()
+
+    def drop(self) -> None:
+        """Give the device's memory back of what lies in host memory, unless it is in use again."""
+        in_use = self._is_fetching if self._has_own_shard else self.is_gathered
+        if self.host is not None and not in_use:
+            self.host.drop()
+
+    def standing(self, local: LocalParameter) -> Tensor:
+        """The values of one run, wherever they stand."""
+        if self.host is None:
+            return local.tensor.detach()
+        begin = local.tensor.storage_offset() - self.host.tensor.storage_offset()
+        return self.host.values[begin : begin + local.tensor.numel()].view(local.tensor.shape)
 
     def _show_weights(self) -> None:
         """The weights are there: parameters are views of them."""
@@ -135,6 +232,8 @@ class FlatUnit:
         for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
             parameter.data = view
         self._set_versions(self._versions)
+        if self._changed_runs is not None and self.host is not None:
+            self._shown = [device_fingerprint(run) for run in self._gathered_runs()]
 
     def _hide_weights(self) -> None:
         """Whoever reads a weight asks `on_read`. What autograd reads by itself is of another version than it
@@ -155,10 +254,13 @@ class FlatUnit:
             self.on_read(self)
         self.synchronize()
         if not self.is_gathered:
+            where = "with zero=3 each rank holds a part of it"
+            if self.host is not None:
+                where = "with offload=parameters it lies in host memory"
             raise UserError(
-                f"{name} has no values on this rank: with zero=3 each rank holds a part of it, and it is "
-                "whole only during a step; engine.full_state_dict() returns all weights whole, and "
-                "engine.close() puts the model together"
+                f"{name} has no values on this rank: {where}, and it is whole only during a step; "
+                "engine.full_state_dict() returns all weights whole, and engine.close() puts the model "
+                "together"
             )
 
     def _check_unchanged(self) -> None:
@@ -173,12 +275,22 @@ class FlatUnit:
             raise lost_change(names)
 
     def _note_changed_runs(self) -> None:
-        """Compare this rank's part with its shard, without a wait for the device."""
+        """Compare this rank's part with its shard, or with what was shown, without a wait for the device."""
         if self._changed_runs is not None and not self._is_updated:
-            part = self._local_part(self.flat)
-            flags = [_differs(self._run_in(part, local), local.tensor) for local in self._local]
+            runs = self._gathered_runs()
+            if self.host is None:
+                pairs = zip(runs, self._local, strict=True)
+                flags = [_differs(run, local.tensor) for run, local in pairs]
+            else:
+                shown = zip(runs, self._shown, strict=bool(self._shown))
+                flags = [(device_fingerprint(run) != before).any() for run, before in shown]
             before = self._changed_runs or flags
             self._changed_runs = [one | other for one, other in zip(before, flags, strict=True)]
+
+    def _gathered_runs(self) -> list[Tensor]:
+        """This rank's part of the whole weights, as runs."""
+        part = self._local_part(self.flat)
+        return [self._run_in(part, local) for local in self._local]
 
     def start_update(self) -> None:
         """In a backward pass: from now on, whole weights may be those of before."""
@@ -225,7 +337,7 @@ class FlatUnit:
         self.shard = self._local_part(self.flat)
         for local in self._local:
             first = int(local.tensor.storage_offset()) - start
-            local.tensor.data = self.shard[first : first + local.tensor.numel()]
+            local.tensor.data = self.shard[first : first + local.tensor.numel()].view(local.tensor.shape)
 
     # Gradients.
 
@@ -274,6 +386,13 @@ class FlatUnit:
             self._gradient = Bucket(parameters, self._gradient_dtype, self._layout, self.memory.gradients)
         return self._gradient
 
+    def adopt(self, gradient: Tensor) -> bool:
+        """Make a whole gradient this rank's part, which it is where nobody divides the unit."""
+        if self._group.size > 1 or self.has_part or not isinstance(self.memory.gradients, NewMemory):
+            return False
+        self.part, self.has_part = gradient, True
+        return True
+
     def new_part(self, *, in_place: bool) -> Tensor:
         """Where this rank's part of a reduced gradient goes: kept memory for the first of a step."""
         if in_place:
@@ -312,7 +431,7 @@ class FlatUnit:
 
     def _run_in(self, part: Tensor, local: LocalParameter) -> Tensor:
         start = local.tensor.storage_offset() - self.shard.storage_offset()
-        return part[start : start + local.tensor.numel()]
+        return part[start : start + local.tensor.numel()].view(local.tensor.shape)
 
     def _local_part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size, self._part_size)[self._group.rank]

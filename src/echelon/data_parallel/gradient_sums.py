@@ -29,11 +29,15 @@ _IN_FLIGHT = 1  # units whose whole gradients may be on the way while another is
 class _Scatter(NamedTuple):
     """A unit's gradient in its first sum: `part` will hold this rank's part of it."""
 
-    handle: Handle
+    handle: Handle | None  # None: nobody has another part
     unit: FlatUnit
     gradient: Tensor | None  # whole; None where the unit keeps its memory
     part: Tensor
     last: bool  # of the step, for this unit
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
 
     def free_gradient(self) -> None:
         """The sum has been waited for: nobody reads the whole gradient any more."""
@@ -65,13 +69,16 @@ class GradientSums:
     def start(self, unit: FlatUnit, *, last: bool) -> None:
         """The gradient of a unit is complete: begin to sum it. `last`: it gets no more in this step."""
         gradient = unit.close_gradient() if self._in_place else unit.take_gradient()
-        part = unit.new_part(in_place=self._in_place)
-        with self._shard_group.ledger.about("gradients"):
-            handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
-        taken = None if self._in_place else gradient
-        self._scatters.append(_Scatter(handle, unit, taken, part, last))
+        if not self._in_place and unit.adopt(gradient):
+            self._scatters.append(_Scatter(None, unit, None, gradient, last))
+        else:
+            part = unit.new_part(in_place=self._in_place)
+            with self._shard_group.ledger.about("gradients"):
+                handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
+            taken = None if self._in_place else gradient
+            self._scatters.append(_Scatter(handle, unit, taken, part, last))
         if self._waits:  # a sum in place takes no memory
-            self._finish_scatters(_IN_FLIGHT)
+            self._finish_scatters(_IN_FLIGHT if self._shard_group.size > 1 else 0)
         if self._waits_for_second:
             self._finish_second_sums(_IN_FLIGHT)
 
@@ -95,13 +102,13 @@ class GradientSums:
             for scatter in reversed(scatters):
                 stack.callback(scatter.unit.drop_part, scatter.part)
                 stack.callback(scatter.free_gradient)
-                stack.callback(scatter.handle.wait)
+                stack.callback(scatter.wait)
 
     def _finish_scatters(self, at_most: int) -> None:
         """Wait until `at_most` first sums are on the way; the second ones of the others begin."""
         while len(self._scatters) > at_most:
             scatter = self._scatters.popleft()
-            scatter.handle.wait()
+            scatter.wait()
             scatter.free_gradient()
             unit, part, last = scatter.unit, scatter.part, scatter.last
             del scatter  # and with it the whole gradient

@@ -5,6 +5,7 @@ ones are gathered too, in the order of the last forward pass, or its reverse on 
 prefetch + 1 units are gathered at a time, beside units that surround others or are tied to them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +28,22 @@ class Residency:
         ledger: Ledger,
         root: int | None,
         agreement: GatherAgreement | None = None,
+        *,
+        stores: bool = False,
     ) -> None:
-        """`root`: the unit that surrounds the others, if there is one."""
+        """`root`: the unit that surrounds the others, if there is one. `stores`: units are updated in the
+        backward pass, and new weights go to host memory."""
         self._agreement = agreement
         self._units, self._needs, self._prefetch, self._ledger = units, needs, prefetch, ledger
         self._root = root
         self._gathered = 0  # a number made from all that was gathered in this step, in order
         self._users = [0] * len(units)
         self._held: set[int] = set()  # units that are read outside of their modules: until the step is over
+        # With updates in the backward pass one of prefetch + 1 places is for what is being stored.
+        self._behind = 1 if stores and prefetch > 1 else 0
+        self._leaving: deque[FlatUnit] = deque()  # units on their way to host memory, not in use any more
+        for flat in (flat for unit in units for flat in unit if flat.host is not None):
+            flat.on_store = self._let_go
         self._sequence = list(range(len(units)))
         self._trace: list[int] = []
 
@@ -53,6 +62,8 @@ class Residency:
         self._gathered = 0
         for index in range(len(self._units)):
             self._free(index)
+        while self._leaving:
+            self._leaving.popleft().drop()
 
     def abandon(self) -> None:
         """A pass has raised: nothing is in use. What is gathered stays so until the next step."""
@@ -106,7 +117,7 @@ class Residency:
     def ahead(self, *, backward: bool) -> None:
         """Begin to gather what a pass enters first."""
         order = list(reversed(self._sequence)) if backward else self._sequence
-        for index in order[: self._prefetch + 1]:
+        for index in order[: self._ahead(backward) + 1]:
             self._gather(index)
 
     def free_unused(self) -> None:
@@ -126,17 +137,27 @@ class Residency:
         if index not in self._sequence:
             return []
         ahead = list(reversed(self._sequence)) if backward else self._sequence
+        number = self._ahead(backward)
         if index == self._root:  # it is entered first, whichever way
-            return [unit for unit in ahead if unit != index][: self._prefetch]
+            return [unit for unit in ahead if unit != index][:number]
         place = ahead.index(index)
-        return ahead[place + 1 : place + 1 + self._prefetch]
+        return ahead[place + 1 : place + 1 + number]
+
+    def _ahead(self, backward: bool) -> int:
+        return self._prefetch - (self._behind if backward else 0)
+
+    def _let_go(self, flat: FlatUnit) -> None:
+        """A unit is being stored: the next one that is finds its memory free."""
+        self._leaving.append(flat)
+        while len(self._leaving) > self._behind:
+            self._leaving.popleft().drop()
 
     def compare(self, group: Group) -> dict[Problem, Tensor]:
         """Whether ranks gathered different units in this step: they have got each other's weights."""
         moving = [flat for unit in self._units for flat in unit if not flat.resident]
         if not moving:
             return {}
-        device = moving[0].shard.device
+        device = moving[0].flat.device
         extremes = torch.full((2,), self._gathered, dtype=torch.int64, device=device)
         extremes[1].neg_()
         with self._ledger.about("agreement"):

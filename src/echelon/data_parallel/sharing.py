@@ -8,7 +8,7 @@ Where units are updated in the backward pass (`on_unit`), the optimizer has work
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, final
 
@@ -31,10 +31,14 @@ class Storages(NamedTuple):
 
 
 class SummedUnit(NamedTuple):
-    """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit."""
+    """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit.
+
+    `present`: around what reads or writes its weights later on; now they are on the device.
+    """
 
     local: list[LocalParameter]
     norm_share: list[Tensor]
+    present: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Sharing(ABC):
@@ -111,11 +115,23 @@ class Sharing(ABC):
         """Where the pieces of `local.tensor` lie in the whole parameter, in order."""
         return [whole_slice(local.name, local.parameter)]
 
+    def standing(self, local: LocalParameter) -> Tensor:
+        """The values of a local parameter between steps, on the device or in host memory."""
+        return local.tensor.detach()
+
+    def in_turn(self) -> Iterator[list[LocalParameter]]:
+        """What is left to be updated, in pieces: each is on the device until the next is asked for."""
+        yield self.local_parameters()
+
     @abstractmethod
     def storages(self) -> Storages:
         """What memory holds weights and gradients on this rank now."""
 
-    def _use_unit(self, local: Sequence[LocalParameter]) -> None:
+    def _use_unit(
+        self,
+        local: Sequence[LocalParameter],
+        present: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """The gradients of a unit are summed: use and free them. What is summed over other ranks too has to
         wait for these, in memory of its own."""
         assert self.on_unit is not None
@@ -124,7 +140,7 @@ class Sharing(ABC):
             if each.parameter in waiting and each.tensor.grad is not None:
                 each.tensor.grad = each.tensor.grad.clone()
         ready = [each for each in local if each.parameter not in waiting]
-        self.on_unit(SummedUnit(ready, self._norm_share(ready)))
+        self.on_unit(SummedUnit(ready, self._norm_share(ready), present))
         for each in ready:
             each.tensor.grad = None
 

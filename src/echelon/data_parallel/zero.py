@@ -23,6 +23,7 @@ reverse of the model's, then, from the second step on, the order in which rank 0
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import final
 
 import torch
@@ -32,6 +33,7 @@ from echelon.collectives import Group
 from echelon.data_parallel.flat import FlatUnit, UnitMemory, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
+from echelon.data_parallel.host_weights import HostPlace
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer, UsedParameters
@@ -59,13 +61,17 @@ class Zero(Sharing):
         in_backward: bool = False,
         waits: bool = True,
         contiguous: bool = False,
+        host: HostPlace | None = None,
     ) -> None:
         """`in_backward`: units are updated in the backward pass. `waits`: a backward pass may wait for all
         sums, since all ranks are in the same one. `contiguous`: gradients on their way lie in preallocated
-        memory."""
+        memory. `host`: where weights stand that the device has only while they are used; without ranks that
+        shard a copy, a level is about gradients alone."""
         assert level in (1, 2, 3), level
         units = list(parameter_set.units)
-        ahead = prefetch if level == 3 else 0
+        self._moves = level == 3 or host is not None  # whether weights come and go
+        self._prefetch = prefetch
+        ahead = prefetch if self._moves else 0
         check_same_units(units, ahead, parameter_set.group, parameter_set.device)
         super().__init__(parameter_set)
         self._group, self._level = parameter_set.group, level
@@ -73,14 +79,22 @@ class Zero(Sharing):
         self.lockstep = level > 1
         self._needs = [unit.needs for unit in units]
         separate = parameter_set.separate_shards
-        self._flats = [_flatten(unit, self._shard_group, level, separate) for unit in units]
+        divided = level == 3 and (host is None or self._shard_group.size > 1)
+        self._flats = [_flatten(unit, self._shard_group, separate, divided, host) for unit in units]
+        self._gathers = divided  # ranks gather weights together
         self._agreement = GatherAgreement(
             self._shard_group, self._group, [unit.name for unit in units], parameter_set.device
         )
-        if level < 3:
+        if not self._gathers:
             self._agreement.close()
         self.residency = Residency(
-            self._flats, self._needs, prefetch, self._group.ledger, find_root(units), self._agreement
+            self._flats,
+            self._needs,
+            prefetch,
+            self._group.ledger,
+            find_root(units),
+            self._agreement,
+            stores=host is not None and in_backward,
         )
         order = backward_order(units) if in_backward else list(reversed(range(len(units))))
         self._reduced = [flat for index in order for flat in self._flats[index] if flat.trainable]
@@ -90,7 +104,7 @@ class Zero(Sharing):
                 flat.memory = memory
         self._local = [(flat, local) for flat in self._reduced for local in flat.local_parameters()]
         # Before the reducer's, which may let go of a unit when its last gradient is there.
-        self._checks = self._check_weights() if level == 3 else []
+        self._checks = self._check_weights() if self._moves else []
         self.reducer: Reducer = Reducer([p for _, p in parameter_set.trained], self._accumulate, self._reduce)
         self.accumulation = self.reducer.accumulation if level == 1 else None
         self._order(self._reduced)
@@ -111,7 +125,12 @@ class Zero(Sharing):
         self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
         self._in_flats = {p for unit in self._flats for flat in unit for _, p in flat.parameters}
         self._in_pass = False
-        if level == 3:
+        self._flat_of_local = {
+            each.tensor: flat for flat in self._unit_of for each in flat.local_parameters()
+        }
+        if host is not None:
+            host.boundary.account("parameters", self._in_host_memory)
+        if self._moves:
             for flat in self._unit_of:
                 flat.on_read = self._read
             modules = [unit.module for unit in units]
@@ -132,6 +151,7 @@ class Zero(Sharing):
         self.reducer.start_step()
         self.residency.reset()
         for flat in self._unit_of:
+            flat.drop()
             flat.forget_changes()
         for flat in self._reduced:
             if self._keeps_gradients:
@@ -152,7 +172,8 @@ class Zero(Sharing):
         self.start_reductions()
         with explain_mismatch():
             self._sums.complete()
-            self._problems = self.residency.compare(self._shard_group)
+            self._problems = self.residency.compare(self._shard_group) if self._gathers else {}
+        self._make_room()
         if self._in_backward:
             self.reducer.finish_step()
             return
@@ -177,7 +198,7 @@ class Zero(Sharing):
     def publish(self) -> None:
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
         self._agreement.close()
-        self.share_first_weights()
+        self._share_parts([flat for flat in self._reduced if flat.resident])
         if self._in_backward:
             for _, local in self._local:
                 local.tensor.grad = None
@@ -189,18 +210,28 @@ class Zero(Sharing):
         return self.owned()
 
     def share_first_weights(self) -> None:
-        if self._level < 3:
+        if self._shard_group.size > 1 and not self._gathers:
+            for flat in self._unit_of:
+                if flat.host is not None:
+                    with self._present(flat):
+                        pass  # it is put back whole
+        self._share_parts([flat for flat in self._unit_of if flat.resident])
+
+    def _share_parts(self, resident: Sequence[FlatUnit]) -> None:
+        """Bring new parts of weights that stay whole to all ranks."""
+        if self._shard_group.size > 1:
             with self._group.ledger.about("parameters"):
-                for flat in self._reduced:
+                for flat in resident:
                     flat.all_gather()
-                for flat in self._reduced:
+                for flat in resident:
                     flat.synchronize()
 
     def owned(self) -> list[OwnedSlice]:
         owned: list[OwnedSlice] = []
         for unit in self._flats:
-            for local in (local for flat in unit for local in flat.local_parameters()):
-                owned += own_run(local.tensor, self.slices(local))
+            for flat in unit:
+                for local in flat.local_parameters():
+                    owned += own_run(flat.standing(local), self.slices(local))
         for name, parameter in self.parameter_set.parameters.items():
             if parameter.numel() == 0 or parameter not in self._in_flats:
                 owned.append(OwnedSlice(whole_slice(name, parameter), parameter))
@@ -220,7 +251,7 @@ class Zero(Sharing):
         return Storages(parameters, [*gradients, *self._sums.storages(), *waiting])
 
     def gather(self, *, backward: bool) -> None:
-        if self._level == 3:
+        if self._moves:
             self._in_pass = True
             self.residency.ahead(backward=backward)
 
@@ -235,7 +266,7 @@ class Zero(Sharing):
 
     @contextmanager
     def second_run(self, module: nn.Module) -> Iterator[None]:
-        unit = self._hooks.unit_of(module) if self._level == 3 else None
+        unit = self._hooks.unit_of(module) if self._moves else None
         if unit is None:
             yield
             return
@@ -252,15 +283,51 @@ class Zero(Sharing):
         self.residency.abandon()
 
     def end_watch(self) -> None:
-        if self._level == 3:
+        if self._moves:
             names = [name for flat in self._unit_of for name in flat.end_watch()]
             if names:
                 raise lost_change(names)
 
     def reallocate(self) -> None:
-        assert self._level < 3, "weights that come and go have no memory of their own"
+        assert not self._moves, "weights that come and go have no memory of their own"
         for flat in self._reduced:
             flat.reallocate()
+
+    # Weights that stand in host memory, during an update.
+
+    def standing(self, local: LocalParameter) -> Tensor:
+        return self._flat_of_local[local.tensor].standing(local)
+
+    @contextmanager
+    def _present(self, flat: FlatUnit) -> Iterator[None]:
+        """Inside, what this rank updates of a unit is on the device; what is written stays."""
+        with self._group.ledger.about("parameters"):
+            flat.bring()
+        yield
+        with self._group.ledger.about("parameters"):
+            flat.put_back()
+
+    def in_turn(self) -> Iterator[list[LocalParameter]]:
+        waiting = self.parameter_set.summed_later
+        flats = [
+            flat
+            for flat in self._unit_of
+            if flat.trainable and (not self._in_backward or not waiting.isdisjoint(_parameters(flat)))
+        ]
+        for place, flat in enumerate(flats):
+            with self._group.ledger.about("parameters"):
+                for following in flats[place : place + 1 + self._prefetch]:
+                    following.fetch()
+            with self._present(flat):
+                yield flat.local_parameters()
+
+    def _make_room(self) -> None:
+        """No pass follows in this step: units that stand in host memory come for their update next."""
+        if any(flat.host is not None for flat in self._unit_of):
+            self.residency.reset()
+
+    def _in_host_memory(self) -> list[Tensor]:
+        return [flat.host.memory for flat in self._unit_of if flat.host is not None]
 
     def close(self) -> None:
         self.reducer.close()
@@ -269,6 +336,8 @@ class Zero(Sharing):
         for unit in self._flats:
             for flat in unit:
                 flat.on_read = None
+                if flat.host is not None:
+                    flat.host.close()
         super().close()
 
     # Gradients, in one agreed order.
@@ -303,7 +372,9 @@ class Zero(Sharing):
         for local in flat.local_parameters():
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
         flat.start_update()
-        self._use_unit(flat.local_parameters())
+        present = partial(self._present, flat)
+        with present():
+            self._use_unit(flat.local_parameters(), present)
         flat.free_part()
         flat.mark_updated()
 
@@ -312,7 +383,7 @@ class Zero(Sharing):
         later = self._reduced[index + 1 :]
         return not any(flat in later for flat in self._flats[unit])
 
-    # Uses of units, where weights come and go (level 3).
+    # Uses of units, where weights come and go.
 
     def _enter(self, use: Use, backward: bool) -> None:
         if backward and torch.is_grad_enabled():
@@ -366,16 +437,34 @@ def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:
         )
 
 
-def _flatten(unit: Unit, group: Group, level: int, separate: Set[nn.Parameter]) -> list[FlatUnit]:
-    """The memory of one unit: its trained parameters and, where weights are sharded, its frozen ones;
-    for each kind and type of its own. A parameter of `separate` is sharded by itself."""
+def _parameters(flat: FlatUnit) -> Set[nn.Parameter]:
+    return {parameter for _, parameter in flat.parameters}
+
+
+def _flatten(
+    unit: Unit, group: Group, separate: Set[nn.Parameter], divided: bool, host: HostPlace | None
+) -> list[FlatUnit]:
+    """The memory of one unit: its trained parameters and, where weights come and go, its frozen ones;
+    for each kind and type of its own. A parameter of `separate` is sharded by itself. `divided`: each rank
+    has a part of the weights."""
     kinds: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in unit.parameters:
-        if parameter.requires_grad or level == 3:
+        if parameter.requires_grad or divided or host is not None:
             own = name if parameter in separate else ""
             kind = (parameter.requires_grad, parameter.dtype, parameter.device, own)
             kinds.setdefault(kind, []).append((name, parameter))
-    flats = [FlatUnit(unit.name, parameters, group, resident=level < 3) for parameters in kinds.values()]
-    for flat in flats:
+    flats = []
+    for parameters in kinds.values():
+        size = sum(p.numel() * p.element_size() for _, p in parameters)
+        boundary = None if host is None else host.boundary_for(size // group.size if divided else size)
+        flat = FlatUnit(
+            unit.name,
+            parameters,
+            group,
+            resident=not divided and boundary is None,
+            boundary=boundary,
+            whole_on_host=not divided and boundary is not None,
+        )
         flat.free()  # before the next unit takes memory
+        flats.append(flat)
     return flats

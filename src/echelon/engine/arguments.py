@@ -45,6 +45,20 @@ def check_arguments(
     raise_errors("the arguments of parallelize", errors)
 
 
+def check_resident_bytes(resident_bytes: object, plan: Plan | str) -> None:
+    """Refuse what is no number of bytes, or is about nothing in this plan."""
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    errors = []
+    if not isinstance(resident_bytes, int) or not _is_integer(resident_bytes) or resident_bytes < 0:
+        errors.append(f"resident_bytes={resident_bytes!r}: must be a number of bytes, at least 0")
+    elif resident_bytes and "parameters" not in plan.offload:
+        errors.append(
+            f"resident_bytes={resident_bytes} with plan '{plan}': it says how much offload=parameters leaves "
+            "on the device; add offload=parameters, or drop resident_bytes"
+        )
+    raise_errors("the arguments of parallelize", errors)
+
+
 def check_audit(audit: object, check_every: object) -> None:
     """Refuse an audit that does not exist."""
     errors = []

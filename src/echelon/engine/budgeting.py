@@ -47,7 +47,7 @@ def _settings(mesh: Mesh) -> BudgetSettings:
         int(mesh.plan.recompute.removeprefix("budget:")),
         partial(_agree, [mesh.group(axis) for axis in ("tensor", "context")], mesh.device),
         # With longer segments, which weights are gathered next would depend on the choice of each replica.
-        longest=1 if mesh.plan.zero == 3 else None,
+        longest=1 if mesh.plan.frees_weights else None,
     )
 
 

@@ -73,6 +73,7 @@ def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
     """
     modules = list(modules)
     is_sharded = mesh.plan.zero == 3 and mesh.group("weights").size > 1
+    is_sharded = is_sharded or "parameters" in mesh.plan.offload
     with _without_weak_references(modules):
         for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
             memory = _stand_in(parameter, mesh.device) if is_sharded else None

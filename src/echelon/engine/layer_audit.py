@@ -21,6 +21,7 @@ from echelon.engine.trial import Trial, TrialForward
 from echelon.layering import listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice, whole_slice
+from echelon.plan import Plan
 from echelon.runtime import LocalStages
 
 
@@ -46,7 +47,7 @@ def layer_audits(
     }
 
     def make_weights() -> WholeWeights:
-        return WholeWeights(skeleton, _owned(local, layers, plan.zero), mesh.group("stage"), mesh.device)
+        return WholeWeights(skeleton, _owned(local, layers, plan), mesh.group("stage"), mesh.device)
 
     def forward(samples: Any) -> str:
         place = partial(scope, seed=0, step=0, first_sample=0)
@@ -69,9 +70,9 @@ def _units(skeleton: nn.Module, local: LocalStages) -> list[StageUnits]:
     return [find_units(stage.module, skeleton, edges[number][0]) for number, stage in local.stages.items()]
 
 
-def _owned(local: LocalStages, layers: LayerSharding, zero: int) -> list[OwnedSlice]:
+def _owned(local: LocalStages, layers: LayerSharding, plan: Plan) -> list[OwnedSlice]:
     """This rank's weights as boxes of the whole ones."""
-    if zero == 3:
+    if plan.frees_weights:
         owned = local.owned_weights()
     else:
         owned = [OwnedSlice(whole_slice(name, p), p) for name, p in _named_parameters(local)]

@@ -140,7 +140,7 @@ class LayerSharding:
         plan, layers = self._mesh.plan, listed_layers(model)
         number_layers(layers)
         self.sharded.region.overlaps = (
-            not program.halves and not plan.compile and (plan.zero < 3 or bool(layers))
+            not program.halves and not plan.compile and (not plan.frees_weights or bool(layers))
         )
 
     def shard_of(self, name: str) -> Shard | None:

@@ -126,7 +126,7 @@ def _may_renormalise(users: int, plan: Plan) -> bool:
     """Whether the rows that a forward changes are the same as on one device: no other rank, stage or
     microbatch uses them (a head may read the weight too), and what is changed stays."""
     is_alone = not is_cut(plan) and plan.tensor == 1 and (plan.pipeline == 1 or users == 1)
-    stays = plan.zero == 0 and plan.precision in ("fp32", "fp64")
+    stays = plan.zero == 0 and not plan.frees_weights and plan.precision in ("fp32", "fp64")
     return is_alone and stays and plan.schedule not in ASYNCHRONOUS_SCHEDULES
 
 

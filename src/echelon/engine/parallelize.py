@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments
+from echelon.engine.arguments import check_arguments, check_resident_bytes
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
@@ -17,6 +17,7 @@ from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.first_step import AuditSettings
+from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.model_checks import accept_model
 from echelon.engine.own_loss import choose_loss
@@ -53,6 +54,7 @@ def parallelize(
     sample_batch: Any = None,
     tensor_table: Table | None = None,
     weights: str | Path | None = None,
+    resident_bytes: int = 0,
     audit: Mode = "first",
     check_every: int = 200,
 ) -> Engine:
@@ -68,11 +70,13 @@ def parallelize(
     is a global batch, for pipeline=auto to measure the layers on. `tensor_table` says what tensor parallelism
     does with modules that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a
     Hugging Face folder, of which each rank reads what it holds; the model's own values are not needed
-    (`deferred`). `audit`: whether the "first" step is compared with one device before it changes a weight, or
-    every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must hold alike;
-    0: never.
+    (`deferred`). `resident_bytes`: with offload=parameters, how many bytes of weights stay on the device, the
+    first units that fit. `audit`: whether the "first" step is compared with one device before it changes a
+    weight, or every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must
+    hold alike; 0: never.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
+    check_resident_bytes(resident_bytes, plan)
     model, plan = accept_model(model, supported_plan(plan), clip, loss_scale)
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
@@ -86,7 +90,8 @@ def parallelize(
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)
-        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit)  # data, zero, sync
+        check_host_memory({"parameters": parameter_bytes(split.modules, mesh, resident_bytes)}, mesh)
+        local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale)

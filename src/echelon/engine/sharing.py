@@ -5,9 +5,11 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from echelon.async_training import WorkerGradients
+from echelon.collectives import RecordingGroup
 from echelon.data_parallel import (
     AllReduce,
     Buffers,
+    HostPlace,
     ParameterServer,
     ParameterSet,
     ShardGroups,
@@ -37,6 +39,7 @@ def share_stages(
     wrapping: Wrapping,
     prefetch: int,
     smallest_unit: int,
+    resident_bytes: int = 0,
 ) -> LocalStages:
     """This rank's stages, each with its parameter sets shared as the plan says; all have memory then."""
     take_memory(split.modules.values(), mesh)
@@ -44,10 +47,11 @@ def share_stages(
         return _worker_stages(split, mesh)
     synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
     stages = {}
+    host = HostPlace(mesh.boundary, resident_bytes) if "parameters" in mesh.plan.offload else None
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
-        sharings = [share(each, mesh.plan, wrapping, prefetch) for each in sets]
+        sharings = [share(each, mesh.plan, wrapping, prefetch, host) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
     return LocalStages(stages, split.program, split.boundaries)
 
@@ -81,8 +85,11 @@ def parameter_sets(
     smallest_unit: int,
 ) -> list[ParameterSet]:
     """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
-    group = mesh.group("weights")
-    by_unit = mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
+    group, offloads = mesh.group("weights"), "parameters" in mesh.plan.offload
+    by_unit = offloads or mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
+    shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
+    if offloads and mesh.plan.zero == 0:  # each rank has a copy of its own
+        shards = ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
     units = divide_units(module, smallest_unit) if by_unit else []
     parameters = named_subset(module)
     return [
@@ -94,26 +101,33 @@ def parameter_sets(
             shared_gradients,
             norm_elsewhere=frozenset(norm_elsewhere),
             sum_in_float32=mesh.plan.gradients == "fp32",
-            shards=ShardGroups(mesh.group("shard"), mesh.group("copies")),
+            shards=shards,
             separate_shards=tied,
         )
     ]
 
 
-def share(parameter_set: ParameterSet, plan: Plan, wrapping: Wrapping, prefetch: int) -> Sharing:
+def share(
+    parameter_set: ParameterSet,
+    plan: Plan,
+    wrapping: Wrapping,
+    prefetch: int,
+    host: HostPlace | None = None,
+) -> Sharing:
     """How the ranks of a set hold it, and agree on its gradients."""
     in_backward, is_single = plan.update != "step", parameter_set.group.size == 1
     # Replicas of a stage that take microbatches in turn are in different backward passes.
     waits = set(plan.replicas) == {1}
-    if not is_single and (plan.zero == 3 or (plan.zero and parameter_set.trained)):
+    if host or (not is_single and (plan.zero == 3 or (plan.zero and parameter_set.trained))):
         return Zero(
             parameter_set,
-            plan.zero,
+            plan.zero or 1,
             wrapping,
             prefetch=prefetch,
             in_backward=in_backward,
             waits=waits,
             contiguous=plan.contiguous,
+            host=host,
         )
     if in_backward:
         return UnitAllReduce(parameter_set, waits=waits)

@@ -21,7 +21,7 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
 
     `microbatches`: those that a replica with few samples has, if not the plan's.
     """
-    gather = plan.zero == 3
+    gather = plan.frees_weights
     if plan.schedule_is_file:
         program = load_schedule(plan.schedule, ties=ties)
         raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
@@ -73,6 +73,8 @@ def _file_errors(program: Program, plan: Plan) -> list[str]:
         errors.append("it keeps weight versions, which only the schedules by name do; leave them out")
     if plan.zero == 3 and program.halves:
         errors.append("it splits backwards in two, and zero=3 frees the weights between; use zero=2")
+    if "parameters" in plan.offload and program.halves:
+        errors.append("it splits backwards in two, and offload=parameters drops the weights between; drop it")
     if plan.compile and program.halves:
         errors.append("it splits backwards in two, and those of compiled layers are one piece; drop compile")
     if any(not _ends_once(program, rank) for rank in range(len(program.ranks))):

@@ -152,7 +152,7 @@ class StepRunner(ABC):
 
     def _forward_program(self, number: int) -> Program:
         program = add_transfers(forward_only(self._local.program.placement, number))
-        program = add_gathers(program) if self._mesh.plan.zero == 3 else program
+        program = add_gathers(program) if self._mesh.plan.frees_weights else program
         check(program, training=False)
         return program
 

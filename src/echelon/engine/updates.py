@@ -36,7 +36,7 @@ from echelon.precision import (
     make_loss_scaling,
 )
 from echelon.precision.element_runs import runs_of
-from echelon.runtime import LocalStages, SynchronousUpdate, Update
+from echelon.runtime import LocalStages, ParametersStepper, SynchronousUpdate, Update
 
 
 def make_update(
@@ -72,6 +72,8 @@ def make_update(
     made = make_whole(make, local.trained())
     check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
     stepper = _make_stepper(made, local, mesh, layers, rounding, deferred=deferred)
+    if "parameters" in plan.offload:
+        stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES
     everyone = mesh.group("all")
@@ -111,6 +113,8 @@ def _make_stepper(
     else:
         kind = MasterStepper if masters else DirectStepper
         stepper = kind(*given, deferred=deferred)
+        if isinstance(stepper, MasterStepper):
+            stepper.by_unit = "parameters" in mesh.plan.offload
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         optimizer.share(make_exchange(stepper, local, layers, mesh))
     return stepper
@@ -180,9 +184,16 @@ def _check_clip(clip: float | None, plan: Plan) -> None:
 
 
 def _check_sparse(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that takes sparse gradients alone, where ranks sum them."""
-    if isinstance(optimizer, torch.optim.SparseAdam) and plan.ranks > plan.stages:
+    """Refuse an optimizer that takes sparse gradients alone, where ranks sum them, or units have them."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    if plan.ranks > plan.stages:
         raise UserError(
             f"the optimizer SparseAdam with plan '{plan}': it takes sparse gradients alone, and ranks sum "
             "dense ones; use an Adam for all parameters and sparse=False, or one replica"
+        )
+    if "parameters" in plan.offload:
+        raise UserError(
+            f"the optimizer SparseAdam with plan '{plan}': it takes sparse gradients alone, and those of a "
+            "unit are dense; use an Adam for all parameters and sparse=False, or drop offload=parameters"
         )

@@ -27,7 +27,8 @@ def may_change_weights(plan: Plan) -> bool:
 
 def frees_weights(plan: Plan) -> bool:
     """Whether weights come and go."""
-    return plan.zero == 3 and plan.data * plan.context > 1  # ranks that hold the same
+    is_sharded = plan.zero == 3 and plan.data * plan.context > 1  # ranks that hold the same
+    return is_sharded or "parameters" in plan.offload
 
 
 @contextmanager

@@ -95,6 +95,11 @@ class Plan:
         return sum(self.replicas) * self.data * self.context * self.tensor
 
     @property
+    def frees_weights(self) -> bool:
+        """Whether weights come and go: they are gathered for each use, or fetched from host memory."""
+        return self.zero == 3 or "parameters" in self.offload
+
+    @property
     def schedule_is_file(self) -> bool:
         return "/" in self.schedule or self.schedule.endswith(".txt")
 

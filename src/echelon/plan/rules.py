@@ -339,6 +339,33 @@ def _delay_needs_flushed_schedules(plan: "Plan") -> str | None:
     )
 
 
+def _offloaded_parameters_need_flushed_schedules(plan: "Plan") -> str | None:
+    if "parameters" not in plan.offload or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+        return None
+    return (
+        f"offload=parameters schedule={plan.schedule}: a stashed weight version must stay until its backward "
+        "pass, and offload=parameters drops weights after each use; use schedule=1f1b, or drop offload"
+    )
+
+
+def _offloaded_parameters_need_whole_backwards(plan: "Plan") -> str | None:
+    if "parameters" not in plan.offload or plan.schedule != "zero-bubble":
+        return None
+    return (
+        "offload=parameters schedule=zero-bubble: weights are dropped after the backward for inputs, and the "
+        "backward for weights comes later; use schedule=1f1b, or drop offload"
+    )
+
+
+def _offloaded_parameters_need_all_reduce(plan: "Plan") -> str | None:
+    if "parameters" not in plan.offload or plan.sync == "all-reduce":
+        return None
+    return (
+        f"offload=parameters sync={plan.sync}: the server sends all weights to the device at once; use "
+        "sync=all-reduce, or drop offload"
+    )
+
+
 def _auto_needs_one_stage_per_rank(plan: "Plan") -> str | None:
     if plan.schedule != "interleaved" and not plan.schedule_is_file:
         return None
@@ -424,6 +451,9 @@ RULES: tuple[Rule, ...] = (
     Rule(_delay_needs_offload, ("delay", "offload")),
     Rule(_delay_needs_whole_updates, ("delay", "update")),
     Rule(_delay_needs_flushed_schedules, ("delay", "schedule")),
+    Rule(_offloaded_parameters_need_flushed_schedules, ("offload", "schedule")),
+    Rule(_offloaded_parameters_need_whole_backwards, ("offload", "schedule")),
+    Rule(_offloaded_parameters_need_all_reduce, ("offload", "sync")),
 )
 
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.

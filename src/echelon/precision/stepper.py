@@ -128,6 +128,8 @@ class MasterStepper(LocalStepper):
         self._local = local
         self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
+        self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
+        self.by_unit = False  # weights are here one unit at a time
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)
@@ -136,6 +138,8 @@ class MasterStepper(LocalStepper):
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         if not self._has_masters:
             self._make_masters()
+        if self._not_made:
+            self._fill_masters(unit if self.by_unit else None)
         weights = with_gradients(self._local if unit is None else unit)
         if not takes_portions(self.optimizer):
             self._step(weights, factor, skip)
@@ -151,12 +155,17 @@ class MasterStepper(LocalStepper):
 
     @torch.no_grad()
     def _make_masters(self) -> None:
-        weights = [weight.detach() for weight in self._masters]
-        views = flat_views(weights, torch.float32)
-        copy_all(views, weights)
+        views = flat_views([weight.detach() for weight in self._masters], torch.float32)
         for master, view in zip(self._masters.values(), views, strict=True):
             master.data = view
-        self._has_masters = True
+        self._has_masters, self._not_made = True, set(self._masters)
+
+    @torch.no_grad()
+    def _fill_masters(self, unit: Sequence[LocalParameter] | None) -> None:
+        given = [each.tensor for each in (self._local if unit is None else unit)]
+        weights = [weight for weight in given if weight in self._not_made]
+        copy_all([self._masters[weight] for weight in weights], weights)
+        self._not_made.difference_update(weights)
 
     def _step(self, weights: Sequence[nn.Parameter], factor: Factor, skip: Skip) -> None:
         masters = [self._masters[weight] for weight in weights]
@@ -172,7 +181,8 @@ class MasterStepper(LocalStepper):
         return self._masters[local.tensor]
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
-        known = {MASTER: self.updated(local).detach()} if self._has_masters else {}
+        is_made = self._has_masters and local.tensor not in self._not_made
+        known = {MASTER: self.updated(local).detach()} if is_made else {}
         return known | super().state(local)
 
 

@@ -48,7 +48,7 @@ def selective_of(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
     """What a plan puts around every forward pass."""
     if plan.recompute != "selective":
         return nullcontext
-    return partial(selective, frees_weights=plan.zero == 3)
+    return partial(selective, frees_weights=plan.frees_weights)
 
 
 @contextmanager

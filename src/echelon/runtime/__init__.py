@@ -6,6 +6,7 @@ It runs every plan; a model in one stage is the smallest pipeline.
 from echelon.runtime.interpreter import Interpreter, StageRuntime
 from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.numbers import Outcome, StepNumbers
+from echelon.runtime.parameters_stepper import ParametersStepper
 from echelon.runtime.scaling import Number
 from echelon.runtime.script import Script
 from echelon.runtime.stage import LocalStages, Stage
@@ -21,6 +22,7 @@ __all__ = [
     "MicrobatchLoss",
     "Number",
     "Outcome",
+    "ParametersStepper",
     "Push",
     "Script",
     "Spec",

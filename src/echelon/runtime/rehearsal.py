@@ -14,6 +14,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.data_parallel import SummedUnit
 from echelon.ownership import LocalParameter
 from echelon.precision import Stepper, with_gradients
 
@@ -27,19 +28,23 @@ class Rehearsal:
     def __init__(self, stepper: Stepper, see: Callable[[Sequence[LocalParameter]], None]) -> None:
         """`see`: looks at the gradients of a unit, which are freed afterwards."""
         self._stepper, self._see = stepper, see
-        self._flipped: list[nn.Parameter] = []
+        self._flipped: list[tuple[SummedUnit, list[nn.Parameter]]] = []
 
-    def use(self, unit: Sequence[LocalParameter]) -> None:
-        self._see(unit)
-        self._stepper.check_gradients(unit)
-        for weight in with_gradients(unit):
+    def use(self, unit: SummedUnit) -> None:
+        self._see(unit.local)
+        self._stepper.check_gradients(unit.local)
+        weights = with_gradients(unit.local)
+        for weight in weights:
             flip_bits(weight)
-            self._flipped.append(weight)
+        self._flipped.append((unit, weights))
 
     def restore(self) -> None:
         """The passes are over: all weights are what they were."""
         while self._flipped:
-            flip_bits(self._flipped.pop())
+            unit, weights = self._flipped.pop()
+            with unit.present():
+                for weight in weights:
+                    flip_bits(weight)
 
 
 def flip_bits(tensor: Tensor) -> None:

@@ -69,4 +69,4 @@ class UnitUpdates:
             self.has_updated = True
             self._stepper.step(1.0, self.skip(), unit.local)
         else:
-            self.rehearsal.use(unit.local)
+            self.rehearsal.use(unit)
