@@ -7,7 +7,7 @@ from echelon.runtime.interpreter import Interpreter, StageRuntime
 from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.numbers import Outcome, StepNumbers
 from echelon.runtime.scaling import Number
-from echelon.runtime.script import Script
+from echelon.runtime.script import Script, Slot
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
 from echelon.runtime.update import Push, SynchronousUpdate, Update
@@ -23,6 +23,7 @@ __all__ = [
     "Outcome",
     "Push",
     "Script",
+    "Slot",
     "Spec",
     "Stage",
     "StageRuntime",
