@@ -26,6 +26,7 @@ class Hooks(NamedTuple):
 
 _observers: list[Pack] = []
 _replacing: list[Pack] = []
+_observed: dict[int, Hooks] = {}  # by the pack of `_replacing` that holds for them what is kept
 
 
 @contextmanager
@@ -36,10 +37,16 @@ def observe(pack: Pack, unpack: Unpack) -> Iterator[None]:
 
 
 @contextmanager
-def replace(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """As torch's saved_tensors_hooks, for hooks that compute tensors again in the way of the first time."""
-    with _listed(_replacing, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+def replace(pack: Pack, unpack: Unpack, observer: Hooks | None = None) -> Iterator[None]:
+    """As torch's saved_tensors_hooks, for hooks that compute tensors again in the way of the first time.
+    `observer`: looks on at what they keep."""
+    if observer is not None:
+        _observed[id(pack)] = observer
+    try:
+        with _listed(_replacing, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _observed.pop(id(pack), None)
 
 
 @contextmanager
@@ -58,9 +65,11 @@ def current_hooks() -> Hooks | None:
 
 
 def current_observer() -> Hooks | None:
-    """The same, if they only look on."""
+    """The same, if they only look on; or who looks on at what they keep."""
     hooks = current_hooks()
-    return hooks if hooks is not None and _is_among(hooks, _observers) else None
+    if hooks is None or _is_among(hooks, _observers):
+        return hooks
+    return _observed.get(id(hooks.pack))
 
 
 def is_recorded() -> bool:

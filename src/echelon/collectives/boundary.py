@@ -173,7 +173,10 @@ class _LateCopy(CopyWork):
 def _poison(tensor: Tensor) -> None:
     """Nobody may read it before the copy is made."""
     with torch.no_grad():
-        tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
+        if tensor.dtype is torch.uint8:  # bytes of anything: not a number in every format
+            tensor.fill_(255)
+        else:
+            tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 @final

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.activation_offload import Carrier
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
@@ -63,6 +64,7 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         audit: AuditSettings,
+        carrier: Carrier | None = None,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = names, local, layers
@@ -75,7 +77,7 @@ class Engine:
         smallest_scale = 1.0 if scaling is None else scaling.smallest
         self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
         kind = ContinuousRunner if continuous else FlushedRunner
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes)
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies

@@ -20,6 +20,7 @@ from echelon.engine.first_step import AuditSettings
 from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.model_checks import accept_model
+from echelon.engine.offloading import offload_activations
 from echelon.engine.own_loss import choose_loss
 from echelon.engine.recomputing import recompute_layers
 from echelon.engine.restore import mark_split
@@ -98,7 +99,8 @@ def parallelize(
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
         recompute_layers(local, mesh, layers.view, wrapping)
+        carrier = offload_activations(local, mesh, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings)
+        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier)
         undo.pop_all()
     return engine

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from echelon.errors import raise_errors
 from echelon.plan import Plan
 from echelon.program import (
+    COPIES,
     Op,
     Program,
+    add_copies,
     add_gathers,
     add_transfers,
     asynchronous,
@@ -21,15 +23,16 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
 
     `microbatches`: those that a replica with few samples has, if not the plan's.
     """
-    gather = plan.frees_weights
+    gather, copies = plan.frees_weights, "activations" in plan.offload
     if plan.schedule_is_file:
         program = load_schedule(plan.schedule, ties=ties)
         raise_errors(f"schedule={plan.schedule}", _file_errors(program, plan))
-        own_gathers = any(i.op is Op.GATHER for rank in program.ranks for i in rank)
-        program = add_gathers(program) if gather and not own_gathers else program
+        own = {instruction.op for rank in program.ranks for instruction in rank}
+        program = add_copies(program) if copies and own.isdisjoint(COPIES) else program
+        program = add_gathers(program) if gather and Op.GATHER not in own else program
     else:
         number = plan.microbatches if microbatches is None else microbatches
-        program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, ties=ties)
+        program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, copies=copies, ties=ties)
     check(program)
     return program
 
@@ -42,16 +45,20 @@ def continuous_steps(plan: Plan) -> Callable[[int, int | None], Program]:
     a full one and back: every later step is one of these with higher numbers.
     """
     until_full = -(-2 * plan.stages // plan.microbatches) + 1
-    check(add_transfers(_continuous(plan, taken=until_full * plan.microbatches)))
+    check(_continuous(plan, taken=until_full * plan.microbatches))
 
     def program(begin: int, taken: int | None) -> Program:
-        return add_transfers(_continuous(plan, begin=begin, taken=taken, drain=taken == 0))
+        return _continuous(plan, begin=begin, taken=taken, drain=taken == 0)
 
     return program
 
 
 def _continuous(plan: Plan, *, begin: int = 0, taken: int | None, drain: bool = True) -> Program:
-    return asynchronous(plan.schedule, plan.stages, plan.microbatches, begin=begin, taken=taken, drain=drain)
+    program = asynchronous(
+        plan.schedule, plan.stages, plan.microbatches, begin=begin, taken=taken, drain=drain
+    )
+    program = add_transfers(program)
+    return add_copies(program) if "activations" in plan.offload else program
 
 
 def _file_errors(program: Program, plan: Plan) -> list[str]:
@@ -71,6 +78,8 @@ def _file_errors(program: Program, plan: Plan) -> list[str]:
     instructions = [instruction for rank in program.ranks for instruction in rank]
     if any(i.op is Op.STASH or i.version is not None for i in instructions):
         errors.append("it keeps weight versions, which only the schedules by name do; leave them out")
+    if "activations" not in plan.offload and any(i.op in COPIES for i in instructions):
+        errors.append("it stores activations in host memory; set offload=activations, or leave S and T out")
     if plan.zero == 3 and program.halves:
         errors.append("it splits backwards in two, and zero=3 frees the weights between; use zero=2")
     if "parameters" in plan.offload and program.halves:

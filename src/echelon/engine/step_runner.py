@@ -7,7 +7,7 @@ finishes what is under way.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
+from echelon.activation_offload import Carrier
 from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients, measure_gradient
 from echelon.engine.arguments import check_loss
@@ -57,6 +58,7 @@ from echelon.runtime import (
     MicrobatchLoss,
     Number,
     Script,
+    Slot,
     Stage,
     StepNumbers,
     SynchronousUpdate,
@@ -83,9 +85,10 @@ class StepRunner(ABC):
         layers: LayerSharding,
         meter: Meter,
         scopes: Scopes,
+        carrier: Carrier | None = None,
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
-        self._layers, self._meter, self._scopes = layers, meter, scopes
+        self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
@@ -176,6 +179,8 @@ class StepRunner(ABC):
             return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
+            if self._carrier is not None:
+                self._carrier.forget()
             for stage in self._local.stages.values():
                 stage.abandon_pass()
             self.is_broken = self._pipelined or self._is_half_updated
@@ -270,9 +275,29 @@ class StepRunner(ABC):
         return MicrobatchLoss(total * weight, count * weight, normaliser)
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[None]:
-        with self._meter.activations(), self._recompute(), microbatch.scope():
+    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> Iterator[None]:
+        with (
+            self._meter.activations(),
+            self._offload(microbatch, slot, value),
+            self._recompute(),
+            microbatch.scope(),
+        ):
             yield
+
+    def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
+        """What the forward pass saves goes to host memory; what it is given stays."""
+        if self._carrier is None:
+            return nullcontext()
+        standing = tree_leaves((value, microbatch.inputs, microbatch.targets.values))
+        return self._carrier.passing(slot, [leaf for leaf in standing if isinstance(leaf, Tensor)])
+
+    def store(self, slot: Slot) -> None:
+        if self._carrier is not None:
+            self._carrier.store(slot)
+
+    def fetch(self, slot: Slot) -> None:
+        if self._carrier is not None:
+            self._carrier.fetch(slot)
 
     def reduce(self, stage: Stage) -> None:
         self._meter.sample()
@@ -450,10 +475,10 @@ class ContinuousRunner(StepRunner):
         return self._versions.storages()
 
     @contextmanager
-    def around(self, microbatch: Microbatch) -> Iterator[None]:
+    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> Iterator[None]:
         for stage in self._local.stages.values():  # every microbatch is the first of an update
             stage.start_step()
-        with super().around(microbatch):
+        with super().around(microbatch, slot, value):
             yield
 
     def update(self) -> None:

@@ -15,7 +15,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
     "masters": (True, False),
-    "offload": ((), ("parameters",)),
+    "offload": ((), ("parameters",), ("activations",), ("parameters", "activations")),
     "delay": (0,),
     "compress": ("none",),
 }

@@ -23,7 +23,7 @@ from echelon.engine.untouched import untouched
 from echelon.errors import UserError
 from echelon.generators import GeneratorStates
 from echelon.mesh import Mesh
-from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Stage
+from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Slot, Stage
 
 _FAILED = "(failed)"
 Scope = Callable[[], AbstractContextManager[None]]
@@ -181,8 +181,14 @@ class _TrialRuntime:
                 self._failures.append(_headline(error))
         return MicrobatchLoss(torch.zeros(()), 0.0, 1.0)
 
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:  # noqa: ARG002
         return microbatch.scope()
+
+    def store(self, slot: Slot) -> None:
+        raise AssertionError(f"a trial keeps nothing of {slot}")
+
+    def fetch(self, slot: Slot) -> None:
+        raise AssertionError(f"a trial keeps nothing of {slot}")
 
     def reduce(self, stage: Stage) -> None:
         raise AssertionError(f"stage {stage.index} has no gradients in a trial")

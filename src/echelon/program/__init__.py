@@ -2,9 +2,18 @@
 
 from echelon.program.build import build
 from echelon.program.check import check
-from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.instruction import (
+    COMPUTE,
+    COPIES,
+    RANK_LEVEL,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Op,
+    Program,
+)
 from echelon.program.load import complete, load_schedule
-from echelon.program.lower import add_gathers, add_transfers, add_update
+from echelon.program.lower import add_copies, add_gathers, add_transfers, add_update
 from echelon.program.pipedream import asynchronous
 from echelon.program.schedules import flushed, forward_only
 from echelon.program.simulate import Costs, simulate
@@ -13,6 +22,7 @@ from echelon.program.timeline import Span, Timeline
 
 __all__ = [
     "COMPUTE",
+    "COPIES",
     "RANK_LEVEL",
     "RECEIVES",
     "SENDS",
@@ -22,6 +32,7 @@ __all__ = [
     "Program",
     "Span",
     "Timeline",
+    "add_copies",
     "add_gathers",
     "add_transfers",
     "add_update",

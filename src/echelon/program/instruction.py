@@ -9,7 +9,8 @@
     RG3<1   receive the gradient of the sent output      PUBLISH  bring new weights and buffers to the
     GATHER  gather the stage's weights (ZeRO 3)                   replicas that use them
     FREE    free the gathered weights                    STASH2   keep the current weights as version 2
-                                                         POP2     free version 2
+    S3      store what F3 saved in host memory           POP2     free version 2
+    T3      fetch it again, before B3
 
 A rank that holds several stages names the stage: `F3@5` is stage 5. TIE, NORM, UPDATE and PUBLISH concern the
 whole rank; their stage is the rank's first. A computation that does not use the newest weights names their
@@ -34,6 +35,8 @@ class Op(StrEnum):
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
+    STORE = "S"
+    FETCH = "T"
     GATHER = "GATHER"
     FREE = "FREE"
     REDUCE = "REDUCE"
@@ -50,6 +53,7 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
+COPIES = frozenset({Op.STORE, Op.FETCH})  # of activations, beside the computation
 RANK_LEVEL = frozenset({Op.TIE, Op.NORM, Op.UPDATE, Op.PUBLISH})  # concern all stages of the rank at once
 
 

@@ -4,6 +4,7 @@ add_transfers     sends right after what they send; receives before their use, i
 add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all else
 fill_update       those of TIE, NORM and PUBLISH that a program with UPDATEs of its own leaves out
 add_gathers       GATHER before a stage is used (before what it waits for), FREE after
+add_copies        S after a forward and its send, T before a backward (before what it waits for)
 """
 
 from collections import deque
@@ -166,6 +167,32 @@ def add_gathers(program: Program) -> Program:
             if instruction.op in COMPUTE:
                 yield Instruction(Op.FREE, instruction.stage)
         yield from receives
+
+    return _each(program, lowered)
+
+
+def add_copies(program: Program) -> Program:
+    """Add S and T of every microbatch: what its forward saves is in host memory until its backward."""
+
+    def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        store: Instruction | None = None
+        receives: list[Instruction] = []
+        for instruction in instructions:
+            op, stage, microbatch, _, _ = instruction
+            if store is not None and op is not Op.SEND_ACTIVATION:
+                yield store
+                store = None
+            if op in RECEIVES:
+                receives.append(instruction)
+                continue
+            if op in GRADIENT:
+                yield Instruction(Op.FETCH, stage, microbatch)
+            yield from receives
+            receives = []
+            yield instruction
+            if op is Op.FORWARD:
+                store = Instruction(Op.STORE, stage, microbatch)
+        yield from receives if store is None else [store, *receives]
 
     return _each(program, lowered)
 

@@ -50,6 +50,8 @@ _SAME_STAGE_NEEDS: dict[Op, tuple[Op, ...]] = {
     Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
     Op.SEND_ACTIVATION: (Op.FORWARD,),
     Op.SEND_GRADIENT: GRADIENT,
+    Op.STORE: (Op.FORWARD,),
+    Op.FETCH: (Op.STORE,),
 }
 
 

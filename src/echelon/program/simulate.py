@@ -4,21 +4,24 @@ Integers and fractions stay exact: 1f1b with 4 stages and 8 microbatches has a b
 A program must have passed the check.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from echelon.errors import UserError
-from echelon.program.instruction import Op, Program
-from echelon.program.readiness import Position, walk
+from echelon.program.instruction import COPIES, Op, Program
+from echelon.program.readiness import GRADIENT, Position, walk
 from echelon.program.timeline import Seconds, Timeline
 
 Cost = Seconds | Sequence[Seconds]  # of every stage, or of each
+_Slot = tuple[int, int | None]  # stage, microbatch
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds of each kind of instruction: one number, or one for each stage. `transfer` is that of one hop.
+    `store` and `fetch` are copies to host memory and back, of a whole microbatch: they run beside the
+    computation, each direction one after the other.
 
     Each part of a backward in two parts costs half of `backward`, unless it is given.
     """
@@ -33,6 +36,8 @@ class Costs:
     norm: Cost = 0
     update: Cost = 0
     publish: Cost = 0
+    store: Cost = 0
+    fetch: Cost = 0
 
     def table(self, stages: int) -> dict[Op, Sequence[Seconds]]:
         """The seconds of each kind of instruction at each stage; kinds that take no time are left out."""
@@ -49,6 +54,10 @@ class Costs:
             Op.UPDATE: _each(self.update, stages),
             Op.PUBLISH: _each(self.publish, stages),
         }
+
+    def copies(self, stages: int) -> dict[Op, Sequence[Seconds]]:
+        """The seconds of copies at each stage."""
+        return {Op.STORE: _each(self.store, stages), Op.FETCH: _each(self.fetch, stages)}
 
 
 def _each(cost: Cost, stages: int) -> Sequence[Seconds]:
@@ -74,9 +83,17 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     starts: list[list[Seconds]] = [[] for _ in program.ranks]
     ends: list[list[Seconds]] = [[] for _ in program.ranks]
     meetings = _Meetings(ends)
+    lanes = [_Lanes(costs.copies(program.stages)) for _ in program.ranks]
     for rank, position, causes in walk(program):
-        op, stage, _, peer, _ = program.ranks[rank][position]
+        op, stage, microbatch, peer, _ = program.ranks[rank][position]
         now = clock[rank]
+        if op in COPIES:
+            start, end = lanes[rank].copy(op, (stage, microbatch), now)
+            starts[rank].append(start)
+            ends[rank].append(end)
+            continue
+        if op in GRADIENT:
+            now = max(now, lanes[rank].fetched((stage, microbatch)))
         if causes:
             if peer is None:
                 ready = meetings.ready(causes)
@@ -93,6 +110,26 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     if any(len(done) < len(work) for done, work in zip(ends, program.ranks, strict=True)):
         raise UserError(f"schedule '{program.name}' gets stuck: echelon.program.check says where")
     return Timeline(program, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+
+
+class _Lanes:
+    """The copies of one rank: one lane each way, beside its computation."""
+
+    def __init__(self, costs: Mapping[Op, Sequence[Seconds]]) -> None:
+        self._costs = costs
+        self._free: dict[Op, Seconds] = dict.fromkeys(costs, 0)
+        self._ends: dict[tuple[Op, _Slot], Seconds] = {}
+
+    def copy(self, op: Op, slot: _Slot, now: Seconds) -> tuple[Seconds, Seconds]:
+        """When a copy that is asked for now starts and ends. A fetch waits for its store."""
+        start = max(now, self._free[op], self._ends.get((Op.STORE, slot), 0))
+        end = start + self._costs[op][slot[0]]
+        self._free[op] = self._ends[op, slot] = end
+        return start, end
+
+    def fetched(self, slot: _Slot) -> Seconds:
+        """When a backward finds all that its forward saved."""
+        return self._ends.get((Op.FETCH, slot), 0)
 
 
 class _Meetings:

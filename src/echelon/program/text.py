@@ -16,10 +16,19 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from echelon.errors import did_you_mean
-from echelon.program.instruction import COMPUTE, RANK_LEVEL, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.instruction import (
+    COMPUTE,
+    COPIES,
+    RANK_LEVEL,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Op,
+    Program,
+)
 
 _NUMBERED_BY_VERSION = (Op.STASH, Op.POP)
-_NUMBERED = (*COMPUTE, *SENDS, *RECEIVES, *_NUMBERED_BY_VERSION)
+_NUMBERED = (*COMPUTE, *COPIES, *SENDS, *RECEIVES, *_NUMBERED_BY_VERSION)
 _WORD = re.compile(r"(?P<op>[A-Za-z_]+)(?P<number>\d{0,9})(?P<rest>(?:[@v<>]\d{1,9})*)")
 _LINE = re.compile(r"(?P<key>\w+)\s*(?P<number>\d{0,9})\s*:(?P<rest>.*)", re.DOTALL)
 _KEYS = ("rank", "stage", "schedule", "microbatches")

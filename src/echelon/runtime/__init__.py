@@ -8,7 +8,7 @@ from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
 from echelon.runtime.numbers import Outcome, StepNumbers
 from echelon.runtime.parameters_stepper import ParametersStepper
 from echelon.runtime.scaling import Number
-from echelon.runtime.script import Script
+from echelon.runtime.script import Script, Slot
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
 from echelon.runtime.update import Push, SynchronousUpdate, Update
@@ -25,6 +25,7 @@ __all__ = [
     "ParametersStepper",
     "Push",
     "Script",
+    "Slot",
     "Spec",
     "Stage",
     "StageRuntime",

@@ -36,7 +36,9 @@ class StageRuntime(Protocol):
         """Whether losses are this rank's to count: others may have computed the same."""
 
     def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss: ...
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]: ...
+    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]: ...
+    def store(self, slot: Slot) -> None: ...
+    def fetch(self, slot: Slot) -> None: ...
     def reduce(self, stage: Stage) -> None: ...
     def tie(self) -> None: ...
     def norm(self, tally: Tensor) -> None: ...
@@ -74,6 +76,8 @@ class Interpreter:
             Op.RECV_ACTIVATION: self._recv_activation,
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._recv_gradient,
+            Op.STORE: lambda instruction: self._runtime.store(slot_of(instruction)),
+            Op.FETCH: lambda instruction: self._runtime.fetch(slot_of(instruction)),
             Op.GATHER: self._gather,
             Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
             Op.REDUCE: self._reduce,
@@ -129,7 +133,8 @@ class Interpreter:
     def _forward(self, instruction: Instruction) -> None:
         microbatch = self._feed[microbatch_of(instruction)]
         value, flight = self._enter(instruction, microbatch)
-        with self._runtime.around(microbatch), self._weights(instruction), self._watch_hooks(flight):
+        around = self._runtime.around(microbatch, slot_of(instruction), value)
+        with around, self._weights(instruction), self._watch_hooks(flight):
             output = self._stages[instruction.stage].forward(value)
             last = instruction.stage == self._script.program.stages - 1
             result = self._runtime.loss(output, microbatch) if last else None

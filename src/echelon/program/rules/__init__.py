@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from echelon.program.instruction import Program
+from echelon.program.rules.copies import find_copy_errors
 from echelon.program.rules.error import ProgramError
 from echelon.program.rules.transfers import find_deadlocks, find_unmatched_transfers
 from echelon.program.rules.update import find_update_errors
@@ -27,7 +28,7 @@ _ALWAYS: tuple[Rule, ...] = (
     find_version_errors,
     find_gather_errors,
 )
-_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors)
+_TRAINING: tuple[Rule, ...] = (find_missing_backwards, find_update_errors, find_copy_errors)
 
 
 def find_errors(program: Program, *, training: bool = True) -> list[ProgramError]:

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from echelon.program.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.readiness import GRADIENT, Need, counterpart, needs
 from echelon.program.rules.error import ProgramError, word
 
 _MOST_NAMED = 5  # missing computations of one stage
 _TRANSFERS = SENDS | RECEIVES
-_HAS_MICROBATCH = COMPUTE | _TRANSFERS
+_HAS_MICROBATCH = COMPUTE | COPIES | _TRANSFERS
 
 
 def find_misplaced(program: Program) -> Iterator[ProgramError]:

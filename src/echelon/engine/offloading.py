@@ -1,0 +1,65 @@
+"""offload=activations: the layers of this rank's stages give what they save to host memory."""
+
+from functools import partial
+
+from echelon.activation_offload import Carrier, HostPool, OffloadedLayer
+from echelon.errors import UserError
+from echelon.hardware import available_memory, total_memory
+from echelon.layering import how_to_list, listed_layers
+from echelon.mesh import Mesh
+from echelon.program import Program
+from echelon.recompute import goes_back_at_once
+from echelon.recompute.layer_call import weight_storages
+from echelon.runtime import LocalStages, Stage
+from echelon.wrapping import Wrapping
+
+_SPARED = 32  # the part of the host's memory that is left to others
+
+
+def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping) -> Carrier | None:
+    """If the plan says so, let what layers save go to host memory."""
+    if "activations" not in mesh.plan.offload:
+        return None
+    going_back = [stage for stage in local.stages if _goes_back(local.program, stage)]
+    pool = HostPool(mesh.boundary, _free_bytes)
+    carrier = Carrier(mesh.boundary, mesh.ledger, mesh.device, pool, going_back)
+    for stage in local.stages.values():
+        layers = listed_layers(stage.module)
+        if not layers:
+            raise UserError(
+                f"plan '{mesh.plan}': {type(stage.module).__name__} lists no layers, whose activations would "
+                f"go to host memory one after the other; {how_to_list(stage.module)}"
+            )
+        for layer in layers:
+            weights = partial(weight_storages, list(layer.modules()))
+            stays = layer is layers[-1] and stage.index in going_back
+            wrapping.wrap(OffloadedLayer(layer, carrier, weights, stays=stays))
+        _refuse_later(stage, mesh, carrier)
+    return carrier
+
+
+def _goes_back(program: Program, stage: int) -> bool:
+    """Whether all of the backward pass of a stage follows its forward pass at once."""
+    return goes_back_at_once(program, stage) and not program.halves
+
+
+def _refuse_later(stage: Stage, mesh: Mesh, carrier: Carrier) -> None:
+    """In the first step, before its update, all ranks refuse what does not fit into the memory of one's host.
+    Later, what does not fit stays on the device."""
+    before = stage.check_second_runs
+
+    def check() -> None:
+        if carrier.pool.refusal is not None:
+            raise UserError(
+                f"plan '{mesh.plan}': activations of rank {mesh.rank} do not fit into the memory of its "
+                f"host: {carrier.pool.refusal}; use smaller or fewer microbatches in flight, recompute=full, "
+                "or drop activations from offload"
+            )
+        before()
+
+    stage.check_second_runs = check
+
+
+def _free_bytes() -> int | None:
+    available = available_memory()
+    return None if available is None else available - total_memory() // _SPARED
