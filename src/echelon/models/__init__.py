@@ -1,4 +1,4 @@
-"""Transformers to train: GPT and Llama, as plain torch modules that list their layers.
+"""Models to train: GPT, Llama and image networks, as plain torch modules that list their layers.
 
 They know nothing of parallelism. `train` and the benchmarks use them; the strategies take any model that
 lists its layers.
@@ -10,6 +10,10 @@ from echelon.models.generate import generate
 from echelon.models.gpt import GPT
 from echelon.models.hf_state import from_hf_state, to_hf_state
 from echelon.models.huggingface import load_hf, read_hf_config, save_hf, save_hf_state
+from echelon.models.image_config import ImageConfig
+from echelon.models.image_folder_config import read_image_config
+from echelon.models.image_model import ImageModel, build_image
+from echelon.models.image_presets import image_preset, image_presets
 from echelon.models.llama import Llama
 from echelon.models.loss import cross_entropy
 from echelon.models.presets import preset, presets
@@ -17,18 +21,24 @@ from echelon.models.transformer import Transformer
 
 __all__ = [
     "GPT",
+    "ImageConfig",
+    "ImageModel",
     "Llama",
     "ModelConfig",
     "RopeScaling",
     "Transformer",
     "build",
+    "build_image",
     "cross_entropy",
     "from_hf_state",
     "generate",
+    "image_preset",
+    "image_presets",
     "load_hf",
     "preset",
     "presets",
     "read_hf_config",
+    "read_image_config",
     "save_hf",
     "save_hf_state",
     "to_hf_state",
