@@ -35,17 +35,17 @@ def test_errors_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_that_cannot_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = output(capsys, "verify", "--plan", "compress=gist")
+    code, _, err = output(capsys, "verify", "--plan", "data=2 expert=2")
     assert code == 2
-    assert "compress=gist is not implemented yet (only compress=none)" in err
+    assert "expert=2 is not implemented yet (only expert=1)" in err
     assert "Traceback" not in err
 
 
 def test_verify_judges_the_plan_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     # It proves in fp64, so a precision that cannot run was replaced before anybody looked at it.
-    code, _, err = output(capsys, "verify", "--plan", "compress=gist")
+    code, _, err = output(capsys, "verify", "--plan", "data=2 expert=2")
     assert code == 2
-    assert "compress=gist is not implemented yet (only compress=none)" in err
+    assert "expert=2 is not implemented yet (only expert=1)" in err
     code, _, err = output(capsys, "verify", "--plan", "data=99999")
     assert code == 2
     assert "torchrun" in err

@@ -127,6 +127,13 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
     "async_workers_share_no_sequence": [
         ("data=2 sync=async context=2", "use sync=all-reduce, or context=1", "data=2 context=2"),
     ],
+    "compress_needs_uncompiled_layers": [
+        (
+            "compile=true compress=gist-fp8",
+            "drop compile, or use compress=none",
+            "compress=gist-fp8",
+        ),
+    ],
     "compile_needs_whole_backwards": [
         (
             "pipeline=2 schedule=zero-bubble compile=true",

@@ -101,10 +101,10 @@ def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
 
 
 def test_a_plan_that_cannot_run_yet_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = errors_of(Job(plan="data=99999 compress=gist", batch=99999, sequence=1))
+    errors = errors_of(Job(plan="data=99999 expert=9", batch=99999, sequence=1))
     assert [error.split(":")[0] for error in errors] == [
         "plan",
-        "plan 'data=99999 compress=gist'",
+        "plan 'data=99999 expert=9'",
     ]
     assert "with torchrun" in errors[1]
     monkeypatch.setenv("RANK", "0")

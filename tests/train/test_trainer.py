@@ -106,8 +106,8 @@ def test_validation_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_run_yet_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="plan: compress=gist is not implemented yet"):
-        train(small_job(tmp_path / "runs", plan="compress=gist"), lambda _: None)
+    with pytest.raises(UserError, match="plan: expert=2 is not implemented yet"):
+        train(small_job(tmp_path / "runs", plan="data=2 expert=2"), lambda _: None)
     assert not (tmp_path / "runs").exists()
 
 

@@ -21,6 +21,7 @@ from echelon.engine.step_runner import StepRunner
 from echelon.engine.trial import TrialForward
 from echelon.engine.weight_changes import WeightChanges, frees_weights, kept_weights, may_change_weights
 from echelon.errors import UserError
+from echelon.gist import uncompressed
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
 from echelon.pipeline_parallel import StageModule
@@ -78,7 +79,7 @@ class Audit:
     def ask(self, batch: Any) -> None:
         """Raise a UserError, on every rank, if the plan would train something else than one device."""
         self._num_asked += 1
-        with self._around():
+        with self._around(), uncompressed():
             for number, entry in list(self._open.items()):
                 result = entry(batch)
                 self.results[number : number + 1] = [result]

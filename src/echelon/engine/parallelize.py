@@ -14,6 +14,7 @@ from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.compiling import compile_layers
+from echelon.engine.compressing import compress_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.first_step import AuditSettings
@@ -98,6 +99,7 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
+        compress_layers(local.modules, mesh, wrapping)
         recompute_layers(local, mesh, layers.view, wrapping)
         carrier = offload_activations(local, mesh, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be

@@ -17,7 +17,7 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "masters": (True, False),
     "offload": ((), ("parameters",), ("activations",), ("parameters", "activations")),
     "delay": (0,),
-    "compress": ("none",),
+    "compress": ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8"),
 }
 
 

@@ -210,6 +210,15 @@ def _async_workers_are_single_ranks(plan: "Plan", axis: str, degree: int) -> str
     )
 
 
+def _compress_needs_uncompiled_layers(plan: "Plan") -> str | None:
+    if not plan.compile or plan.compress == "none":
+        return None
+    return (
+        f"compile=true compress={plan.compress}: a compiled layer fuses operations and chooses itself what it "
+        "keeps for the backward pass, so its ReLU and pools are not seen; drop compile, or use compress=none"
+    )
+
+
 def _compile_needs_whole_backwards(plan: "Plan") -> str | None:
     if not plan.compile or plan.schedule != "zero-bubble":
         return None
@@ -438,6 +447,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_async_workers_share_no_matrix, ("sync", "tensor")),
     Rule(_async_workers_share_no_sequence, ("sync", "context")),
     Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
+    Rule(_compress_needs_uncompiled_layers, ("compile", "compress")),
     Rule(_same_gradients_need_low_precision, ("gradients", "precision")),
     Rule(_split_checkpoints_need_whole_layers, ("checkpoints", "recompute")),
     Rule(_split_checkpoints_need_tensor, ("checkpoints", "tensor", "sequence")),

@@ -1,0 +1,35 @@
+"""Tensors as flat memory, and back."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """How the elements of a tensor lie in memory without gaps."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def shape(self, flat: Tensor) -> Tensor:
+        return flat.as_strided(self.size, self.stride)
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, Layout]:
+    """The elements in the order of memory; of a tensor with gaps, those of a copy without."""
+    tensor = tensor.detach()
+    if not _is_dense(tensor):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)), Layout(tensor.size(), tensor.stride())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+        return True
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def is_view_of_less(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one."""
+    return tensor.nbytes > tensor.untyped_storage().nbytes()

@@ -1,0 +1,148 @@
+"""A layer whose saved tensors are kept encoded, after the forward pass has used them as they are.
+
+    forward     x ── linear ──          autograd saves x: it gets what x is encoded to
+    backward    linear asks for x:      decoded, used, and gone
+
+What is left as it is: weights and buffers, inputs that need no gradient (whoever gave them holds them),
+integers, and what is small. Memory that several operations save is encoded once.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.gist import backend, floats, sparse
+from echelon.gist.calls import CompressedCalls
+from echelon.gist.dense import Layout, flatten, is_view_of_less
+from echelon.gist.marks import Memory
+from echelon.gist.settings import Compression, is_encoded, is_off
+from echelon.saved_tensors import Hooks, KeptTensor, current_hooks, replace
+from echelon.second_run import once
+from echelon.wrapping import Wrapper
+
+
+
+@final
+class CompressedLayer(Wrapper):
+    """A layer, in place of its forward."""
+
+    entry: ClassVar[str] = "compress"
+
+    def __init__(self, module: nn.Module, compression: Compression, report: Callable[[], None]) -> None:
+        """`report` is called when the layer was called for the first time."""
+        super().__init__(module)
+        self._compression, self._report = compression, report
+        self._calls_functions: bool | None = None  # relu or max_pool2d; None: not known yet
+        self._with_buffers = [each for each in module.modules() if each._buffers]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_off() or not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        saver = Saver(self._compression, self._held(args, kwargs))
+        calls = CompressedCalls(self._compression) if self._calls_functions is not False else None
+        pack = saver.pack  # one object, which hooks are known by
+        around: AbstractContextManager[Any] = nullcontext() if calls is None else calls
+        try:
+            with replace(pack, _take), around:
+                return self.inner(*args, **kwargs)
+        finally:
+            saver.close()
+            if self._calls_functions is None and calls is not None:
+                self._calls_functions = calls.seen
+                self._report()
+
+    def _held(self, args: Any, kwargs: Any) -> set[int]:
+        """Storages that others hold: buffers, and inputs without gradients."""
+        inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        tensors = [each for each in inputs if not each.requires_grad]
+        for module in self._with_buffers:
+            tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+        return {int(t.untyped_storage()._cdata) for t in tensors if t.layout is torch.strided}
+
+
+class _Encoding(NamedTuple):
+    """What is kept in place of some memory."""
+
+    parts: tuple[KeptTensor, ...]
+    name: str  # of a format, or _SPARSE
+    num: int
+    dtype: torch.dtype
+
+    def decode(self) -> Tensor:
+        parts = tuple(part.take() for part in self.parts)
+        if self.name == _SPARSE:
+            return sparse.decode(sparse.Sparse(*parts), self.num)
+        return backend.decode_floats(parts, self.name, self.num, self.dtype)
+
+
+_SPARSE = "sparse"
+
+
+class _Encoded(NamedTuple):
+    """What autograd keeps in place of a tensor."""
+
+    encoding: _Encoding
+    layout: Layout
+
+    def take(self) -> Tensor:
+        return self.layout.shape(self.encoding.decode())
+
+
+@final
+class Saver:
+    """What one call of a layer saves."""
+
+    def __init__(self, compression: Compression, held: set[int]) -> None:
+        self._compression, self._held = compression, held
+        self._outer: Hooks | None = current_hooks()
+        self._encodings: dict[Any, tuple[Memory, _Encoding]] = {}
+
+    def close(self) -> None:
+        """The call is over. Autograd holds this as long as a graph."""
+        self._encodings, self._held = {}, set()
+
+    def pack(self, tensor: Tensor) -> "_Encoded | KeptTensor":
+        encoded = self._encode(tensor) if is_encoded(tensor) else None
+        return KeptTensor(tensor, self._outer) if encoded is None else encoded
+
+    def _encode(self, tensor: Tensor) -> _Encoded | None:
+        if isinstance(tensor._base, nn.Parameter) or is_view_of_less(tensor):
+            return None
+        address = int(tensor.untyped_storage()._cdata)
+        if address in self._held:
+            return None
+        flat, layout = flatten(tensor)
+        key = (address, tensor.storage_offset(), tensor.dtype, *_order(layout, tensor))
+        memory, encoding = self._encodings.get(key, (None, None))
+        if memory is None or encoding is None or not memory.has(tensor):
+            encoding = self._encode_flat(tensor, flat)
+            if encoding is None:
+                return None
+            self._encodings[key] = Memory(tensor), encoding
+        return _Encoded(encoding, layout)
+
+    def _encode_flat(self, tensor: Tensor, flat: Tensor) -> _Encoding | None:
+        compression = self._compression
+        has_zeros = compression.format is None and once(lambda: compression.marks.has(tensor))
+        name = None if compression.format is None else floats.format_for(tensor.dtype, compression.format)
+        parts: tuple[Tensor, ...] | None = None
+        if has_zeros and not tensor.is_cuda:  # to count on a device would be to wait for it
+            name, parts = _SPARSE, sparse.encode(flat)
+        elif name is not None:
+            parts = backend.encode_floats(flat, name)
+        if name is None or parts is None:
+            return None
+        compression.found.add(name)
+        return _Encoding(tuple(KeptTensor(p, self._outer) for p in parts), name, len(flat), tensor.dtype)
+
+
+def _order(layout: Layout, tensor: Tensor) -> tuple[Any, ...]:
+    """What tells orders of elements apart: nothing but their number, if a tensor is contiguous."""
+    return (tensor.numel(),) if tensor.is_contiguous() else (layout.size, tensor.stride())
+
+
+def _take(saved: "_Encoded | KeptTensor") -> Tensor:
+    return saved.take()

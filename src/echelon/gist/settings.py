@@ -1,0 +1,54 @@
+"""What the layers of an engine share: how tensors are kept, and what has many zeros."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import torch
+from torch import Tensor
+
+from echelon.gist.marks import ZeroMarks
+
+# Bytes: below, the time of the host counts for more than the memory.
+_SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
+
+
+@final
+@dataclass
+class Compression:
+    """`format`: in which numbers are kept; None: all bits are kept. `found`: the kinds of what was encoded."""
+
+    format: str | None
+    marks: ZeroMarks = field(default_factory=ZeroMarks)
+    found: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, compress: str) -> "Compression":
+        """'gist' or 'gist-fp8'."""
+        return cls(compress.partition("-")[2] or None)
+
+
+def is_encoded(tensor: Tensor) -> bool:
+    """Whether a tensor is large enough, and a plain one of real numbers."""
+    if not tensor.is_floating_point() or tensor.nbytes < _SMALLEST.get(tensor.device.type, 2**23):
+        return False
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+
+
+_num_off = 0
+
+
+def is_off() -> bool:
+    return _num_off > 0
+
+
+@contextmanager
+def uncompressed() -> Iterator[None]:
+    """Inside, everything is saved as it is: what is compared with one device is not rounded."""
+    global _num_off  # noqa: PLW0603
+    _num_off += 1
+    try:
+        yield
+    finally:
+        _num_off -= 1

@@ -1,0 +1,69 @@
+"""The kernels write the bytes of the torch operations: in Triton's interpreter, where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+import torch
+
+from echelon.gist import backend, bits, floats
+from echelon.gist.dense import flatten
+from echelon.gist.functions import Window
+
+NUMBERS = (1, 127, 128, 129, 1000, 3 * 1024 + 1, 9001)
+WINDOWS = (Window.of(2), Window.of(3, 2, 1, ceil_mode=True), Window.of((5, 4), 1, (2, 0), (1, 2)))
+
+
+def numbers(num: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of all sizes, with some that no format has."""
+    torch.manual_seed(num)
+    values = torch.randn(num) * torch.exp2(torch.randint(-40, 20, (num,)).float())
+    values[:: 7] = 0
+    special = [float("nan"), float("inf"), -1e30, 65520.0, -0.0]
+    values[: min(num, 5)] = torch.tensor(special[: min(num, 5)])
+    return values.to(dtype)
+
+
+def check_kernels(device: str) -> None:
+    """Every kernel against the torch operations."""
+    from echelon.gist import kernels
+
+    for num, dtype, name in product(NUMBERS, (torch.float32, torch.bfloat16), ("fp10", "fp8")):
+        flat = numbers(num, dtype)
+        expected, parts = floats.encode(flat, name), kernels.encode_floats(flat.to(device), name)
+        decoded = kernels.decode_floats(parts, name, num, dtype).cpu()
+        assert torch.equal(decoded.nan_to_num(7.0), floats.decode(expected, name, num, dtype).nan_to_num(7.0))
+        is_real = [not bool(flat.isnan().any())] * len(parts)
+        assert all(torch.equal(a, b.cpu()) for a, b, real in zip(expected, parts, is_real, strict=True) if real)
+    for num in NUMBERS:
+        flat = numbers(num, torch.float32)
+        output, mask, layout = kernels.relu_and_mask(flat.to(device), inplace=False)
+        assert torch.equal(output.cpu().nan_to_num(7.0), flat.relu().nan_to_num(7.0))
+        assert torch.equal(mask.cpu(), bits.pack(~(flat.relu() <= 0), 1))
+        gradient = torch.randn(num)
+        again = kernels.masked(gradient.to(device), mask, layout).cpu()
+        assert torch.equal(again, backend.masked(gradient, mask.cpu(), layout))
+    for window in WINDOWS:
+        x = torch.randn(2, 3, 17, 19)
+        output, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
+        _, expected_places = backend.max_pool(x, window)
+        places = kernels.window_places(indices.to(device), window, x.shape[-1])
+        assert torch.equal(places.cpu(), expected_places)
+        again = kernels.window_indices(places, window, output.shape, x.shape[-1])
+        assert torch.equal(again.cpu(), indices)
+    x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
+    output, mask, layout = kernels.relu_and_mask(x.to(device), inplace=False)
+    assert output.stride() == x.stride()
+    assert torch.equal(output.cpu(), x.relu())
+    assert torch.equal(mask.cpu(), bits.pack(flatten(x.relu())[0] > 0, 1))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own: the interpreter is chosen when Triton is imported."""
+    code = "from tests.gist.test_kernels import check_kernels; check_kernels('cpu')"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # noqa: S603
