@@ -111,6 +111,8 @@ class Zero(Sharing):
         self._unit_of = {flat: index for index, unit in enumerate(self._flats) for flat in unit}
         self._in_flats = {p for unit in self._flats for flat in unit for _, p in flat.parameters}
         self._in_pass = False
+        for flat in self._unit_of:
+            flat.before_gather = lambda local: self.wait_for_weights(local)
         if level == 3:
             for flat in self._unit_of:
                 flat.on_read = self._read
@@ -197,6 +199,7 @@ class Zero(Sharing):
                     flat.synchronize()
 
     def owned(self) -> list[OwnedSlice]:
+        self.wait_for_weights(self.local_parameters())
         owned: list[OwnedSlice] = []
         for unit in self._flats:
             for local in (local for flat in unit for local in flat.local_parameters()):

@@ -82,7 +82,7 @@ def parameter_sets(
 ) -> list[ParameterSet]:
     """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
     group = mesh.group("weights")
-    by_unit = mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
+    by_unit = mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1) or mesh.plan.offload
     units = divide_units(module, smallest_unit) if by_unit else []
     parameters = named_subset(module)
     return [

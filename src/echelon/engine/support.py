@@ -15,8 +15,8 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
     "masters": (True, False),
-    "offload": ((),),
-    "delay": (0,),
+    "offload": ((), ("optimizer",)),
+    "delay": (0, 1),
     "compress": ("none",),
 }
 
