@@ -90,3 +90,26 @@ def test_measuring_does_not_hide_in_place_mistakes() -> None:
 def test_the_peak_of_all_is_of_one_moment() -> None:
     memory = trained(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 5)), steps=2)
     assert max(memory.peak.values()) <= memory.peak_total <= sum(memory.peak.values())
+
+
+def test_memory_of_the_host_is_counted_apart() -> None:
+    model, state, gradient = nn.Linear(10, 10, bias=False), torch.zeros(50), torch.zeros(30)
+    storages = {"parameters": list(model.parameters()), "gradients": [gradient], "optimizer": [state]}
+    host = {"optimizer": [state[:20], state[20:]]}
+    meter = Meter(model, lambda: storages | {"buffers": []}, lambda: host)
+    memory = meter.read()
+    assert memory.now["optimizer"] == 0
+    assert (memory.now["parameters"], memory.now["gradients"]) == (400, 120)
+    assert memory.host == {"parameters": 0, "gradients": 0, "optimizer": 200, "activations": 0}
+    host.clear()
+    later = meter.read()
+    assert later.host["optimizer"] == 0
+    assert later.host_peak == memory.host
+    assert later.now["optimizer"] == 200
+
+
+def test_an_engine_without_offload_asks_for_no_boundary() -> None:
+    with echelon.parallelize(nn.Linear(6, 5), "data=1", optimizer=adamw, loss=mean_loss) as engine:
+        engine.step(vectors(0))
+        assert set(engine.memory().host.values()) == {0}
+        assert engine.mesh._boundary is None

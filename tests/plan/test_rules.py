@@ -234,11 +234,24 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "delay=1 offload=optimizer",
         ),
     ],
-    "delay_needs_flushed_schedules": [
+    "host_updates_need_flushed_schedules": [
+        (
+            "pipeline=2 offload=optimizer schedule=pipedream",
+            "use schedule=1f1b",
+            "pipeline=2 offload=optimizer",
+        ),
         (
             "pipeline=2 delay=1 offload=optimizer schedule=pipedream",
-            "use schedule=1f1b",
-            "pipeline=2 delay=1 offload=optimizer",
+            "or drop offload=optimizer",
+            "pipeline=2 schedule=pipedream",
+        ),
+    ],
+    "host_updates_need_all_reduce": [
+        ("data=2 sync=async offload=optimizer", "use sync=all-reduce", "data=2 offload=optimizer"),
+        (
+            "data=2 sync=parameter-server offload=optimizer",
+            "or drop offload=optimizer",
+            "data=2 sync=parameter-server",
         ),
     ],
     "auto_needs_one_stage_per_rank": [

@@ -1,7 +1,7 @@
 """Groups of ranks, their operations, and the ledger of the bytes that those moved."""
 
 from echelon.collectives.backend import without_serialization_warning
-from echelon.collectives.boundary import Copy, HostBoundary, make_boundary
+from echelon.collectives.boundary import Copy, HostBoundary, LateFetch, make_boundary
 from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
@@ -20,6 +20,7 @@ __all__ = [
     "Group",
     "Handle",
     "HostBoundary",
+    "LateFetch",
     "Ledger",
     "MismatchError",
     "Move",

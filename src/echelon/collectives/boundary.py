@@ -84,6 +84,11 @@ class HostBoundary(ABC):
         """Begin to copy memory of the host, as it is now, into `tensor`."""
         return self._copy(FETCH, tensor, host, Traffic(_num_bytes(host), 0, _num_bytes(host)))
 
+    def announce_fetch(self, tensor: Tensor, host: Tensor) -> "LateFetch":
+        """A fetch that begins when somebody says so, in any thread; it is entered into the ledger now."""
+        move = self._ledger.begin(AXIS, FETCH, Traffic(_num_bytes(host), 0, _num_bytes(host)))
+        return LateFetch(self, tensor, host, move)
+
     def account(self, category: str, held: Callable[[], Sequence[Tensor]]) -> None:
         """`held` lists what somebody holds in host memory, for the categories of the memory meter."""
         self._holders.append((category, held))
@@ -99,9 +104,11 @@ class HostBoundary(ABC):
         """Let go of what was taken of the host; nobody uses the boundary any more."""
 
     def _copy(self, operation: str, tensor: Tensor, host: Tensor, traffic: Traffic) -> Copy:
+        return self._start(operation, tensor, host, self._ledger.begin(AXIS, operation, traffic))
+
+    def _start(self, operation: str, tensor: Tensor, host: Tensor, move: Move) -> Copy:
         assert tensor.numel() == host.numel(), (tensor.shape, host.shape)
         timing = self._timing(operation)
-        move = self._ledger.begin(AXIS, operation, traffic)
         source, target = (tensor, host) if operation == STORE else (host, tensor)
         work = self._begin(operation, source.detach(), target.detach())
         timing.overlap(work)
@@ -112,6 +119,19 @@ class HostBoundary(ABC):
 
     @abstractmethod
     def _timing(self, operation: str) -> Timing: ...
+
+
+@final
+class LateFetch:
+    """A fetch that was announced: `start` begins it."""
+
+    def __init__(self, boundary: HostBoundary, tensor: Tensor, host: Tensor, move: Move) -> None:
+        self._boundary, self._tensor, self._host, self._move = boundary, tensor, host, move
+
+    def start(self) -> Copy:
+        """Begin the copy, after what the current stream of this thread was given."""
+        self._move.start = time.perf_counter()
+        return self._boundary._start(FETCH, self._tensor, self._host, self._move)
 
 
 @final

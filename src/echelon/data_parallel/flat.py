@@ -79,6 +79,7 @@ class FlatUnit:
         self._weights: list[Tensor] = []  # each parameter's place in the buffer
         self._move_in()
         self._versions = self._current_versions()
+        self.before_gather: Callable[[list[LocalParameter]], None] = lambda _: None
         self.on_read: Callable[[FlatUnit], None] | None = None  # may gather them, where all ranks do
         if not resident:
             for name, parameter in parameters:
@@ -149,6 +150,7 @@ class FlatUnit:
 
     def all_gather(self) -> None:
         """Begin to bring every rank's part to every rank."""
+        self.before_gather(self._local)
         self._gathering = self._group.all_gather(self.flat, self.shard, wait=False)
 
     def synchronize(self) -> None:

@@ -58,6 +58,8 @@ class Sharing(ABC):
 
     def __init__(self, parameter_set: ParameterSet) -> None:
         self.parameter_set = parameter_set
+        # Returns when new weights of local parameters that are on their way (offload) are there.
+        self.wait_for_weights: Callable[[Sequence[LocalParameter]], None] = lambda _: None
         self._claim = Claim(parameter_set.parameters)
         for _, parameter in parameter_set.trained:
             set_gradient_dtype(parameter, in_float32=parameter_set.sum_in_float32)

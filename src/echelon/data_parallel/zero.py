@@ -130,6 +130,8 @@ class Zero(Sharing):
         }
         if host is not None:
             host.boundary.account("parameters", self._in_host_memory)
+        for flat in self._unit_of:
+            flat.before_gather = lambda local: self.wait_for_weights(local)
         if self._moves:
             for flat in self._unit_of:
                 flat.on_read = self._read
@@ -227,6 +229,7 @@ class Zero(Sharing):
                     flat.synchronize()
 
     def owned(self) -> list[OwnedSlice]:
+        self.wait_for_weights(self.local_parameters())
         owned: list[OwnedSlice] = []
         for unit in self._flats:
             for flat in unit:

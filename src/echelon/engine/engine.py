@@ -71,7 +71,7 @@ class Engine:
         self._update, self._scopes, self._wrapping, self._reader = update, scopes, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
-        self._meter = Meter(module, self._storages)
+        self._meter = Meter(module, self._storages, mesh.host_storages)
         continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
         scaling = update.loss_scaling
         smallest_scale = 1.0 if scaling is None else scaling.smallest
@@ -344,7 +344,7 @@ class Engine:
         return self._runner.spans
 
     def memory(self) -> Memory:
-        """Bytes on this rank by category, now and at their peak."""
+        """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""
         return self._meter.read()
 
     # The end.

@@ -96,7 +96,7 @@ def parallelize(
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale)
+        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
         compress_layers(local.modules, mesh, wrapping)

@@ -46,7 +46,9 @@ def local_boxes(stages: LocalStages, layers: LayerSharding) -> Iterator[LocalBox
         yield LocalBoxes(local, numbers[sharing], sharing.slices(local), layers)
 
 
-def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh) -> Exchange:
+def make_exchange(
+    stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh, device: torch.device
+) -> Exchange:
     """How an optimizer adds up its sums: over the ranks with other parts of the same copy, then, of what
     layers split, over tensor ranks."""
     trained = [named for sharing in stages.sharings for named in sharing.parameter_set.trained]
@@ -66,7 +68,7 @@ def make_exchange(stepper: LocalStepper, stages: LocalStages, layers: LayerShard
         parts,
         [each for each in rounds if each.group.size > 1],
         reduce(torch.promote_types, (p.dtype for _, p in ordered), torch.float32),
-        mesh.device,
+        device,
     )
 
 

@@ -85,10 +85,11 @@ def parameter_sets(
     smallest_unit: int,
 ) -> list[ParameterSet]:
     """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
-    group, offloads = mesh.group("weights"), "parameters" in mesh.plan.offload
-    by_unit = offloads or mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
+    group, offload = mesh.group("weights"), mesh.plan.offload
+    by_unit = "parameters" in offload or "optimizer" in offload or mesh.plan.update != "step"
+    by_unit = by_unit or (mesh.plan.zero > 0 and group.size > 1)
     shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
-    if offloads and mesh.plan.zero == 0:  # each rank has a copy of its own
+    if "parameters" in offload and mesh.plan.zero == 0:  # each rank has a copy of its own
         shards = ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
     units = divide_units(module, smallest_unit) if by_unit else []
     parameters = named_subset(module)

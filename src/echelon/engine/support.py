@@ -15,9 +15,6 @@ _RUNS: dict[str, tuple[object, ...]] = {
     "contiguous": (False, True),
     "update": ("step", "backward", "last-backward"),
     "masters": (True, False),
-    "offload": ((), ("parameters",), ("activations",), ("parameters", "activations")),
-    "delay": (0,),
-    "compress": ("none", "gist", "gist-fp16", "gist-fp10", "gist-fp8"),
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from echelon.async_training import AsyncUpdate, WorkerGradients
 from echelon.data_parallel import Sharing
 from echelon.engine.arguments import check_optimizer
+from echelon.engine.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.parameter_parts import make_exchange
 from echelon.engine.sparse_checks import check_sparse_gradients
@@ -37,6 +38,7 @@ from echelon.precision import (
 )
 from echelon.precision.element_runs import runs_of
 from echelon.runtime import LocalStages, ParametersStepper, SynchronousUpdate, Update
+from echelon.wrapping import Wrapping
 
 
 def make_update(
@@ -48,6 +50,7 @@ def make_update(
     schedule: Callable[[int], float] | None,
     seed: int,
     loss_scale: LossScale | None = None,
+    wrapping: Wrapping | None = None,
 ) -> Update:
     """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws."""
     plan = mesh.plan
@@ -71,7 +74,8 @@ def make_update(
     rounding = None if plan.masters else KeyedRounding(seed)
     made = make_whole(make, local.trained())
     check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
-    stepper = _make_stepper(made, local, mesh, layers, rounding, deferred=deferred)
+    around = Wrapping() if wrapping is None else wrapping
+    stepper = _make_stepper(made, local, mesh, layers, rounding, around, deferred=deferred)
     if "parameters" in plan.offload:
         stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
@@ -98,25 +102,34 @@ def _make_stepper(
     mesh: Mesh,
     layers: LayerSharding,
     rounding: KeyedRounding | None,
+    wrapping: Wrapping,
     *,
     deferred: bool,
 ) -> Stepper:
     """The optimizer over what this rank holds, as the optimizer needs it."""
-    masters = has_masters(mesh.plan)
+    masters, on_host = has_masters(mesh.plan), updates_on_host(mesh.plan)
+    if on_host:
+        check_host_optimizer(optimizer, mesh)
     if _needs_whole(optimizer, mesh.plan):
         routes = make_routes(local, layers, mesh)
         return WholeStepper(optimizer, routes, masters=masters, rounding=rounding, deferred=deferred)
     given = (lambda _: optimizer, local.trained(), local.local_parameters())
-    if rounding is not None:
-        placements = _placements(local, layers)
-        stepper: LocalStepper = RoundingStepper(*given, placements, rounding, deferred=deferred)
+    if on_host:
+        placements = {} if rounding is None else _placements(local, layers, torch.device("cpu"))
+        stepper: LocalStepper = make_host_stepper(
+            optimizer, local, mesh, wrapping, rounding, placements, masters=masters
+        )
+    elif rounding is not None:
+        placements = _placements(local, layers, mesh.device)
+        stepper = RoundingStepper(*given, placements, rounding, deferred=deferred)
     else:
         kind = MasterStepper if masters else DirectStepper
         stepper = kind(*given, deferred=deferred)
         if isinstance(stepper, MasterStepper):
             stepper.by_unit = "parameters" in mesh.plan.offload
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
-        optimizer.share(make_exchange(stepper, local, layers, mesh))
+        device = torch.device("cpu") if on_host else mesh.device
+        optimizer.share(make_exchange(stepper, local, layers, mesh, device))
     return stepper
 
 
@@ -134,13 +147,15 @@ def has_parts(plan: Plan) -> bool:
     return plan.zero > 0 or plan.tensor > 1
 
 
-def _placements(local: LocalStages, layers: LayerSharding) -> dict[nn.Parameter, Placement]:
+def _placements(
+    local: LocalStages, layers: LayerSharding, device: torch.device
+) -> dict[nn.Parameter, Placement]:
     """Where the elements of each local parameter lie in the whole one."""
 
     def runs(sharing: Sharing, each: LocalParameter) -> Placement:
         part = torch.empty(each.tensor.numel(), device="meta")
         boxes = [box for own in own_run(part, sharing.slices(each)) for box in layers.in_whole(own)]
-        return Placement.of(each.name, runs_of(boxes, each.tensor.device))
+        return Placement.of(each.name, runs_of(boxes, device))
 
     return {each.tensor: runs(sharing, each) for sharing, each in local.slices()}
 

@@ -3,10 +3,13 @@
 Parameters, gradients, optimizer state and buffers are found by walking what holds them; activations are the
 tensors that autograd saves for the backward pass, seen through its saved-tensor hooks. A storage that
 several tensors share counts once, and one that is already a parameter or buffer is no activation.
+
+What offload has put into the memory of the host is counted apart: it is in no category of the device, also
+where the device is the CPU.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,17 +20,23 @@ from echelon.saved_tensors import check_unchanged, observe
 from echelon.tracing import untraced
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+HOST_CATEGORIES = ("parameters", "gradients", "optimizer", "activations")
 
 # Measuring costs a little time in each step, and steps are alike: the first ones tell.
 METERED_STEPS = 3
 
 
 class Memory(NamedTuple):
-    """Bytes by category. `peak` is each category's own, of the first steps; `peak_total` of all at once."""
+    """Bytes by category. `peak` is each category's own, of the first steps; `peak_total` of all at once.
+
+    `host` and `host_peak` are of what offload keeps in the memory of the host, and in no other category.
+    """
 
     now: dict[str, int]
     peak: dict[str, int]
     peak_total: int
+    host: dict[str, int]
+    host_peak: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -35,20 +44,27 @@ class Memory(NamedTuple):
 
 
 class Meter:
-    """Watches one rank's model; `storages` tells what holds each category but activations."""
+    """Watches one rank's model; `storages` tells what holds each category but activations, and `host` what is
+    held in the memory of the host."""
 
-    def __init__(self, module: nn.Module, storages: Callable[[], dict[str, list[Tensor]]]) -> None:
-        self._module, self._storages = module, storages
+    def __init__(
+        self,
+        module: nn.Module,
+        storages: Callable[[], dict[str, list[Tensor]]],
+        host: Callable[[], dict[str, list[Tensor]]] = dict,
+    ) -> None:
+        self._module, self._storages, self._host = module, storages, host
         self._saved: Counter[int] = Counter()
         self._activations = 0
         self._peak = dict.fromkeys(CATEGORIES, 0)
+        self._host_peak = dict.fromkeys(HOST_CATEGORIES, 0)
         self._peak_total = self._standing = 0
         self._steps = 0
         self.sample()
 
     def read(self) -> Memory:
-        now = self._measure()
-        return Memory(now, dict(self._peak), self._peak_total)
+        now, host = self._measure()
+        return Memory(now, dict(self._peak), self._peak_total, host, dict(self._host_peak))
 
     def start_step(self) -> None:
         self._steps += 1
@@ -58,15 +74,20 @@ class Meter:
         if self._steps <= METERED_STEPS:
             self._measure()
 
-    def _measure(self) -> dict[str, int]:
-        found = {category: _storage_bytes(tensors) for category, tensors in self._storages().items()}
+    def _measure(self) -> tuple[dict[str, int], dict[str, int]]:
+        on_host = self._host()
+        apart = {_identity(t) for tensors in on_host.values() for t in tensors if t.layout == torch.strided}
+        found = {category: _storage_bytes(tensors, apart) for category, tensors in self._storages().items()}
         found["activations"] = self._activations
         now = {category: found[category] for category in CATEGORIES}
         for category, size in now.items():
             self._peak[category] = max(self._peak[category], size)
         self._standing = sum(now.values()) - self._activations
         self._peak_total = max(self._peak_total, sum(now.values()))
-        return now
+        host = {category: _storage_bytes(on_host.get(category, ())) for category in HOST_CATEGORIES}
+        for category, size in host.items():
+            self._host_peak[category] = max(self._host_peak[category], size)
+        return now, host
 
     @contextmanager
     def activations(self) -> Iterator[None]:
@@ -80,6 +101,7 @@ class Meter:
                 *self._storages()["parameters"],
                 *self._module.parameters(),
                 *self._module.buffers(),
+                *(tensor for tensors in self._host().values() for tensor in tensors),
             ]
         }
 
@@ -134,8 +156,8 @@ def _identity(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the distinct storages behind `tensors`."""
-    dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
+def _storage_bytes(tensors: Iterable[Tensor], without: Set[int] = frozenset()) -> int:
+    """The bytes of the distinct storages behind `tensors`, but for those of `without`."""
+    dense = (t for t in tensors if t.layout == torch.strided and _identity(t) not in without)
     storages = {(s.device, s.data_ptr()): s.nbytes() for s in (t.untyped_storage() for t in dense)}
     return sum(storages.values())

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from echelon.collectives import (
     Edge,
@@ -86,6 +87,10 @@ class Mesh:
         if self._boundary is None:
             self._boundary = make_boundary(self.device, self.ledger)
         return self._boundary
+
+    def host_storages(self) -> dict[str, list[Tensor]]:
+        """What is held in host memory now, by category; asks for no boundary."""
+        return {} if self._boundary is None else self._boundary.storages()
 
     def group_of_stages(self, stages: Collection[int]) -> Group:
         """The ranks of this rank's pipeline that are in one of `stages`; every rank must call this.

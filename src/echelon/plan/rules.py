@@ -339,12 +339,22 @@ def _delay_needs_whole_updates(plan: "Plan") -> str | None:
     )
 
 
-def _delay_needs_flushed_schedules(plan: "Plan") -> str | None:
-    if plan.delay == 0 or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
+def _host_updates_need_flushed_schedules(plan: "Plan") -> str | None:
+    if "optimizer" not in plan.offload or plan.schedule not in ASYNCHRONOUS_SCHEDULES:
         return None
     return (
-        f"delay={plan.delay} schedule={plan.schedule}: both compute gradients at old weights, and their "
-        "delays would add up; use schedule=1f1b, or drop delay"
+        f"offload=optimizer schedule={plan.schedule}: each microbatch is an update of its own, and its "
+        "weights are needed at once, so nothing hides the way to the host; use schedule=1f1b, or drop "
+        "offload=optimizer"
+    )
+
+
+def _host_updates_need_all_reduce(plan: "Plan") -> str | None:
+    if "optimizer" not in plan.offload or plan.sync == "all-reduce":
+        return None
+    return (
+        f"offload=optimizer sync={plan.sync}: a server updates the weights, and the optimizer is not on the "
+        "ranks that train; use sync=all-reduce, or drop offload=optimizer"
     )
 
 
@@ -460,10 +470,11 @@ RULES: tuple[Rule, ...] = (
     Rule(_no_masters_need_all_reduce, ("masters", "sync")),
     Rule(_delay_needs_offload, ("delay", "offload")),
     Rule(_delay_needs_whole_updates, ("delay", "update")),
-    Rule(_delay_needs_flushed_schedules, ("delay", "schedule")),
     Rule(_offloaded_parameters_need_flushed_schedules, ("offload", "schedule")),
     Rule(_offloaded_parameters_need_whole_backwards, ("offload", "schedule")),
     Rule(_offloaded_parameters_need_all_reduce, ("offload", "sync")),
+    Rule(_host_updates_need_flushed_schedules, ("offload", "schedule")),
+    Rule(_host_updates_need_all_reduce, ("offload", "sync")),
 )
 
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.

@@ -18,7 +18,7 @@ def flat_views(like: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         layout = lay_out((like[index].numel() for index in indices), block_size(dtype))
         memory = torch.empty(layout.size, dtype=dtype, device=device)
         for index, (begin, _) in zip(indices, layout.places, strict=True):
-            views[index] = memory.as_strided(like[index].shape, _strides(like[index]), begin)
+            views[index] = memory.as_strided(like[index].shape, dense_strides(like[index]), begin)
     return [views[index] for index in range(len(like))]
 
 
@@ -29,7 +29,7 @@ def have_same_layout(tensor: Tensor, other: Tensor) -> bool:
     return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Those of a copy of the tensor."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 

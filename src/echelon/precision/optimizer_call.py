@@ -76,7 +76,7 @@ class DeviceCall(OptimizerCall):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self._updated: set[nn.Parameter] = set()
-        self._chose_fused = _may_fuse(optimizer)
+        self._chose_fused = may_fuse(optimizer)
         if self._chose_fused:
             _set_fused(optimizer, fused=True)
         self._takes_flags = _has_protocol(optimizer)
@@ -109,7 +109,7 @@ class DeviceCall(OptimizerCall):
             _set_fused(self._optimizer, fused=False)
             self._chose_fused = self._takes_flags = False
         if self._takes_flags:
-            self._make_momentum(new)
+            make_momentum(self._optimizer, new)
         self._updated.update(new)
 
     def _step_on_device(self, parameters: Sequence[nn.Parameter], scale: Tensor, skip: Skip) -> None:
@@ -130,16 +130,16 @@ class DeviceCall(OptimizerCall):
             if in_kernel:
                 del optimizer.grad_scale  # type: ignore[attr-defined]
 
-    def _make_momentum(self, new: Sequence[nn.Parameter]) -> None:
-        """The fused SGD takes momentum for all parameters or for none, and some may be used later than
-        others. Momentum that starts at zero is the same, without dampening."""
-        optimizer = self._optimizer
-        if not isinstance(optimizer, torch.optim.SGD):
-            return
-        for group in optimizer.param_groups:
-            if group["momentum"] and not group["dampening"]:
-                for parameter in set(new).intersection(group["params"]):
-                    optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+def make_momentum(optimizer: torch.optim.Optimizer, new: Sequence[nn.Parameter]) -> None:
+    """The fused SGD takes momentum for all parameters or for none, and some may be used later than others.
+    Momentum that starts at zero is the same, without dampening."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for parameter in set(new).intersection(group["params"]):
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _may_fuse(optimizer: torch.optim.Optimizer) -> bool:
+def may_fuse(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's with a fused kernel, and the user left open how it works."""
     kernel = _FUSED.get(type(optimizer))
     if kernel is None or not all(_leaves_choice(group) for group in optimizer.param_groups):

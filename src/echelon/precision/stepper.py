@@ -39,6 +39,9 @@ class Stepper(ABC):
         self.optimizer = optimizer
         self._call: OptimizerCall = DeviceCall(optimizer) if deferred else HostCall(optimizer)
 
+    def start_step(self) -> None:  # noqa: B027 (nothing to do where no update is under way between steps)
+        """A step begins; the gradients of the last one will be overwritten."""
+
     def start_update(self, number: int) -> None:  # noqa: B027 (nothing to do where nothing is drawn)
         """Update `number`, from 0, begins: of all parameters at once or of one unit after the other."""
 
@@ -57,6 +60,19 @@ class Stepper(ABC):
     def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
         """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
         return {}
+
+    def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
+        """The device's memory of the state of local parameters."""
+        return [tensor for each in local for tensor in self.state(each).values()]
+
+    def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
+        """Return when the new weights of local parameters are there."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Return when no update is under way, and the newest weights are there."""
+
+    def close(self) -> None:  # noqa: B027
+        """Finish what is under way, and end all threads. Talks to no one."""
 
     @property
     def whole_parts(self) -> frozenset[str]:

@@ -153,6 +153,7 @@ class SynchronousUpdate(Update):
         self._learning_rate.set(step)
 
     def start_step(self) -> Number | None:
+        self.stepper.start_step()
         self._stages.start_step()
         if self.units is not None:
             self.units.start_step(self.number)
@@ -241,6 +242,7 @@ class SynchronousUpdate(Update):
         return total, count
 
     def owned(self) -> list[OwnedSlice]:
+        self.stepper.finish()
         owned = self._stages.owned_weights()
         for sharing, local in self._stages.slices():
             slices = sharing.slices(local)
@@ -265,11 +267,15 @@ class SynchronousUpdate(Update):
     def storages(self) -> dict[str, list[Tensor]]:
         weights = self._stages.storages()
         local = self._stages.local_parameters()
-        state = [tensor for each in local for tensor in self.stepper.state(each).values()]
+        state = self.stepper.storages(local)
         state += [owned.tensor for owned in self.stepper.held_whole()]
         return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
 
+    def synchronize(self) -> None:
+        self.stepper.finish()
+
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
+        self.stepper.close()
         self._stages.close()
 
 

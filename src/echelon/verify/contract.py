@@ -32,6 +32,7 @@ from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
 from echelon.verify.replay import replay
 from echelon.verify.verdict import (
+    DELAYED,
     FORMULA,
     LOG,
     ONE_DEVICE,
@@ -283,9 +284,14 @@ def _reference(
     if plan.schedule in ASYNCHRONOUS_SCHEDULES:
         return train_by_formula(case, plan, result.boundaries, dtype, overflows), FORMULA
     reference = train_on_one_device(
-        case, dtype, keeps_masters=plan.masters, followed=result.skipped, overflows=overflows
+        case,
+        dtype,
+        keeps_masters=plan.masters,
+        followed=result.skipped,
+        overflows=overflows,
+        delay=plan.delay,
     )
-    return reference, ONE_DEVICE
+    return reference, DELAYED if plan.delay else ONE_DEVICE
 
 
 def _refuse_standstill(case: Case, reference: TrainingResult, dtype: torch.dtype) -> None:

@@ -177,8 +177,12 @@ def train_on_one_device(
     keeps_masters: bool = True,
     followed: Sequence[bool] = (),
     overflows: Collection[tuple[int, int]] = (),
+    delay: int = 0,
 ) -> TrainingResult:
     """Train on the whole of each batch at once.
+
+    `delay`: gradients are those at the weights of so many updates before, 0 or 1; before the first there was
+    none: W(t+1) = W(t) − ν·∇f(W(t−1)), where W(−1) is W(0), and "−ν·" is the optimizer's step.
 
     In fp16 a step is skipped where gradients are not finite; close to that, where the `followed` training
     skipped it. `overflows`: what to skip in a type that has no overflows.
@@ -187,7 +191,11 @@ def train_on_one_device(
     scale = ReferenceScale(case, dtype)
     losses, grad_norms, skipped, loss_scales = [], [], [], []
     batches = case.batches(dtype)
+    before = reference.copy()
     for step, batch in enumerate(batches):
+        newest = reference.copy()
+        if delay:
+            reference.load(before)
         loss = mean(reference.loss(batch, step)).to(torch.promote_types(dtype, torch.float32))
         gradients = _gradients(reference, loss, scale.value)
         skips = (step, 0) in overflows
@@ -195,6 +203,9 @@ def train_on_one_device(
             skips = not is_finite(gradients)
             if step < len(followed) and skips != followed[step] and _is_close(reference, loss, scale.value):
                 skips = followed[step]
+        if delay:
+            reference.load(newest)
+            before = newest
         grad_norms.append(math.inf if skips else reference.update(gradients))
         losses.append(float(loss.detach()))
         skipped.append(skips)

@@ -20,6 +20,7 @@ TOLERANCE = 1e-9
 ONE_DEVICE = "one device"
 LOG = "the replay of its own log"
 FORMULA = "its formula, replayed on one process"
+DELAYED = "one device whose gradients are one update late"
 
 _NUMBERS = ("loss", "grad_norm", "evaluation", "loss or grad_norm")
 
@@ -185,7 +186,7 @@ def number_lists(result: TrainingResult, against: str) -> dict[str, list[float]]
     numbers = {"evaluation": [result.evaluation]}
     if against != LOG:
         numbers["loss"] = result.losses
-    if against == ONE_DEVICE:
+    if against in (ONE_DEVICE, DELAYED):
         numbers["grad_norm"] = result.grad_norms
     return numbers
 

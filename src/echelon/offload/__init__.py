@@ -1,0 +1,1 @@
+"""What leaves the device for the memory of its host, and comes back in time."""

@@ -1,0 +1,252 @@
+"""offload=optimizer (ZeRO-Offload): masters and optimizer state in host memory, and the update there.
+
+    device   | … backward of unit 2 | unit 1 | unit 0 |          forward: unit 0 | unit 1 | unit 2 …
+    down                            | grad 2 | grad 1 | grad 0 |
+    host                                     | update 2 | update 1 | update 0 |
+    up                                                  | weights 2 | weights 1 | weights 0 |
+
+A thread updates one job after the other: a unit, or all units in turn. New weights are waited for when they
+are first used (`wait`). At most two units' gradients are on their way down beyond what a plan keeps anyway.
+
+With `delay`, weights of update t stay on the host until the backward passes of step t + 1 are over: the
+device computes step t + 1 with the weights of before, while the host updates.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+from echelon.collectives import Copy, HostBoundary
+from echelon.errors import UserError
+from echelon.offload.host_numbers import HostNumbers
+from echelon.offload.host_optimizer import DirectCall, HostCall, runs_beside
+from echelon.offload.host_ring import HostRing
+from echelon.offload.host_twins import HostTwins
+from echelon.offload.host_worker import HostWorker
+from echelon.offload.weight_return import WeightReturn
+from echelon.optim.local import Make, make_local
+from echelon.ownership import MASTER, LocalParameter
+from echelon.precision.buffer_layout import ALIGNMENT, round_up
+from echelon.precision.optimizer_call import Factor, Skip
+from echelon.precision.stepper import LocalStepper, by_parameter, state_tensors
+
+_IN_FLIGHT = 2  # units whose gradients are on their way down
+
+
+@final
+class HostStepper(LocalStepper):
+    """The optimizer works on the twins of local parameters, in host memory."""
+
+    def __init__(
+        self,
+        make: Make,
+        parameters: Sequence[nn.Parameter],
+        units: Sequence[Sequence[LocalParameter]],
+        twins: HostTwins,
+        boundary: HostBoundary,
+        worker: HostWorker,
+        *,
+        delay: bool = False,
+        in_backward: bool = False,
+    ) -> None:
+        """`units`: all local parameters, in the order in which a forward pass uses them. `in_backward`: they
+        are updated one after the other in the backward pass."""
+        self._local = [each for unit in units for each in unit]
+        copies = [each._replace(tensor=twins.of(each).updated) for each in self._local]
+        super().__init__(make_local(make, parameters, by_parameter(self._local, copies)), deferred=False)
+        self._units, self._twins, self._boundary, self._worker = units, twins, boundary, worker
+        self._delay, self._in_backward = delay, in_backward
+        self._number = 0
+        self._ring: HostRing | None = None
+        self._stores: deque[list[Copy]] = deque()
+        self.weights = WeightReturn(boundary)
+        self._watch_state_dicts()
+        boundary.account("parameters", twins.parameter_storages)
+        boundary.account("gradients", lambda: [] if self._ring is None else self._ring.storages())
+        boundary.account("optimizer", self._state_storages)
+
+    def updated(self, local: LocalParameter) -> nn.Parameter:
+        return self._twins.of(local).updated
+
+    # A step.
+
+    def start_step(self) -> None:
+        """Before the gradients of the last step are overwritten."""
+        self._worker.check()
+        self._finish_stores(0)
+        self._check_unchanged()
+
+    def start_update(self, number: int) -> None:
+        self._number = number
+
+    def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
+        for each in unit:
+            _check_dense(each)
+
+    def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
+        self._worker.check()
+        if not self._twins.has_memory:
+            self._allocate()
+        beside = runs_beside(self.optimizer)
+        units = [unit] if unit is not None else self._units if beside else [self._local]
+        with_gradients = [[each for each in part if each.tensor.grad is not None] for part in units]
+        for each in (each for part in with_gradients for each in part):
+            _check_dense(each)
+        if self._delay:
+            self._send_delayed()
+        numbers = HostNumbers(factor, skip)
+        for part in with_gradients:
+            if part or not beside:
+                self._update(part, numbers, beside=beside)
+        if "step" in vars(self.optimizer):  # a scheduler of torch asks whether there was an update
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _update(self, local: Sequence[LocalParameter], numbers: HostNumbers, *, beside: bool) -> None:
+        """Send gradients down, and let the worker do the rest; or do it here."""
+        twins = [self._twins.of(each) for each in local]
+        new = [twin for twin in twins if twin.version is None or twin.is_changed]
+        loads = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in new]
+        gradients, stores = self._send_gradients(local)
+        updated = [twin.updated for twin in twins]
+        call = HostCall(self.optimizer, updated) if beside else DirectCall(self.optimizer, updated)
+        returning = self.weights.expect(twins, announce=not self._delay)
+        number = self._number
+
+        def job() -> None:
+            for copy in (*loads, *stores, *returning.earlier):
+                copy.join()
+            try:
+                self._twins.load(new)
+                factor, skip = numbers.read()
+                if not skip:
+                    self._twins.update(twins, gradients, lambda: call(factor), number)
+            finally:
+                self._give_back()
+            returning.send()
+
+        returning.ticket = self._worker.submit(job) if beside else self._worker.run(job)
+        self._stores.append([*loads, *stores])
+        self._finish_stores(_IN_FLIGHT)
+
+    def _send_gradients(self, local: Sequence[LocalParameter]) -> tuple[list[Tensor], list[Copy]]:
+        found = [each.tensor.grad.detach() for each in local if each.tensor.grad is not None]
+        sizes = [_aligned_bytes(gradient) for gradient in found]
+        assert self._ring is not None
+        pieces = self._ring.take(max(sum(sizes), ALIGNMENT))[: sum(sizes)].split(sizes)
+        gradients = [
+            piece.view(gradient.dtype)[: gradient.numel()].as_strided(
+                twin.weights.shape, twin.weights.stride()
+            )
+            for piece, gradient, twin in zip(pieces, found, map(self._twins.of, local), strict=True)
+        ]
+        stores = [self._boundary.store(host, own) for host, own in zip(gradients, found, strict=True)]
+        return gradients, stores
+
+    def _give_back(self) -> None:
+        assert self._ring is not None
+        self._ring.give_back()
+
+    def _finish_stores(self, at_most: int) -> None:
+        """Let the device wait until the gradients of `at_most` units are on their way."""
+        while len(self._stores) > at_most:
+            for copy in self._stores.popleft():
+                copy.wait()
+
+    def _allocate(self) -> None:
+        self._twins.allocate()
+        self._ring = HostRing(self._boundary, self._ring_bytes())
+
+    def _ring_bytes(self) -> int:
+        """All gradients, or in a backward pass a quarter of them: the worker may be that far behind."""
+        sizes = [sum(_gradient_bytes(each) for each in unit) for unit in self._units]
+        total, largest = sum(sizes), max(sizes, default=0)
+        some = max(total // 4, min(total, 2 * largest)) if self._in_backward else total
+        return some + ALIGNMENT * (1 + len(sizes))
+
+    # Weights.
+
+    def wait(self, local: Sequence[LocalParameter]) -> None:
+        """Return when the weights that are on their way to these local parameters are there."""
+        self.weights.wait([each.tensor for each in local])
+
+    def finish(self) -> None:
+        """Return when no update is under way, and the device has the newest weights."""
+        self._worker.wait()
+        self._finish_stores(0)
+        if self._delay:
+            self._check_unchanged()
+            self._send_delayed()
+        self.weights.wait_all()
+
+    def _send_delayed(self) -> None:
+        """Bring the weights of the update before to the device, which has no more use for older ones."""
+        self._worker.wait()
+        self.weights.send_delayed()
+
+    def _check_unchanged(self) -> None:
+        """With a delay, weights that come up would overwrite what the user has written."""
+        changed = self.weights.changed_twins()
+        if changed:
+            for twin in changed:
+                twin.version = twin.current_version()
+            raise UserError(
+                f"{', '.join(twin.local.name for twin in changed)} changed between two steps: with delay=1 "
+                "the update of the last step is still to come, and would overwrite the change; call "
+                "engine.synchronize() before you change weights. This change is lost"
+            )
+
+    # State.
+
+    def state(self, local: LocalParameter) -> dict[str, Tensor]:
+        self._worker.wait()
+        twin = self._twins.of(local)
+        has_master = self._twins.has_masters and twin.version is not None
+        return ({MASTER: twin.updated.detach()} if has_master else {}) | state_tensors(
+            self.optimizer, twin.updated
+        )
+
+    def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:  # noqa: ARG002
+        return []  # all of it is on the host
+
+    def host_bytes(self) -> int:
+        """What this will take of the host's memory: weights, masters, state and gradients."""
+        return self._twins.num_bytes(self.optimizer) + self._ring_bytes()
+
+    def close(self) -> None:
+        """Finish what is under way, if it can be, and end the thread."""
+        self._worker.close()
+        self._finish_stores(0)
+        self.weights.close()
+
+    def _state_storages(self) -> list[Tensor]:
+        states = [dict(state) for state in list(self.optimizer.state.values())]
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return [*self._twins.master_storages(), *tensors]
+
+    def _watch_state_dicts(self) -> None:
+        """Whoever reads or replaces the optimizer's state waits for the update that is under way."""
+        for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
+            if hasattr(self.optimizer, register):
+                getattr(self.optimizer, register)(self._wait_for_state)
+
+    def _wait_for_state(self, *_: object) -> None:
+        self._worker.wait()
+
+
+def _check_dense(local: LocalParameter) -> None:
+    if local.tensor.grad is not None and local.tensor.grad.is_sparse:
+        raise UserError(
+            f"offload=optimizer: {local.name} has a sparse gradient, and the host gets dense ones; set "
+            "sparse=False in the embedding, or drop offload=optimizer"
+        )
+
+
+def _gradient_bytes(local: LocalParameter) -> int:
+    dtype = getattr(local.tensor, "grad_dtype", None) or local.tensor.dtype
+    return round_up(local.tensor.numel() * dtype.itemsize, ALIGNMENT)
+
+
+def _aligned_bytes(gradient: Tensor) -> int:
+    return round_up(gradient.numel() * gradient.element_size(), ALIGNMENT)

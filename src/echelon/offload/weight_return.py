@@ -1,0 +1,114 @@
+"""New weights on their way from the host: sent when an update has made them, waited for when first used."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from echelon.collectives import Copy, HostBoundary, LateFetch
+from echelon.offload.host_twins import Twin
+from echelon.offload.host_worker import Ticket
+from echelon.ownership import LocalParameter
+
+
+@final
+class Returning:
+    """The weights of one job. `earlier`: copies out of the same host memory that may still run."""
+
+    def __init__(self, twins: Sequence[Twin], fetches: Sequence[LateFetch], earlier: Sequence[Copy]) -> None:
+        self.twins, self._fetches, self.earlier = twins, fetches, earlier
+        self.ticket: Ticket | None = None
+        self.copies: list[Copy] = []
+
+    def send(self) -> None:
+        """The weights are there: begin to bring them up. Any thread may call this."""
+        self.copies = [fetch.start() for fetch in self._fetches]
+
+
+@final
+class WeightReturn:
+    """Which weights are on their way."""
+
+    def __init__(self, boundary: HostBoundary) -> None:
+        self._boundary = boundary
+        self._on_the_way: dict[Tensor, Returning] = {}  # by local parameter
+        self._delayed: list[Returning] = []  # made, or being made, and kept on the host
+        self._last: dict[Tensor, Copy] = {}  # out of the memory of each twin
+        # Told in the thread of the step: these weights must not be read until they have arrived.
+        self.on_expect: Callable[[Sequence[LocalParameter]], None] = lambda _: None
+        self.on_arrive: Callable[[Sequence[LocalParameter]], None] = lambda _: None
+
+    def expect(self, twins: Sequence[Twin], *, announce: bool) -> Returning:
+        """An update will make new weights; without `announce` they stay on the host for a step."""
+        if not announce:
+            kept = Returning(twins, [], self._earlier(twins))
+            self._record_versions(twin for twin in twins if twin.local.tensor not in self._on_the_way)
+            self._delayed.append(kept)
+            return kept
+        self.wait([twin.local.tensor for twin in twins])
+        fetches = [self._boundary.announce_fetch(each.local.tensor.detach(), each.weights) for each in twins]
+        returning = Returning(twins, fetches, self._earlier(twins))
+        self._record_versions(twins)
+        self._mark(returning)
+        return returning
+
+    def _earlier(self, twins: Sequence[Twin]) -> list[Copy]:
+        return [self._last[each.local.tensor] for each in twins if each.local.tensor in self._last]
+
+    def send_delayed(self) -> None:
+        """All updates that were kept back are made: send their weights."""
+        for kept in self._delayed:
+            targets = [twin.local.tensor.detach() for twin in kept.twins]
+            kept.copies = [
+                self._boundary.fetch(target, twin.weights)
+                for target, twin in zip(targets, kept.twins, strict=True)
+            ]
+            self._remember(kept)
+            self._mark(kept)
+        self._delayed = []
+
+    def changed_twins(self) -> list[Twin]:
+        """Those kept back whose weights somebody has changed. One that is on its way nobody can have."""
+        twins = [twin for kept in self._delayed for twin in kept.twins]
+        return [twin for twin in twins if twin.local.tensor not in self._on_the_way and twin.is_changed]
+
+    def _mark(self, returning: Returning) -> None:
+        self._on_the_way |= dict.fromkeys((twin.local.tensor for twin in returning.twins), returning)
+        self.on_expect([twin.local for twin in returning.twins])
+
+    def wait(self, tensors: Sequence[Tensor]) -> None:
+        """Return when what the device is given from now on finds the new weights of these."""
+        for tensor in tensors:
+            if tensor in self._on_the_way:
+                self._finish(self._on_the_way[tensor])
+
+    def wait_all(self) -> None:
+        self.wait(list(self._on_the_way))
+
+    def close(self) -> None:
+        """No update runs any more: bring up what was made. What failed stays marked, and cannot be read."""
+        for returning in dict.fromkeys(self._on_the_way.values()):
+            if returning.copies:
+                self._receive(returning)
+
+    def _finish(self, returning: Returning) -> None:
+        assert returning.ticket is not None
+        returning.ticket.wait()
+        self._receive(returning)
+
+    def _receive(self, returning: Returning) -> None:
+        for copy in returning.copies:
+            copy.wait()
+        for twin in returning.twins:
+            self._on_the_way.pop(twin.local.tensor, None)
+        self._remember(returning)
+        self.on_arrive([twin.local for twin in returning.twins])
+        self._record_versions(returning.twins)
+
+    def _remember(self, returning: Returning) -> None:
+        for twin, copy in zip(returning.twins, returning.copies, strict=True):
+            self._last[twin.local.tensor] = copy
+
+    def _record_versions(self, twins: Iterable[Twin]) -> None:
+        for twin in twins:
+            twin.version = twin.current_version()
