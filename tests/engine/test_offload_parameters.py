@@ -146,19 +146,28 @@ def test_a_deferred_model_is_filled_in_host_memory() -> None:
 
 def test_a_model_that_changes_its_weights_in_a_pass_is_refused() -> None:
     model = Layers()
-    first = model[0][0]
-    model[0].register_forward_hook(lambda *_: first.weight.data.mul_(1.5))
+
+    def change(module: Any, *_: Any) -> None:
+        module[0].weight.data.mul_(1.5)
+
+    model[0].register_forward_hook(change)
     engine = make("offload=parameters", model, audit="off")
     with pytest.raises(UserError, match="changed in place during a forward or backward pass"), engine:
         engine.step(batch())
 
 
-def test_an_optimizer_that_needs_all_weights_at_once_is_refused() -> None:
-    def make_lbfgs(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters)
+def test_an_optimizer_whose_steps_somebody_watches_is_refused() -> None:
+    def watched(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = adamw(parameters)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
 
-    with pytest.raises(UserError, match="LBFGS with offload=parameters"):
-        make("offload=parameters", optimizer=make_lbfgs)
+    with pytest.raises(UserError, match="AdamW with offload=parameters"):
+        make("offload=parameters", optimizer=watched)
+    with make("offload=parameters") as engine:
+        engine.optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(UserError, match="drop the hooks"):
+            engine.step(batch())
 
 
 @pytest.mark.parametrize(
