@@ -25,7 +25,7 @@ from echelon.data_parallel.gradient_memory import (
     NewMemory,
     PreallocatedMemory,
 )
-from echelon.data_parallel.host_weights import HostWeights
+from echelon.data_parallel.host_weights import HostRun, HostWeights
 from echelon.errors import UserError
 from echelon.fingerprint import device_fingerprint
 from echelon.ownership import LocalParameter
@@ -132,10 +132,15 @@ class FlatUnit:
             if self.host is None:
                 self._gather_shards()
             else:
-                self.host.fetch()
+                self._fetch_standing(self.host)
                 self._is_fetching = True
         elif self._is_fetching and self._has_own_shard:
             self._finish_fetch()
+
+    def _fetch_standing(self, host: HostWeights) -> None:
+        if not host.is_here:
+            self.before_gather(self._local)
+        host.fetch()
 
     def _gather_shards(self) -> None:
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
@@ -186,14 +191,14 @@ class FlatUnit:
     def fetch(self) -> None:
         """Begin to bring what is updated here, ahead of `bring`."""
         if self.host is not None and not (self._has_own_shard and self.is_gathered):
-            self.host.fetch()
+            self._fetch_standing(self.host)
 
     def bring(self) -> None:
         """Return when what this rank updates is here."""
         if self.host is not None:
             if self.is_gathered:
                 self.synchronize()
-            self.host.fetch()
+            self._fetch_standing(self.host)
             self.host.wait()
 
     def put_back(self) -> None:
@@ -226,6 +231,10 @@ class FlatUnit:
             return local.tensor.detach()
         begin = local.tensor.storage_offset() - self.host.tensor.storage_offset()
         return self.host.values[begin : begin + local.tensor.numel()].view(local.tensor.shape)
+
+    def host_run(self, local: LocalParameter) -> HostRun | None:
+        """Where a run stands in host memory, if it does."""
+        return None if self.host is None else HostRun(self.host, local)
 
     def _show_weights(self) -> None:
         """The weights are there: parameters are views of them."""

@@ -13,6 +13,7 @@ from typing import final
 from torch import Tensor
 
 from echelon.collectives.boundary import Copy, HostBoundary
+from echelon.ownership import LocalParameter
 
 
 @final
@@ -20,8 +21,9 @@ class HostPlace:
     """Where the weights of units stand: the first that fit into `resident_bytes` on the device, all others in
     host memory."""
 
-    def __init__(self, boundary: HostBoundary, resident_bytes: int = 0) -> None:
-        self.boundary, self._left = boundary, resident_bytes
+    def __init__(self, boundary: HostBoundary, resident_bytes: int = 0, *, updates: bool = False) -> None:
+        """`updates`: they are updated there too (offload=optimizer)."""
+        self.boundary, self._left, self.updates = boundary, resident_bytes, updates
 
     def boundary_for(self, num_bytes: int) -> HostBoundary | None:
         """None: weights of this size stay on the device."""
@@ -42,7 +44,8 @@ class HostWeights:
         self._host = boundary.empty(tensor.numel(), tensor.dtype)
         self._host.copy_(tensor)
         self.is_here = True
-        self._fetch: Copy | None = None
+        self._fetch: Copy | None = None  # that nobody has waited for
+        self._last_fetch: Copy | None = None
         self._store: Copy | None = None
         self.is_storing = False  # nobody has waited for the last store
 
@@ -63,13 +66,19 @@ class HostWeights:
         if not self.is_here:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
             self.is_here = True
-            self._fetch = self._boundary.fetch(self.tensor, self._host)
+            self._fetch = self._last_fetch = self._boundary.fetch(self.tensor, self._host)
 
     def wait(self) -> None:
         """What the device is given from now on finds the weights here."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
+
+    def join(self) -> None:
+        """Return when no copy reads or writes the host's memory. Any thread may call this."""
+        for copy in (self._last_fetch, self._store):
+            if copy is not None:
+                copy.join()
 
     def store(self) -> None:
         """Begin to bring new weights to the host."""
@@ -87,3 +96,20 @@ class HostWeights:
                 self._store.wait()
             self.tensor.untyped_storage().resize_(0)
             self.is_here = self.is_storing = False
+
+
+@final
+class HostRun:
+    """A local parameter in the standing copy of its unit, which the host updates."""
+
+    def __init__(self, host: HostWeights, local: LocalParameter) -> None:
+        self._host, self._shape, self._size = host, local.tensor.shape, local.tensor.numel()
+        self._begin = local.tensor.storage_offset() - host.tensor.storage_offset()
+
+    def join(self) -> None:
+        """Return when no copy reads or writes it. Any thread may call this."""
+        self._host.join()
+
+    @property
+    def memory(self) -> Tensor:
+        return self._host.memory[self._begin : self._begin + self._size].view(self._shape)

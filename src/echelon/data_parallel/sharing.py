@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.data_parallel.claims import Claim
 from echelon.data_parallel.grad_accumulation import Accumulation
 from echelon.data_parallel.grad_dtype import restore_gradient_dtype, set_gradient_dtype
+from echelon.data_parallel.host_weights import HostRun
 from echelon.data_parallel.parameter_set import ParameterSet
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer
@@ -33,7 +34,7 @@ class Storages(NamedTuple):
 class SummedUnit(NamedTuple):
     """A unit whose gradients are summed over ranks; `norm_share` is that of the sharing, for this unit.
 
-    `present`: around what reads or writes its weights later on; now they are on the device.
+    `present`: around what reads or writes its weights on the device.
     """
 
     local: list[LocalParameter]
@@ -120,6 +121,10 @@ class Sharing(ABC):
     def standing(self, local: LocalParameter) -> Tensor:
         """The values of a local parameter between steps, on the device or in host memory."""
         return local.tensor.detach()
+
+    def host_run(self, local: LocalParameter) -> HostRun | None:  # noqa: ARG002
+        """Where a local parameter stands in host memory, if it does."""
+        return None
 
     def in_turn(self) -> Iterator[list[LocalParameter]]:
         """What is left to be updated, in pieces: each is on the device until the next is asked for."""

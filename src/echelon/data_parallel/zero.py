@@ -33,7 +33,7 @@ from echelon.collectives import Group
 from echelon.data_parallel.flat import FlatUnit, UnitMemory, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
-from echelon.data_parallel.host_weights import HostPlace
+from echelon.data_parallel.host_weights import HostPlace, HostRun
 from echelon.data_parallel.parameter_set import ParameterSet, Unit
 from echelon.data_parallel.problems import Problem
 from echelon.data_parallel.reducer import Reducer, UsedParameters
@@ -69,6 +69,7 @@ class Zero(Sharing):
         shard a copy, a level is about gradients alone."""
         assert level in (1, 2, 3), level
         units = list(parameter_set.units)
+        self._host_updates = host is not None and host.updates
         self._moves = level == 3 or host is not None  # whether weights come and go
         self._prefetch = prefetch
         ahead = prefetch if self._moves else 0
@@ -201,6 +202,8 @@ class Zero(Sharing):
         self.residency.reset()  # what was gathered ahead and not used holds the weights of before
         self._agreement.close()
         self._share_parts([flat for flat in self._reduced if flat.resident])
+        if self._host_updates:
+            self._share_standing()
         if self._in_backward:
             for _, local in self._local:
                 local.tensor.grad = None
@@ -212,12 +215,16 @@ class Zero(Sharing):
         return self.owned()
 
     def share_first_weights(self) -> None:
+        self._share_standing()
+        self._share_parts([flat for flat in self._unit_of if flat.resident])
+
+    def _share_standing(self) -> None:
+        """Bring new parts of weights that stand whole in host memory to all ranks."""
         if self._shard_group.size > 1 and not self._gathers:
             for flat in self._unit_of:
                 if flat.host is not None:
                     with self._present(flat):
                         pass  # it is put back whole
-        self._share_parts([flat for flat in self._unit_of if flat.resident])
 
     def _share_parts(self, resident: Sequence[FlatUnit]) -> None:
         """Bring new parts of weights that stay whole to all ranks."""
@@ -301,6 +308,9 @@ class Zero(Sharing):
     def standing(self, local: LocalParameter) -> Tensor:
         return self._flat_of_local[local.tensor].standing(local)
 
+    def host_run(self, local: LocalParameter) -> HostRun | None:
+        return self._flat_of_local[local.tensor].host_run(local)
+
     @contextmanager
     def _present(self, flat: FlatUnit) -> Iterator[None]:
         """Inside, what this rank updates of a unit is on the device; what is written stays."""
@@ -375,9 +385,7 @@ class Zero(Sharing):
         for local in flat.local_parameters():
             local.tensor.grad = flat.part_of_gradient(local) if local.parameter in used else None
         flat.start_update()
-        present = partial(self._present, flat)
-        with present():
-            self._use_unit(flat.local_parameters(), present)
+        self._use_unit(flat.local_parameters(), partial(self._present, flat))
         flat.free_part()
         flat.mark_updated()
 

@@ -40,7 +40,20 @@ def make_host_stepper(
     plan = mesh.plan
     units = [unit for sharing in local.sharings for unit in _units(sharing)]
     every = [each for unit in units for each in unit]
-    twins = HostTwins(every, mesh.boundary, masters=masters, rounding=rounding, placements=placements)
+    runs = {
+        each.tensor: sharing.host_run(each)
+        for sharing in local.sharings
+        for each in sharing.local_parameters()
+    }
+    twins = HostTwins(
+        every,
+        mesh.boundary,
+        masters=masters,
+        rounding=rounding,
+        placements=placements,
+        standing={tensor: run for tensor, run in runs.items() if run is not None},
+        in_place=plan.delay == 0,
+    )
     stepper = HostStepper(
         lambda _: optimizer,
         local.trained(),

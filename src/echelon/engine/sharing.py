@@ -47,13 +47,19 @@ def share_stages(
         return _worker_stages(split, mesh)
     synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
     stages = {}
-    host = HostPlace(mesh.boundary, resident_bytes) if "parameters" in mesh.plan.offload else None
+    host = _host_place(mesh, resident_bytes)
     for number, module in split.modules.items():
         shared = [*layers.shared_gradients(module), *split.shared_gradients[number]]
         sets = parameter_sets(module, mesh, shared, split.tied, layers.norm_elsewhere, smallest_unit)
         sharings = [share(each, mesh.plan, wrapping, prefetch, host) for each in sets]
         stages[number] = Stage(number, module, sharings, Buffers(module, mesh.group("weights")))
     return LocalStages(stages, split.program, split.boundaries)
+
+
+def _host_place(mesh: Mesh, resident_bytes: int) -> HostPlace | None:
+    if "parameters" not in mesh.plan.offload:
+        return None
+    return HostPlace(mesh.boundary, resident_bytes, updates="optimizer" in mesh.plan.offload)
 
 
 def _num_parts(mesh: Mesh) -> int:

@@ -76,7 +76,7 @@ def make_update(
     check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
     around = Wrapping() if wrapping is None else wrapping
     stepper = _make_stepper(made, local, mesh, layers, rounding, around, deferred=deferred)
-    if "parameters" in plan.offload:
+    if "parameters" in plan.offload and not updates_on_host(plan):
         stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
     steady = plan.schedule not in ASYNCHRONOUS_SCHEDULES

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import HostBoundary
+from echelon.data_parallel.host_weights import HostRun
 from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out
 from echelon.precision.flat_memory import dense_strides
@@ -36,6 +37,7 @@ class Twin:
     weights: Tensor
     version: tuple[int, int] | None = None  # of the model's weight whose values it has; None: it has none
     is_watched: bool = False  # whether another version says that the user has changed the weight
+    standing: HostRun | None = None  # where the weight stands on the host, with offload=parameters
 
     def current_version(self) -> tuple[int, int]:
         """Another one, if somebody has changed the weight, or given it other memory."""
@@ -61,12 +63,18 @@ class HostTwins:
         masters: bool,
         rounding: KeyedRounding | None = None,
         placements: Mapping[nn.Parameter, Placement] | None = None,
+        standing: Mapping[nn.Parameter, HostRun] | None = None,
+        in_place: bool = True,
     ) -> None:
-        """`placements`: of the elements of each local parameter, for `rounding`."""
+        """`placements`: of the elements of each local parameter, for `rounding`. `standing`: local parameters
+        that stand on the host; these weights change with the twins, if `in_place`."""
         self._boundary, self.has_masters, self._rounding = boundary, masters, rounding
         self._placements = {} if placements is None else placements
         self._in_float32 = masters or rounding is not None
         self._twins = {each.tensor: self._without_memory(each) for each in local}
+        self._in_place = in_place
+        for tensor, run in (standing or {}).items():
+            self._twins[tensor].standing = run
         self._pinned: list[Tensor] = []
         self._masters: Tensor | None = None
         self._scratch: dict[str, Tensor] = {}  # float32, for the time of one update
@@ -83,12 +91,18 @@ class HostTwins:
         """Take memory for all twins."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in self._twins):
             of_type = [twin for twin in self.all if twin.local.tensor.dtype == dtype]
-            memory, views = _views_like(of_type, dtype, self._boundary.empty)
+            own = [twin for twin in of_type if not self._is_in_place(twin)]
+            memory, views = _views_like(own, dtype, self._boundary.empty)
             self._pinned.append(memory)
-            for twin, view in zip(of_type, views, strict=True):
-                twin.weights, twin.is_watched = view, _shares_memory(twin.local) and not self.has_masters
+            for twin, view in zip(own, views, strict=True):
+                twin.weights = view
+                can_change = twin.standing is None and not self.has_masters
+                twin.is_watched = can_change and _shares_memory(twin.local)
+            for twin in of_type:
+                if twin.standing is not None and self._in_place:
+                    twin.weights = twin.standing.memory
                 if not self._in_float32:
-                    twin.updated.data = view
+                    twin.updated.data = twin.weights
         if self.has_masters:
             self._masters, views = _views_like(self.all, torch.float32, _plain_memory)
             for twin, view in zip(self.all, views, strict=True):
@@ -97,8 +111,15 @@ class HostTwins:
 
     # What the thread that updates calls.
 
+    def _is_in_place(self, twin: Twin) -> bool:
+        return self._in_place and twin.standing is not None
+
     def load(self, twins: Sequence[Twin]) -> None:
-        """`weights` have values that are not from an update: masters begin with them."""
+        """`weights` have values that are not from an update, or the standing copy has: masters begin with
+        them."""
+        for twin in twins:
+            if twin.standing is not None and not self._in_place:
+                twin.weights.copy_(twin.standing.memory)
         if self.has_masters and twins:
             torch._foreach_copy_([twin.updated.detach() for twin in twins], [twin.weights for twin in twins])
 
@@ -155,9 +176,10 @@ class HostTwins:
 
     def num_bytes(self, optimizer: torch.optim.Optimizer) -> int:
         """What weights, masters and the optimizer's state will take, about: state is that of known kinds."""
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in self._twins)
+        weights = sum(twin.local.tensor.nbytes for twin in self.all if not self._is_in_place(twin))
+        own = sum(tensor.nbytes for tensor in self._twins)
         float32 = sum(4 * tensor.numel() for tensor in self._twins)
-        updated = float32 if self._in_float32 else weights
+        updated = float32 if self._in_float32 else own
         inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
         moments = max(_STATE.get(type(each).__name__, _MOMENTS) for each in inside)
         return weights + (float32 if self.has_masters else 0) + moments * updated

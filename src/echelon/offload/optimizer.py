@@ -39,6 +39,8 @@ _IN_FLIGHT = 2  # units whose gradients are on their way down
 class HostStepper(LocalStepper):
     """The optimizer works on the twins of local parameters, in host memory."""
 
+    on_host = True
+
     def __init__(
         self,
         make: Make,
@@ -107,7 +109,11 @@ class HostStepper(LocalStepper):
         """Send gradients down, and let the worker do the rest; or do it here."""
         twins = [self._twins.of(each) for each in local]
         new = [twin for twin in twins if twin.version is None or twin.is_changed]
-        loads = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in new]
+        loads = [
+            self._boundary.store(twin.weights, twin.local.tensor.detach())
+            for twin in new
+            if twin.standing is None
+        ]
         gradients, stores = self._send_gradients(local)
         updated = [twin.updated for twin in twins]
         call = HostCall(self.optimizer, updated) if beside else DirectCall(self.optimizer, updated)
@@ -117,6 +123,9 @@ class HostStepper(LocalStepper):
         def job() -> None:
             for copy in (*loads, *stores, *returning.earlier):
                 copy.join()
+            for twin in twins:
+                if twin.standing is not None:
+                    twin.standing.join()
             try:
                 self._twins.load(new)
                 factor, skip = numbers.read()

@@ -19,10 +19,12 @@ class Returning:
         self.twins, self._fetches, self.earlier = twins, fetches, earlier
         self.ticket: Ticket | None = None
         self.copies: list[Copy] = []
+        self.is_made = False
 
     def send(self) -> None:
         """The weights are there: begin to bring them up. Any thread may call this."""
         self.copies = [fetch.start() for fetch in self._fetches]
+        self.is_made = True
 
 
 @final
@@ -46,7 +48,9 @@ class WeightReturn:
             self._delayed.append(kept)
             return kept
         self.wait([twin.local.tensor for twin in twins])
-        fetches = [self._boundary.announce_fetch(each.local.tensor.detach(), each.weights) for each in twins]
+        fetches = [
+            self._boundary.announce_fetch(each.local.tensor.detach(), each.weights) for each in _coming(twins)
+        ]
         returning = Returning(twins, fetches, self._earlier(twins))
         self._record_versions(twins)
         self._mark(returning)
@@ -58,11 +62,13 @@ class WeightReturn:
     def send_delayed(self) -> None:
         """All updates that were kept back are made: send their weights."""
         for kept in self._delayed:
-            targets = [twin.local.tensor.detach() for twin in kept.twins]
             kept.copies = [
-                self._boundary.fetch(target, twin.weights)
-                for target, twin in zip(targets, kept.twins, strict=True)
+                self._boundary.fetch(twin.local.tensor.detach(), twin.weights) for twin in _coming(kept.twins)
             ]
+            for twin in kept.twins:
+                if twin.standing is not None:
+                    twin.standing.join()
+                    twin.standing.memory.copy_(twin.weights)
             self._remember(kept)
             self._mark(kept)
         self._delayed = []
@@ -88,7 +94,7 @@ class WeightReturn:
     def close(self) -> None:
         """No update runs any more: bring up what was made. What failed stays marked, and cannot be read."""
         for returning in dict.fromkeys(self._on_the_way.values()):
-            if returning.copies:
+            if returning.is_made:
                 self._receive(returning)
 
     def _finish(self, returning: Returning) -> None:
@@ -106,9 +112,14 @@ class WeightReturn:
         self._record_versions(returning.twins)
 
     def _remember(self, returning: Returning) -> None:
-        for twin, copy in zip(returning.twins, returning.copies, strict=True):
+        for twin, copy in zip(_coming(returning.twins), returning.copies, strict=True):
             self._last[twin.local.tensor] = copy
 
     def _record_versions(self, twins: Iterable[Twin]) -> None:
         for twin in twins:
             twin.version = twin.current_version()
+
+
+def _coming(twins: Sequence[Twin]) -> list[Twin]:
+    """Those whose weights go to the device as soon as they are made; the others are fetched for each use."""
+    return [twin for twin in twins if twin.standing is None]

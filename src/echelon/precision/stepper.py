@@ -34,6 +34,8 @@ from echelon.precision.optimizer_call import (
 class Stepper(ABC):
     """Applies the optimizer to local parameters, with gradients scaled by a factor."""
 
+    on_host = False  # whether it updates what lies in host memory
+
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
         """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
         self.optimizer = optimizer

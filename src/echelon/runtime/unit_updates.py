@@ -7,7 +7,7 @@ The first step is rehearsed (rehearsal.py): its passes run once without updates,
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -65,8 +65,10 @@ class UnitUpdates:
         if unit.norm_share:
             square = squared_norm(unit.norm_share, unit.norm_share[0].device)
             self._square = square if self._square is None else self._square + square
-        if self.rehearsal is None:
-            self.has_updated = True
+        if self.rehearsal is not None:
+            with unit.present():
+                self.rehearsal.use(unit)
+            return
+        self.has_updated = True
+        with nullcontext() if self._stepper.on_host else unit.present():
             self._stepper.step(1.0, self.skip(), unit.local)
-        else:
-            self.rehearsal.use(unit)

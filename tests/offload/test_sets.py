@@ -1,0 +1,54 @@
+"""Any set of offloads together is equal to one device, whatever the rest of the plan."""
+
+import dataclasses
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from echelon.plan.fields import OFFLOADS
+from echelon.verify import Case, assert_equal
+from tests.contract_models import CASES
+
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
+SETS = [",".join(chosen) for count in (1, 2, 3) for chosen in combinations(OFFLOADS, count)]
+ALL = ",".join(OFFLOADS)
+PLANS = [
+    "data=1",
+    *(f"data=2 zero={zero}" for zero in range(4)),
+    "pipeline=2 microbatches=2 schedule=1f1b",
+    "tensor=2",
+    "recompute=full",
+    "data=2 zero=3 recompute=full",
+    "data=2 zero=2 update=backward",
+    "data=2 zero=3 update=backward recompute=full",
+    "pipeline=2 microbatches=4 schedule=1f1b update=last-backward",
+    "data=4 zero=3 shard=2",
+]
+
+
+def case(plan: str, **changes: Any) -> Case:
+    given: dict[str, Any] = {"steps": 4, "options": {"smallest_unit": 0}}
+    if "backward" in plan:
+        given["clip"] = None
+    return dataclasses.replace(CASES["gpt"], **(given | changes))
+
+
+@pytest.mark.parametrize("plan", ["data=1", "data=2 zero=1", "data=2 zero=3 update=backward recompute=full"])
+def test_all_offloads_are_equal_to_one_device(plan: str) -> None:
+    assert_equal(case(plan), f"{plan} offload={ALL}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("offloads", SETS)
+def test_every_set_is_equal_to_one_device(offloads: str, plan: str) -> None:
+    assert_equal(case(plan), f"{plan} offload={offloads}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if "backward" not in plan])
+@pytest.mark.parametrize("offloads", [each for each in SETS if "optimizer" in each])
+def test_every_set_is_equal_to_one_device_one_step_late(offloads: str, plan: str) -> None:
+    assert_equal(case(plan), f"{plan} offload={offloads} delay=1")
