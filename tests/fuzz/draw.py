@@ -39,6 +39,7 @@ _TOGETHER: dict[str, Wish] = {
     "attention": {"context": 2},
     "checkpoints": {"tensor": 2, "recompute": "full"},
     "contiguous": {"zero": 2, "data": 2},
+    "delay": {"offload": ("optimizer",)},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 

@@ -244,6 +244,15 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("schedule", "clip"), lambda v: v["schedule"] not in ASYNCHRONOUS_SCHEDULES or v["clip"] == 0
     # The norm is known when all gradients were there.
     yield ("update", "clip"), lambda v: v["update"] == "step" or v["clip"] == 0
+    # Whole parameters are put together on the device.
+    yield (
+        ("offload", "zero", "tensor", "optimizer"),
+        lambda v: (
+            "optimizer" not in v["offload"]
+            or v["optimizer"] != "muon"
+            or (v["zero"] == 0 and v["tensor"] == 1)
+        ),
+    )
     # Interleaved stages need several microbatches.
     yield ("update", "schedule"), lambda v: v["update"] != "backward" or v["schedule"] != "interleaved"
     # Weights in the first and the last stage.

@@ -7,6 +7,7 @@ The owner gathers the weight, or raises. Shape, type, device and gradient can be
 own reads do not come by here: the version of a freed weight is another than the one that it has saved.
 """
 
+import copy
 from collections.abc import Callable, MutableMapping, Sequence
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple
@@ -32,6 +33,10 @@ class FreedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return _read(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _make_whole(self)
+        return copy.deepcopy(self, memo)
 
 
 class _Freed(NamedTuple):

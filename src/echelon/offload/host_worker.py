@@ -39,6 +39,7 @@ class HostWorker:
         self._last: Ticket | None = None
         self._error: BaseException | None = None
         self._is_closed = False
+        self.on_error: Callable[[], None] = lambda: None  # called in any thread, any number of times
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Run `job` after those before it."""
@@ -57,11 +58,19 @@ class HostWorker:
         try:
             job()
         except BaseException as error:
-            self._error = error
+            self._fail(error)
             raise
         finally:
             ticket.done.set()
         return ticket
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self.on_error()
 
     def wait(self) -> None:
         """Return when all jobs are done; raises if one has failed."""
@@ -73,6 +82,7 @@ class HostWorker:
         """Raise if a job has failed, any number of times."""
         if self._error is not None:
             error = self._error
+            self.on_error()
             raise UserError(
                 f"the update of weights on the host (offload=optimizer) has failed with "
                 f"{type(error).__name__}: {error}; some weights may be those of after the step, and others "
@@ -108,7 +118,7 @@ class HostWorker:
                 if self._error is None:
                     job()
             except BaseException as error:
-                self._error = error
+                self._fail(error)
             finally:
                 ticket.done.set()
             del entry, job, ticket  # hold no memory while there is nothing to do

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Copy, HostBoundary
@@ -63,7 +64,9 @@ class HostStepper(LocalStepper):
         self._number = 0
         self._ring: HostRing | None = None
         self._stores: deque[list[Copy]] = deque()
+        self._is_late = False  # whether an update is kept on the host
         self.weights = WeightReturn(boundary)
+        worker.on_error = self._hide_all
         self._watch_state_dicts()
         boundary.account("parameters", twins.parameter_storages)
         boundary.account("gradients", lambda: [] if self._ring is None else self._ring.storages())
@@ -98,6 +101,7 @@ class HostStepper(LocalStepper):
             _check_dense(each)
         if self._delay:
             self._send_delayed()
+            self._is_late = True
         numbers = HostNumbers(factor, skip)
         for part in with_gradients:
             if part or not beside:
@@ -108,7 +112,7 @@ class HostStepper(LocalStepper):
     def _update(self, local: Sequence[LocalParameter], numbers: HostNumbers, *, beside: bool) -> None:
         """Send gradients down, and let the worker do the rest; or do it here."""
         twins = [self._twins.of(each) for each in local]
-        new = [twin for twin in twins if twin.version is None or twin.is_changed]
+        new = [twin for twin in twins if self.weights.is_changed(twin)]
         loads = [
             self._boundary.store(twin.weights, twin.local.tensor.detach())
             for twin in new
@@ -163,8 +167,21 @@ class HostStepper(LocalStepper):
             for copy in self._stores.popleft():
                 copy.wait()
 
+    def _hide_all(self) -> None:
+        """An update has failed: nobody may read weights, of which some are new and others old."""
+        self.weights.on_expect(self._local)
+
     def _allocate(self) -> None:
+        """Before the first update: twins get memory, and the values of all weights."""
         self._twins.allocate()
+        twins = self._twins.all
+        copies = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in twins]
+        for copy in copies:
+            copy.wait()
+            copy.join()
+        with torch.no_grad():
+            self._twins.load(twins)
+        self.weights.record_versions(twins)
         self._ring = HostRing(self._boundary, self._ring_bytes())
 
     def _ring_bytes(self) -> int:
@@ -178,16 +195,20 @@ class HostStepper(LocalStepper):
 
     def wait(self, local: Sequence[LocalParameter]) -> None:
         """Return when the weights that are on their way to these local parameters are there."""
+        if self._worker.has_failed:
+            self._worker.check()
         self.weights.wait([each.tensor for each in local])
 
-    def finish(self) -> None:
-        """Return when no update is under way, and the device has the newest weights."""
+    def finish(self) -> bool:
         self._worker.wait()
         self._finish_stores(0)
-        if self._delay:
+        was_late = self._is_late
+        if was_late:
             self._check_unchanged()
             self._send_delayed()
+            self._is_late = False
         self.weights.wait_all()
+        return was_late
 
     def _send_delayed(self) -> None:
         """Bring the weights of the update before to the device, which has no more use for older ones."""
@@ -211,10 +232,9 @@ class HostStepper(LocalStepper):
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         self._worker.wait()
         twin = self._twins.of(local)
-        has_master = self._twins.has_masters and twin.version is not None
-        return ({MASTER: twin.updated.detach()} if has_master else {}) | state_tensors(
-            self.optimizer, twin.updated
-        )
+        has_master = self._twins.has_masters and self._twins.has_memory
+        masters = {MASTER: twin.updated.detach()} if has_master else {}
+        return masters | state_tensors(self.optimizer, twin.updated)
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:  # noqa: ARG002
         return []  # all of it is on the host
@@ -227,7 +247,8 @@ class HostStepper(LocalStepper):
         """Finish what is under way, if it can be, and end the thread."""
         self._worker.close()
         self._finish_stores(0)
-        self.weights.close()
+        if not self._worker.has_failed:
+            self.weights.receive_all()
 
     def _state_storages(self) -> list[Tensor]:
         states = [dict(state) for state in list(self.optimizer.state.values())]

@@ -19,12 +19,10 @@ class Returning:
         self.twins, self._fetches, self.earlier = twins, fetches, earlier
         self.ticket: Ticket | None = None
         self.copies: list[Copy] = []
-        self.is_made = False
 
     def send(self) -> None:
         """The weights are there: begin to bring them up. Any thread may call this."""
         self.copies = [fetch.start() for fetch in self._fetches]
-        self.is_made = True
 
 
 @final
@@ -44,7 +42,7 @@ class WeightReturn:
         """An update will make new weights; without `announce` they stay on the host for a step."""
         if not announce:
             kept = Returning(twins, [], self._earlier(twins))
-            self._record_versions(twin for twin in twins if twin.local.tensor not in self._on_the_way)
+            self.record_versions(twin for twin in twins if twin.local.tensor not in self._on_the_way)
             self._delayed.append(kept)
             return kept
         self.wait([twin.local.tensor for twin in twins])
@@ -52,7 +50,7 @@ class WeightReturn:
             self._boundary.announce_fetch(each.local.tensor.detach(), each.weights) for each in _coming(twins)
         ]
         returning = Returning(twins, fetches, self._earlier(twins))
-        self._record_versions(twins)
+        self.record_versions(twins)
         self._mark(returning)
         return returning
 
@@ -74,9 +72,12 @@ class WeightReturn:
         self._delayed = []
 
     def changed_twins(self) -> list[Twin]:
-        """Those kept back whose weights somebody has changed. One that is on its way nobody can have."""
-        twins = [twin for kept in self._delayed for twin in kept.twins]
-        return [twin for twin in twins if twin.local.tensor not in self._on_the_way and twin.is_changed]
+        """Those kept back whose weights somebody has changed meanwhile."""
+        return [twin for kept in self._delayed for twin in kept.twins if self.is_changed(twin)]
+
+    def is_changed(self, twin: Twin) -> bool:
+        """Whether somebody has changed a weight since it came up, and the twin has other values."""
+        return twin.local.tensor not in self._on_the_way and twin.is_changed
 
     def _mark(self, returning: Returning) -> None:
         self._on_the_way |= dict.fromkeys((twin.local.tensor for twin in returning.twins), returning)
@@ -91,11 +92,10 @@ class WeightReturn:
     def wait_all(self) -> None:
         self.wait(list(self._on_the_way))
 
-    def close(self) -> None:
-        """No update runs any more: bring up what was made. What failed stays marked, and cannot be read."""
+    def receive_all(self) -> None:
+        """All updates are made, and no thread makes more: let the device wait for what was sent."""
         for returning in dict.fromkeys(self._on_the_way.values()):
-            if returning.is_made:
-                self._receive(returning)
+            self._receive(returning)
 
     def _finish(self, returning: Returning) -> None:
         assert returning.ticket is not None
@@ -109,13 +109,13 @@ class WeightReturn:
             self._on_the_way.pop(twin.local.tensor, None)
         self._remember(returning)
         self.on_arrive([twin.local for twin in returning.twins])
-        self._record_versions(returning.twins)
+        self.record_versions(returning.twins)
 
     def _remember(self, returning: Returning) -> None:
         for twin, copy in zip(_coming(returning.twins), returning.copies, strict=True):
             self._last[twin.local.tensor] = copy
 
-    def _record_versions(self, twins: Iterable[Twin]) -> None:
+    def record_versions(self, twins: Iterable[Twin]) -> None:
         for twin in twins:
             twin.version = twin.current_version()
 

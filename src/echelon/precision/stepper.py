@@ -70,8 +70,10 @@ class Stepper(ABC):
     def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
         """Return when the new weights of local parameters are there."""
 
-    def finish(self) -> None:  # noqa: B027
-        """Return when no update is under way, and the newest weights are there."""
+    def finish(self) -> bool:
+        """Return when no update is under way, and the newest weights are there: true, if ranks must share
+        them again, since an update was kept back."""
+        return False
 
     def close(self) -> None:  # noqa: B027
         """Finish what is under way, and end all threads. Talks to no one."""

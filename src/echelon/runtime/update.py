@@ -242,7 +242,6 @@ class SynchronousUpdate(Update):
         return total, count
 
     def owned(self) -> list[OwnedSlice]:
-        self.stepper.finish()
         owned = self._stages.owned_weights()
         for sharing, local in self._stages.slices():
             slices = sharing.slices(local)
@@ -272,7 +271,9 @@ class SynchronousUpdate(Update):
         return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
 
     def synchronize(self) -> None:
-        self.stepper.finish()
+        if self.stepper.finish():
+            for sharing in self._stages.sharings:
+                sharing.share_first_weights()
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self.stepper.close()

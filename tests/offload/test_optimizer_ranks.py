@@ -1,0 +1,131 @@
+"""offload=optimizer and delay=1 on real ranks, equal to one device; the bytes of each rank."""
+
+import dataclasses
+from collections.abc import Callable
+from itertools import product
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon.launching import Ranks
+from echelon.optim import SM3, Adafactor
+from echelon.verify import assert_equal, verify
+from tests.cases import adamw, mean_loss, perceptron_case, sgd, vectors
+from tests.contract_models import CASES
+
+pytestmark = pytest.mark.usefixtures("warm_contract")
+
+ZEROS = ("", "zero=1", "zero=2", "zero=3")
+UPDATES = ("", "update=backward", "delay=1")
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return Adafactor(parameters)
+
+
+def sm3(parameters: Any) -> torch.optim.Optimizer:
+    return SM3(parameters, lr=1e-2)
+
+
+def check(plan: str, make: Callable[[Any], Any] = adamw, model: str = "") -> None:
+    clip = None if "update=" in plan else 1.0
+    case = perceptron_case(make_optimizer=make, clip=clip, steps=6)
+    if model:
+        case = dataclasses.replace(CASES[model], make_optimizer=make, clip=clip, steps=5)
+    assert_equal(case, f"offload=optimizer {plan}")
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2 zero=1 delay=1", "data=2 zero=3 update=backward", "data=2 microbatches=2"]
+)
+def test_replicas_are_equal(plan: str) -> None:
+    check(plan)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=2 delay=1", "tensor=2 sequence=true"])
+def test_parts_of_a_model_are_equal(plan: str) -> None:
+    check(plan, model="gpt")
+
+
+def test_ranks_add_up_sums_on_the_host() -> None:
+    check("data=2 zero=2", adafactor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "update"), list(product(ZEROS, UPDATES)))
+def test_every_level_with_every_update(zero: str, update: str) -> None:
+    check(f"data=2 {zero} {update}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [sgd, adafactor, sm3])
+@pytest.mark.parametrize("plan", ["data=2 zero=3 update=backward", "data=2 zero=1 delay=1"])
+def test_other_optimizers(plan: str, optimizer: Callable[[Any], Any]) -> None:
+    check(plan, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["", "delay=1"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 microbatches=2",
+        "pipeline=2 microbatches=2 schedule=zero-bubble",
+        "pipeline=2 microbatches=2 schedule=interleaved chunks=2",
+        "tensor=2",
+        "context=2",
+        "recompute=full",
+        "data=4 zero=3 shard=2",
+    ],
+)
+def test_it_goes_with_other_strategies(plan: str, update: str) -> None:
+    check(f"{plan} {update}", model="gpt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["data=2 zero=2", "data=2 zero=3 delay=1", "data=2 gradients=same"])
+def test_it_stays_within_rounding(plan: str, precision: Literal["bf16", "fp16"]) -> None:
+    case = perceptron_case(steps=6)
+    verdict = verify(case, f"precision={precision} offload=optimizer {plan}", precision=precision)
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "data=2 zero=3 update=backward", "data=2 delay=1"])
+def test_weights_without_masters_stay_within_rounding(plan: str) -> None:
+    case = perceptron_case(clip=None, steps=6)
+    verdict = verify(case, f"precision=bf16 masters=false offload=optimizer {plan}", precision="bf16")
+    assert verdict.holds, str(verdict)
+
+
+def _bytes(plan: str) -> dict[str, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 5))
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss) as engine:
+        for step in range(2):
+            engine.step(engine.local(vectors(step)))
+        engine.synchronize()
+        memory, ledger = engine.memory(), engine.ledger
+        before = ledger.total("host", "store").sent, ledger.total("host", "fetch").received
+        engine.step(engine.local(vectors(2)))
+        engine.synchronize()
+        after = ledger.total("host", "store").sent, ledger.total("host", "fetch").received
+        numel = sum(each.tensor.numel() for each in engine._local.local_parameters())
+        return {
+            "device": memory.now["optimizer"],
+            "host": memory.host["optimizer"],
+            "down": after[0] - before[0],
+            "up": after[1] - before[1],
+            "numel": numel,
+        }
+
+
+def test_a_rank_moves_and_keeps_its_part(warm_ranks: Callable[[int], Ranks]) -> None:
+    for rank in warm_ranks(2).run(_bytes, "data=2 zero=2 offload=optimizer"):
+        assert rank["device"] == 0
+        assert 2 * 4 * rank["numel"] <= rank["host"] < 2.2 * 4 * rank["numel"]
+        assert rank["down"] == rank["up"] == 4 * rank["numel"]
