@@ -1,5 +1,7 @@
 """The bench of the largest model, small: all weights change, and some of them lie in host memory."""
 
+import pytest
+
 from echelon.bench import run
 
 
@@ -18,6 +20,7 @@ def test_small_models_train_with_weights_in_host_memory() -> None:
     assert losses["small"][-1] < losses["small"][0]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_sizes_can_be_chosen() -> None:
     result = run("largest-model", quick=True, only="half")
     assert [row.case for row in result.rows] == ["small, half resident"]

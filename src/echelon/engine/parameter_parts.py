@@ -35,6 +35,10 @@ class LocalBoxes(NamedTuple):
             held = own_run(tensor, self.slices)
         return [box for each in held for box in self.layers.in_whole(each)]
 
+    def held(self) -> list[Slice]:
+        """The boxes alone, whether or not the local parameter has memory now."""
+        return [box.slice for box in self.of(torch.empty_like(self.local.tensor, device="meta"))]
+
     def views(self, tensor: Tensor) -> list[Tensor]:
         return [box.tensor for box in self.of(tensor)]
 
@@ -58,7 +62,7 @@ def make_exchange(
     parts: dict[Tensor, Part] = {}
     for boxes in local_boxes(stages, layers):
         updated = stepper.updated(boxes.local)
-        held = [each.slice for each in boxes.of(boxes.local.tensor)]
+        held = boxes.held()
         places = [whole_box(each.shape) if each.is_whole else each.box for each in held]
         parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
     rounds = [Round(mesh.group("shard"), len(ordered))] if mesh.plan.zero else []

@@ -71,9 +71,9 @@ def _key(boxes: LocalBoxes, layers: LayerSharding, mesh: Mesh) -> str:
 def _exchange(boxes: Mapping[str, LocalBoxes], mesh: Mesh) -> list[_Held]:
     """What each rank of the stage holds."""
     owned = [
-        OwnedSlice(box.slice._replace(name=key), box.tensor)
+        OwnedSlice(box._replace(name=key), each.local.tensor)
         for key, each in boxes.items()
-        for box in each.of(each.local.tensor)
+        for box in each.held()
     ]
     held: list[_Held] = []
     for of_rank in exchange_slices(owned, mesh.group("stage"), mesh.device):
