@@ -186,8 +186,9 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, BLOCK: tl.constexpr, BLOCKS: 
     place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
     is_nan = value != value
-    value = tl.where(is_nan, 0.0, tl.minimum(tl.maximum(value, -3.4028234663852886e38), 3.4028234663852886e38))
-    largest = tl.max(tl.abs(value), axis=1)
+    value = tl.where(is_nan, 0.0, value)
+    size = tl.abs(value)
+    largest = tl.max(tl.where(size > 3.4028234663852886e38, 0.0, size), axis=1)
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
     shift = tl.minimum(tl.maximum(8 - exponent, -120), 120)
     shift = tl.where(largest == 0.0, 0, shift)
