@@ -11,7 +11,7 @@ from torch import Tensor
 from echelon.gist.marks import ZeroMarks
 
 # Bytes: below, the time of the host counts for more than the memory.
-_SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
+SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
 
 
 @final
@@ -31,9 +31,20 @@ class Compression:
 
 def is_encoded(tensor: Tensor) -> bool:
     """Whether a tensor is large enough, and a plain one of real numbers."""
-    if not tensor.is_floating_point() or tensor.nbytes < _SMALLEST.get(tensor.device.type, 2**23):
+    if not tensor.is_floating_point() or tensor.nbytes < SMALLEST.get(tensor.device.type, 2**23):
         return False
     return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+
+
+@contextmanager
+def any_size() -> Iterator[None]:
+    """Inside, small tensors of CUDA devices are encoded too: slow, but it shows what that does to gradients."""
+    before = SMALLEST["cuda"]
+    SMALLEST["cuda"] = SMALLEST["cpu"]
+    try:
+        yield
+    finally:
+        SMALLEST["cuda"] = before
 
 
 _num_off = 0
