@@ -222,7 +222,7 @@ LAYERS = (
     Layer(("planner", "async_training", "audit"), (), "splits layers; workers at their own pace; compares"),
     Layer(("runtime",), (), "stages, interpreter, update"),
     Layer(
-        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel", "recompute"),
+        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel", "recompute", "gist"),
         ("expert_parallel",),
         "strategies",
     ),

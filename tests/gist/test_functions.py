@@ -102,7 +102,9 @@ def test_functions(name: str) -> None:
     for _ in range(2):  # the second call knows what the first has seen
         first, second = gradients(plain, x), gradients(model, x)
         assert len(first) == len(second)
-        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, second, strict=True))
+        assert all(
+            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, second, strict=True)
+        )
 
 
 def test_modules_around_a_relu() -> None:

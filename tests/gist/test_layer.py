@@ -24,7 +24,6 @@ class Block(nn.Module):
         return x + F.gelu(self.query(x)) * self.key(x) + self.value(x) * self.table
 
 
-
 @pytest.mark.parametrize("name", ["gist-fp16", "gist-fp10", "gist-fp8"])
 def test_float64_gradients_are_exact(name: str) -> None:
     """What plans are proven with."""

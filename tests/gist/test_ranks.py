@@ -52,7 +52,7 @@ def gpt() -> nn.Module:
     return build(ModelConfig("gpt", 4, 16, 2, vocab=VOCAB, sequence=SEQUENCE, dropout=0.2))
 
 
-IMAGES = Case(network, pictures, class_loss, adamw, steps=4)
+IMAGES = Case(network, pictures, class_loss, adamw, steps=4, clip=None)
 TOKENS = Case(gpt, tokens, token_loss, adamw, steps=4, clip=None)
 
 FAST = [
@@ -64,7 +64,10 @@ SLOW = [
     *((IMAGES, f"data=2 zero={level} compress=gist") for level in range(4)),
     *((IMAGES, f"pipeline=2 microbatches=4 schedule={name} compress=gist") for name in _SCHEDULES),
     *((TOKENS, f"pipeline=2 microbatches=4 schedule={name} compress=gist-fp8") for name in _SCHEDULES),
-    *((TOKENS, f"data=2 zero=3 recompute={kind} compress=gist-fp10") for kind in ("full", "sqrt", "selective")),
+    *(
+        (TOKENS, f"data=2 zero=3 recompute={kind} compress=gist-fp10")
+        for kind in ("full", "sqrt", "selective")
+    ),
     (TOKENS, "tensor=2 recompute=full checkpoints=split compress=gist-fp8"),
     (TOKENS, "context=2 attention=ring compress=gist-fp8"),
     (TOKENS, "context=2 attention=all-to-all compress=gist-fp16"),
@@ -101,5 +104,7 @@ def test_a_model_without_relu_is_told_so_once(warm_ranks: Warm) -> None:
 
 
 def test_lossy_formats_are_proven_in_float64() -> None:
-    with pytest.raises(UserError, match=r"compress=gist-fp8: one device in bf16 does not round.*verify in fp64"):
+    with pytest.raises(
+        UserError, match=r"compress=gist-fp8: one device in bf16 does not round.*verify in fp64"
+    ):
         verify(TOKENS, "data=2 compress=gist-fp8", precision="bf16")

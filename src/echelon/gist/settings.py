@@ -17,7 +17,7 @@ SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
 @final
 @dataclass
 class Compression:
-    """`format`: in which numbers are kept; None: all bits are kept. `found`: the kinds of what was encoded."""
+    """`format`: in which numbers are kept; None: all bits are kept. `found`: kinds of encodings."""
 
     format: str | None
     marks: ZeroMarks = field(default_factory=ZeroMarks)
@@ -38,7 +38,7 @@ def is_encoded(tensor: Tensor) -> bool:
 
 @contextmanager
 def any_size() -> Iterator[None]:
-    """Inside, small tensors of CUDA devices are encoded too: slow, but it shows what that does to gradients."""
+    """Inside, small tensors of CUDA devices are encoded too. It is slow."""
     before = SMALLEST["cuda"]
     SMALLEST["cuda"] = SMALLEST["cpu"]
     try:
@@ -57,7 +57,7 @@ def is_off() -> bool:
 @contextmanager
 def uncompressed() -> Iterator[None]:
     """Inside, everything is saved as it is: what is compared with one device is not rounded."""
-    global _num_off  # noqa: PLW0603
+    global _num_off
     _num_off += 1
     try:
         yield
