@@ -222,7 +222,15 @@ LAYERS = (
     Layer(("planner", "async_training", "audit"), (), "splits layers; workers at their own pace; compares"),
     Layer(("runtime",), (), "stages, interpreter, update"),
     Layer(
-        ("data_parallel", "pipeline_parallel", "tensor_parallel", "context_parallel", "recompute", "offload"),
+        (
+            "data_parallel",
+            "pipeline_parallel",
+            "tensor_parallel",
+            "context_parallel",
+            "recompute",
+            "offload",
+            "gist",
+        ),
         ("expert_parallel",),
         "strategies",
     ),

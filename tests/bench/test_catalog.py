@@ -20,6 +20,8 @@ def test_every_bench_says_what_it_measures() -> None:
         "optimizer-step",
         "selective-costs",
         "largest-model",
+        "gist",
+        "gist-accuracy",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

@@ -8,6 +8,8 @@ import torch
 from echelon.bench import (
     collectives,
     data_parallel,
+    gist,
+    gist_accuracy,
     kernels,
     largest_model,
     launching,
@@ -25,10 +27,18 @@ from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
 
-_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step", "largest-model")
+_NEED_GPU = (
+    "one-gpu",
+    "kernels",
+    "recompute",
+    "optimizer-step",
+    "largest-model",
+    "gist",
+    "gist-accuracy",
+)
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
-_TAKES_ONLY = ("recompute", "largest-model")
+_TAKES_ONLY = ("recompute", "largest-model", "gist", "gist-accuracy")
 
 
 def benches() -> dict[str, Bench]:
@@ -48,6 +58,8 @@ def benches() -> dict[str, Bench]:
         "optimizer-step": optimizer_step.bench,
         "selective-costs": selective_costs.bench,
         "largest-model": largest_model.bench,
+        "gist": gist.bench,
+        "gist-accuracy": gist_accuracy.bench,
     }
 
 

@@ -43,7 +43,7 @@ class _FirstCalls:
         if self._num_left == 0 and self._warns and not self._compression.found:
             warnings.warn(
                 f"plan '{self._plan}': the layers of this rank save nothing that compress="
-                f"{self._plan.compress} encodes, so it saves no memory; compress=gist is for models with ReLU "
-                "and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others",
+                f"{self._plan.compress} encodes, so it saves no memory; compress=gist is for models with "
+                "ReLU and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others",
                 stacklevel=2,
             )

@@ -10,8 +10,8 @@ floats          fp16, fp10 and fp8, and the exact form of float64
 kernels         the same as Triton kernels, on CUDA devices (backend chooses)
 """
 
-from echelon.gist.layer import CompressedLayer
-from echelon.gist.settings import Compression, uncompressed
 from echelon.gist.functions import CompressedModule, can_compress
+from echelon.gist.layer import CompressedLayer
+from echelon.gist.settings import Compression, any_size, uncompressed
 
-__all__ = ["CompressedLayer", "CompressedModule", "Compression", "can_compress", "uncompressed"]
+__all__ = ["CompressedLayer", "CompressedModule", "Compression", "any_size", "can_compress", "uncompressed"]

@@ -1,7 +1,7 @@
 """Small integers, packed into bytes: the first ones are in the lowest bits.
 
-    1 bit     0 1 1 0 0 0 0 1  →  0b10000110
-    4 bits    3 15             →  0b11110011
+1 bit     0 1 1 0 0 0 0 1  →  0b10000110
+4 bits    3 15             →  0b11110011
 """
 
 import torch

@@ -25,7 +25,9 @@ def flatten(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    if tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
+    if tensor.is_contiguous() or (
+        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
         return True
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 

@@ -6,7 +6,7 @@
     fp8            1     4        3          see below  1 byte, and one for 128 numbers
 
 fp8 scales every 128 numbers by a power of two, so that the largest of them is between 128 and 256: no number
-overflows, and those 2**17 times smaller than the largest become 0.
+overflows, and those 2**17 times smaller than the largest become 0. Infinity becomes 256 of these.
 
 Float64 is the type of proofs: its numbers keep all their bits, so that what is proven of a plan does not
 depend on how numbers are rounded.
@@ -76,7 +76,7 @@ def _decode_fp10(packed: Tensor) -> Tensor:
 
 def _encode_fp8(flat: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.nn.functional.pad(flat.float(), (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    largest = blocks.abs().nan_to_num(0.0).amax(1)
+    largest = blocks.abs().nan_to_num(0.0, posinf=0.0).amax(1)
     shifts = (8 - torch.frexp(largest).exponent).clamp(-_MOST_SHIFT, _MOST_SHIFT)
     shifts = torch.where(largest == 0, 0, shifts)
     scaled = torch.ldexp(blocks, shifts[:, None]).clamp(-256.0, 256.0)

@@ -45,7 +45,12 @@ class Window(NamedTuple):
 
     @classmethod
     def of(
-        cls, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+        cls,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
     ) -> "Window":
         stride = stride if stride is not None and stride != () else kernel_size
         return cls(*map(_pair, (kernel_size, stride, padding, dilation)), ceil_mode)

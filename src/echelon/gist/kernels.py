@@ -32,13 +32,13 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
         into = torch.empty_like(flat)
     mask = torch.empty(triton.cdiv(len(flat), 8), dtype=torch.uint8, device=x.device)
     with _on_device_of(x):
-        _relu_and_mask[(triton.cdiv(len(flat), 8 * _TILE),)](flat, into, mask, len(flat), TILE=_TILE)
+        _relu_and_mask[(triton.cdiv(len(flat), 8 * _TILE),)](flat, into, mask, len(flat), tile=_TILE)
     return output, mask, layout
 
 
 @triton.jit
-def _relu_and_mask(x, output, mask, num, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _relu_and_mask(x, output, mask, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     value = tl.load(x + place, mask=place < num, other=0.0)
     passes = (place < num) & ~(value <= 0)
@@ -53,13 +53,13 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
     output = torch.empty_like(gradient)
     num = gradient.numel()
     with _on_device_of(gradient):
-        _masked[(triton.cdiv(num, _TILE),)](gradient, mask, output, num, TILE=_TILE)
+        _masked[(triton.cdiv(num, _TILE),)](gradient, mask, output, num, tile=_TILE)
     return output
 
 
 @triton.jit
-def _masked(gradient, mask, output, num, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _masked(gradient, mask, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     packed = tl.load(mask + place // 8, mask=place < num, other=0).to(tl.int32)
     passes = (packed >> (place % 8).to(tl.int32)) & 1
     value = tl.load(gradient + place, mask=place < num, other=0.0)
@@ -72,7 +72,7 @@ def window_places(indices: Tensor, window: "Window", width: int) -> Tensor:
     places = torch.empty(triton.cdiv(num, per_byte), dtype=torch.uint8, device=indices.device)
     with _on_device_of(indices):
         _window_places[(triton.cdiv(len(places), _TILE),)](
-            indices, places, num, width, *_shape(window, indices), PER_BYTE=per_byte, TILE=_TILE
+            indices, places, num, width, *_shape(window, indices), codes_per_byte=per_byte, tile=_TILE
         )
     return places
 
@@ -81,19 +81,19 @@ def window_places(indices: Tensor, window: "Window", width: int) -> Tensor:
 def _window_places(  # type: ignore[no-untyped-def]
     indices, places, num, width, height_out, width_out,
     stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x, kernel_x,
-    PER_BYTE: tl.constexpr, TILE: tl.constexpr,
+    codes_per_byte: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    byte = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    packed = tl.zeros([TILE], dtype=tl.int32)
-    for part in tl.static_range(PER_BYTE):
-        place = byte * PER_BYTE + part
+    byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    packed = tl.zeros([tile], dtype=tl.int32)
+    for part in tl.static_range(codes_per_byte):
+        place = byte * codes_per_byte + part
         index = tl.load(indices + place, mask=place < num, other=0)
         row, column = (place // width_out) % height_out, place % width_out
         in_row = (index // width - (row * stride_y - pad_y)) // dilation_y
         in_column = (index % width - (column * stride_x - pad_x)) // dilation_x
         code = tl.where(place < num, in_row * kernel_x + in_column, 0).to(tl.int32)
-        packed |= code << (part * (8 // PER_BYTE))
-    tl.store(places + byte, packed.to(tl.uint8), mask=byte * PER_BYTE < num)
+        packed |= code << (part * (8 // codes_per_byte))
+    tl.store(places + byte, packed.to(tl.uint8), mask=byte * codes_per_byte < num)
 
 
 def window_indices(places: Tensor, window: "Window", size: torch.Size, width: int) -> Tensor:
@@ -101,7 +101,7 @@ def window_indices(places: Tensor, window: "Window", size: torch.Size, width: in
     num, per_byte = indices.numel(), 8 // window.bits
     with _on_device_of(places):
         _window_indices[(triton.cdiv(num, _TILE),)](
-            places, indices, num, width, *_shape(window, indices), PER_BYTE=per_byte, TILE=_TILE
+            places, indices, num, width, *_shape(window, indices), codes_per_byte=per_byte, tile=_TILE
         )
     return indices
 
@@ -110,12 +110,12 @@ def window_indices(places: Tensor, window: "Window", size: torch.Size, width: in
 def _window_indices(  # type: ignore[no-untyped-def]
     places, indices, num, width, height_out, width_out,
     stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x, kernel_x,
-    PER_BYTE: tl.constexpr, TILE: tl.constexpr,
+    codes_per_byte: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    packed = tl.load(places + place // PER_BYTE, mask=place < num, other=0).to(tl.int32)
-    bits: tl.constexpr = 8 // PER_BYTE
-    code = (packed >> ((place % PER_BYTE).to(tl.int32) * bits)) & ((1 << bits) - 1)
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    packed = tl.load(places + place // codes_per_byte, mask=place < num, other=0).to(tl.int32)
+    bits: tl.constexpr = 8 // codes_per_byte
+    code = (packed >> ((place % codes_per_byte).to(tl.int32) * bits)) & ((1 << bits) - 1)
     row, column = (place // width_out) % height_out, place % width_out
     in_row = row * stride_y - pad_y + (code // kernel_x) * dilation_y
     in_column = column * stride_x - pad_x + (code % kernel_x) * dilation_x
@@ -132,13 +132,13 @@ def encode_floats(flat: Tensor, name: str) -> Parts:
     with _on_device_of(flat):
         if name == "fp10":
             words = torch.empty(triton.cdiv(num, 3), dtype=torch.int32, device=flat.device)
-            _encode_fp10[(triton.cdiv(len(words), _TILE),)](flat, words, num, TILE=_TILE)
+            _encode_fp10[(triton.cdiv(len(words), _TILE),)](flat, words, num, tile=_TILE)
             return (words,)
         num_blocks = triton.cdiv(num, BLOCK)
         codes = torch.empty(num_blocks * BLOCK, dtype=torch.uint8, device=flat.device)
         shifts = torch.empty(num_blocks, dtype=torch.int8, device=flat.device)
         grid = (triton.cdiv(num_blocks, _BLOCKS),)
-        _encode_fp8[grid](flat, codes, shifts, num, num_blocks, BLOCK=BLOCK, BLOCKS=_BLOCKS)
+        _encode_fp8[grid](flat, codes, shifts, num, num_blocks, block_size=BLOCK, num_rows=_BLOCKS)
         return codes, shifts
 
 
@@ -147,16 +147,16 @@ def decode_floats(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tens
     grid = (triton.cdiv(num, _TILE),)
     with _on_device_of(flat):
         if name == "fp10":
-            _decode_fp10[grid](*parts, flat, num, TILE=_TILE)
+            _decode_fp10[grid](*parts, flat, num, tile=_TILE)
         else:
-            _decode_fp8[grid](*parts, flat, num, BLOCK=BLOCK, TILE=_TILE)
+            _decode_fp8[grid](*parts, flat, num, block_size=BLOCK, tile=_TILE)
     return flat
 
 
 @triton.jit
-def _encode_fp10(x, words, num, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    word = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    packed = tl.zeros([TILE], dtype=tl.int32)
+def _encode_fp10(x, words, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    word = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    packed = tl.zeros([tile], dtype=tl.int32)
     for part in tl.static_range(3):
         place = word * 3 + part
         value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
@@ -171,8 +171,8 @@ def _encode_fp10(x, words, num, TILE: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _decode_fp10(words, output, num, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _decode_fp10(words, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     word = tl.load(words + place // 3, mask=place < num, other=0)
     code = (word >> ((place % 3).to(tl.int32) * 10)) & 0x3FF
     bits = ((code & 0x1FF) << 6) | ((code & 0x200) << 6)
@@ -181,13 +181,14 @@ def _decode_fp10(words, output, num, TILE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _encode_fp8(x, codes, shifts, num, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
     is_nan = value != value
-    value = tl.where(is_nan, 0.0, tl.minimum(tl.maximum(value, -3.4028234663852886e38), 3.4028234663852886e38))
-    largest = tl.max(tl.abs(value), axis=1)
+    value = tl.where(is_nan, 0.0, value)
+    size = tl.abs(value)
+    largest = tl.max(tl.where(size > 3.4028234663852886e38, 0.0, size), axis=1)
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
     shift = tl.minimum(tl.maximum(8 - exponent, -120), 120)
     shift = tl.where(largest == 0.0, 0, shift)
@@ -205,12 +206,12 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, BLOCK: tl.constexpr, BLOCKS: 
 
 
 @triton.jit
-def _decode_fp8(codes, shifts, output, num, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _decode_fp8(codes, shifts, output, num, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     code = tl.load(codes + place, mask=place < num, other=0).to(tl.int32)
-    shift = tl.load(shifts + place // BLOCK, mask=place < num, other=0).to(tl.int32)
+    shift = tl.load(shifts + place // block_size, mask=place < num, other=0).to(tl.int32)
     magnitude = code & 0x7F
-    normal = (((magnitude + (120 << 3)) << 20)).to(tl.float32, bitcast=True)
+    normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x80) != 0, -value, value)
     value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)

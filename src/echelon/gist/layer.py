@@ -24,7 +24,6 @@ from echelon.second_run import once
 from echelon.wrapping import Wrapper
 
 
-
 @final
 class CompressedLayer(Wrapper):
     """A layer, in place of its forward."""

@@ -11,13 +11,13 @@ from torch import Tensor
 from echelon.gist.marks import ZeroMarks
 
 # Bytes: below, the time of the host counts for more than the memory.
-_SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
+SMALLEST: Final = {"cpu": 256, "cuda": 2**23}
 
 
 @final
 @dataclass
 class Compression:
-    """`format`: in which numbers are kept; None: all bits are kept. `found`: the kinds of what was encoded."""
+    """`format`: in which numbers are kept; None: all bits are kept. `found`: kinds of encodings."""
 
     format: str | None
     marks: ZeroMarks = field(default_factory=ZeroMarks)
@@ -31,9 +31,20 @@ class Compression:
 
 def is_encoded(tensor: Tensor) -> bool:
     """Whether a tensor is large enough, and a plain one of real numbers."""
-    if not tensor.is_floating_point() or tensor.nbytes < _SMALLEST.get(tensor.device.type, 2**23):
+    if not tensor.is_floating_point() or tensor.nbytes < SMALLEST.get(tensor.device.type, 2**23):
         return False
     return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+
+
+@contextmanager
+def any_size() -> Iterator[None]:
+    """Inside, small tensors of CUDA devices are encoded too. It is slow."""
+    before = SMALLEST["cuda"]
+    SMALLEST["cuda"] = SMALLEST["cpu"]
+    try:
+        yield
+    finally:
+        SMALLEST["cuda"] = before
 
 
 _num_off = 0
@@ -46,7 +57,7 @@ def is_off() -> bool:
 @contextmanager
 def uncompressed() -> Iterator[None]:
     """Inside, everything is saved as it is: what is compared with one device is not rounded."""
-    global _num_off  # noqa: PLW0603
+    global _num_off
     _num_off += 1
     try:
         yield

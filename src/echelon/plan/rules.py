@@ -214,8 +214,9 @@ def _compress_needs_uncompiled_layers(plan: "Plan") -> str | None:
     if not plan.compile or plan.compress == "none":
         return None
     return (
-        f"compile=true compress={plan.compress}: a compiled layer fuses operations and chooses itself what it "
-        "keeps for the backward pass, so its ReLU and pools are not seen; drop compile, or use compress=none"
+        f"compile=true compress={plan.compress}: a compiled layer fuses operations and chooses itself what "
+        "it keeps for the backward pass, so its ReLU and pools are not seen; drop compile, or use "
+        "compress=none"
     )
 
 

@@ -261,9 +261,9 @@ def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
         raise UserError(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     if precision != "fp64" and plan.compress not in ("none", "gist"):
         raise UserError(
-            f"--precision {precision} with compress={plan.compress}: one device in {precision} does not round "
-            "what it saves, so the two are not alike; verify in fp64, where formats keep all bits, or with "
-            "compress=gist"
+            f"--precision {precision} with compress={plan.compress}: one device in {precision} does not "
+            "round what it saves, so the two are not alike; verify in fp64, where formats keep all bits, or "
+            "with compress=gist"
         )
     if bug is not None and plan.data == 1:
         raise UserError(f"--inject-bug {bug} with '{plan}': the bug is between replicas; set data=2 or more")

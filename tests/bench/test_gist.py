@@ -1,0 +1,30 @@
+"""The benches of Gist work on a CPU too, where their times mean nothing."""
+
+import pytest
+
+from echelon.bench import gist, gist_accuracy
+
+
+def test_a_network_is_compared_with_torch() -> None:
+    settings, rows = gist.bench(quick=True, only="vgg16")
+    assert [row.contender for row in rows] == ["torch", "none", "gist", "gist-fp16", "gist-fp8"]
+    smaller = [row.extras["times_smaller"] for row in rows]
+    assert smaller[:2] == pytest.approx([1, 1], rel=0.02)  # the loss is counted alike
+    assert smaller[2:] == sorted(smaller[2:])
+    assert smaller[2] > 1.2
+    assert settings["precision"]["vgg16"] == "fp32"
+
+
+def test_a_transformer_is_compared_with_none() -> None:
+    _, rows = gist.bench(quick=True, only="GPT-2 124M, gist-fp8")
+    assert [row.contender for row in rows] == ["none", "gist-fp8"]
+    assert rows[1].extras["times_smaller"] > 1.5
+
+
+def test_accuracy_by_format() -> None:
+    _, rows = gist_accuracy.bench(quick=True, only="gist-fp8")
+    assert [(row.case, row.contender) for row in rows] == [
+        ("vgg16, seed 0", "none"),
+        ("vgg16, seed 0", "gist-fp8"),
+    ]
+    assert all(0 <= row.extras["accuracy"] <= 1 for row in rows)
