@@ -113,11 +113,7 @@ class HostStepper(LocalStepper):
         """Send gradients down, and let the worker do the rest; or do it here."""
         twins = [self._twins.of(each) for each in local]
         new = [twin for twin in twins if self.weights.is_changed(twin)]
-        loads = [
-            self._boundary.store(twin.weights, twin.local.tensor.detach())
-            for twin in new
-            if twin.standing is None
-        ]
+        loads = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in new]
         gradients, stores = self._send_gradients(local)
         updated = [twin.updated for twin in twins]
         call = HostCall(self.optimizer, updated) if beside else DirectCall(self.optimizer, updated)
@@ -175,10 +171,17 @@ class HostStepper(LocalStepper):
         """Before the first update: twins get memory, and the values of all weights."""
         self._twins.allocate()
         twins = self._twins.all
-        copies = [self._boundary.store(twin.weights, twin.local.tensor.detach()) for twin in twins]
+        copies = [
+            self._boundary.store(twin.weights, twin.local.tensor.detach())
+            for twin in twins
+            if twin.standing is None
+        ]
         for copy in copies:
             copy.wait()
             copy.join()
+        for twin in twins:
+            if twin.standing is not None:
+                twin.standing.join()
         with torch.no_grad():
             self._twins.load(twins)
         self.weights.record_versions(twins)
