@@ -203,9 +203,9 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
             "pipeline=2 offload=parameters",
         ),
         (
-            "pipeline=2 offload=optimizer,parameters schedule=pipedream",
+            "pipeline=2 offload=parameters,activations schedule=pipedream",
             "or drop offload",
-            "pipeline=2 offload=optimizer schedule=pipedream",
+            "pipeline=2 offload=activations schedule=pipedream",
         ),
     ],
     "offloaded_parameters_need_whole_backwards": [
