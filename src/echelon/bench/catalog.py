@@ -11,6 +11,7 @@ from echelon.bench import (
     kernels,
     launching,
     memory_settings,
+    offload_optimizer,
     one_gpu,
     optimizer_step,
     pipeline,
@@ -24,10 +25,10 @@ from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
 
-_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step")
+_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step", "offload-optimizer")
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
-_TAKES_ONLY = ("recompute",)
+_TAKES_ONLY = ("recompute", "offload-optimizer")
 
 
 def benches() -> dict[str, Bench]:
@@ -46,6 +47,7 @@ def benches() -> dict[str, Bench]:
         "recompute": recompute.bench,
         "optimizer-step": optimizer_step.bench,
         "selective-costs": selective_costs.bench,
+        "offload-optimizer": offload_optimizer.bench,
     }
 
 
@@ -65,7 +67,7 @@ def run(name: str, *, quick: bool = False, only: str = "") -> Result:
             f"bench {name} measures a GPU, and torch sees none here; add --quick to see that it runs"
         )
     if only and name not in _TAKES_ONLY:
-        raise UserError(f"bench {name} has no part to choose with --only; {', '.join(_TAKES_ONLY)} has")
+        raise UserError(f"bench {name} has no part to choose with --only; {' or '.join(_TAKES_ONLY)} has")
     settings, rows = available[name](quick, only) if only else available[name](quick)
     command = f"echelon bench {name}{' --quick' if quick else ''}{f' --only {only!r}' if only else ''}"
     return make_result(name, command, settings, rows)
