@@ -22,6 +22,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "largest-model",
         "gist",
         "gist-accuracy",
+        "offload-optimizer",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

@@ -14,6 +14,7 @@ from echelon.bench import (
     largest_model,
     launching,
     memory_settings,
+    offload_optimizer,
     one_gpu,
     optimizer_step,
     pipeline,
@@ -35,10 +36,17 @@ _NEED_GPU = (
     "largest-model",
     "gist",
     "gist-accuracy",
+    "offload-optimizer",
 )
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
-_TAKES_ONLY = ("recompute", "largest-model", "gist", "gist-accuracy")
+_TAKES_ONLY = (
+    "recompute",
+    "largest-model",
+    "gist",
+    "gist-accuracy",
+    "offload-optimizer",
+)
 
 
 def benches() -> dict[str, Bench]:
@@ -60,6 +68,7 @@ def benches() -> dict[str, Bench]:
         "largest-model": largest_model.bench,
         "gist": gist.bench,
         "gist-accuracy": gist_accuracy.bench,
+        "offload-optimizer": offload_optimizer.bench,
     }
 
 

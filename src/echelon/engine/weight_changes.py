@@ -82,11 +82,11 @@ class WeightChanges:
         """Of each weight its version, and the bits of its sum: these tell of changes through `.data`, which
         versions do not count."""
         weights: list[Tensor] = [module._parameters[key] for _, module, key in self._places]  # type: ignore[misc]
-        versions = [weight._version for weight in weights]
         if not weights:
             return []
         real = [torch.view_as_real(w) if w.is_complex() else w for w in weights]
         sums = torch.stack([weight.sum(dtype=torch.float64) for weight in real])
+        versions = [weight._version for weight in weights]  # after a read, which waits for new weights
         return list(zip(versions, sums.view(torch.int64).tolist(), strict=True))
 
     def _error(self, changed: str) -> UserError:
