@@ -34,6 +34,8 @@ from echelon.precision.optimizer_call import (
 class Stepper(ABC):
     """Applies the optimizer to local parameters, with gradients scaled by a factor."""
 
+    by_unit = False  # whether weights are on the device one unit at a time
+
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
         """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
         self.optimizer = optimizer
@@ -129,7 +131,6 @@ class MasterStepper(LocalStepper):
         self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
-        self.by_unit = False  # weights are here one unit at a time
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)

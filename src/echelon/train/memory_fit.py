@@ -79,6 +79,8 @@ def refuse_small_device(job: "Job", config: ModelConfig, device: torch.device) -
         return
     free, plan = torch.cuda.mem_get_info(device)[0], Plan.parse(job.plan)
     needed = rank_bytes(config.num_parameters, plan, num_states(job.optimizer))
+    if "parameters" in plan.offload:  # they are in host memory
+        needed = needed._replace(weights=0)
     if needed.total > free:
         raise UserError(
             f"plan '{plan}': {config.num_parameters:,} parameters take at least {needed} on each rank, and "
