@@ -85,7 +85,8 @@ def parameter_sets(
     smallest_unit: int,
 ) -> list[ParameterSet]:
     """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
-    group, offloads = mesh.group("weights"), "parameters" in mesh.plan.offload
+    offloads = "parameters" in mesh.plan.offload
+    group = mesh.group("weights")
     by_unit = offloads or mesh.plan.update != "step" or (mesh.plan.zero and group.size > 1)
     shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
     if offloads and mesh.plan.zero == 0:  # each rank has a copy of its own
