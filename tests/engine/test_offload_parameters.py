@@ -1,6 +1,7 @@
 """offload=parameters on one device: what is on it, what crosses the boundary, and what a model gets back."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import echelon
 from echelon.engine import Engine
 from echelon.errors import UserError
+from echelon.models import ModelConfig, build, cross_entropy
 
 WIDTH, LAYERS = 32, 6
 UNIT = 4 * WIDTH * WIDTH  # bytes
@@ -142,6 +144,22 @@ def test_a_deferred_model_is_filled_in_host_memory() -> None:
         engine.step(batch())
         engine.close(restore=False)
     assert all(bool(weight.isfinite().all()) and float(weight.std()) > 0 for weight in weights.values())
+
+
+def test_a_folder_is_read_into_host_memory(tmp_path: Path) -> None:
+    config = ModelConfig("llama", layers=2, width=16, heads=2, vocab=32, sequence=8)
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for plan in ("data=1", "offload=parameters"):
+        weights = None if plan == "data=1" else tmp_path / "data=1"
+        model = build(config) if weights is None else echelon.deferred(lambda: build(config))
+        with make(plan, model, loss=cross_entropy, weights=weights) as engine:
+            engine.export(tmp_path / plan)
+            losses[plan] = [engine.step((tokens[:, :-1], tokens[:, 1:])).loss for _ in range(2)]
+            engine.close(restore=False)
+    assert losses["data=1"] == pytest.approx(losses["offload=parameters"], rel=1e-6)
+    files = [(tmp_path / plan / "model.safetensors").read_bytes() for plan in losses]
+    assert files[0] == files[1]
 
 
 def test_a_model_that_changes_its_weights_in_a_pass_is_refused() -> None:

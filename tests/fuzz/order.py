@@ -22,7 +22,7 @@ class Work(NamedTuple):
 def draw_order(choose: Choose, values: Mapping[str, Any]) -> str:
     """The lines of a file for a plan with these values, joined by " / "."""
     placement = _draw_placement(choose, values)
-    backward_ops = choose(["B"] if values["zero"] == 3 else ["B", "IW"])
+    backward_ops = choose(["B"] if values["zero"] == 3 or "parameters" in values["offload"] else ["B", "IW"])
     lines: list[list[str]] = [[] for _ in range(1 + max(max(holders) for holders in placement))]
     for op, stage, microbatch in _draw_work(choose, len(placement), values["microbatches"], backward_ops):
         holders = placement[stage]

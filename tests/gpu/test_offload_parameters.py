@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-CONFIG = ModelConfig("llama", layers=12, width=1024, heads=8, vocab=512, sequence=128)
+CONFIG = ModelConfig("llama", layers=32, width=1024, heads=8, vocab=512, sequence=128)
 _UPDATE = "precision=bf16 masters=false update=backward recompute=full offload=parameters"
 
 
@@ -75,7 +75,7 @@ def test_the_device_holds_a_few_units(prefetch: int) -> None:
         engine.step(batch(4))
         torch.cuda.synchronize()
         # Units; and of one: float32 gradients, float32 copies, and what the optimizer computes of them.
-        assert torch.cuda.max_memory_allocated() - standing <= (prefetch + 1 + 12) * unit
+        assert torch.cuda.max_memory_allocated() - standing <= (prefetch + 1 + 16) * unit
         held = sum(tensor.nbytes for tensor in engine.mesh.boundary.storages()["parameters"])
         assert held >= weights
         engine.close(restore=False)

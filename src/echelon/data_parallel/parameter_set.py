@@ -109,7 +109,7 @@ class ParameterSet:
     def describe(self) -> str:
         """'dense 1,234,567 parameters over data (8), sharded over 4'."""
         shard, copies = self.shard_groups
-        sharded = f", sharded over {shard.size}" if copies.size > 1 else ""
+        sharded = f", sharded over {shard.size}" if copies.size > 1 and shard.size > 1 else ""
         return f"{self.name} {self.numel:,} parameters over {self.group.axis} ({self.group.size}){sharded}"
 
 

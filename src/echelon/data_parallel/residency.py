@@ -136,8 +136,8 @@ class Residency:
     def _following(self, index: int, backward: bool) -> list[int]:
         if index not in self._sequence:
             return []
-        ahead = list(reversed(self._sequence)) if backward else self._sequence
         number = self._ahead(backward)
+        ahead = list(reversed(self._sequence)) if backward else self._sequence
         if index == self._root:  # it is entered first, whichever way
             return [unit for unit in ahead if unit != index][:number]
         place = ahead.index(index)

@@ -125,8 +125,6 @@ def _make_stepper(
     else:
         kind = MasterStepper if masters else DirectStepper
         stepper = kind(*given, deferred=deferred)
-        if isinstance(stepper, MasterStepper):
-            stepper.by_unit = "parameters" in mesh.plan.offload
     if isinstance(optimizer, SumOptimizer | CombinedOptimizer):
         device = torch.device("cpu") if on_host else mesh.device
         optimizer.share(make_exchange(stepper, local, layers, mesh, device))

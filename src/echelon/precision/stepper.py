@@ -34,6 +34,7 @@ from echelon.precision.optimizer_call import (
 class Stepper(ABC):
     """Applies the optimizer to local parameters, with gradients scaled by a factor."""
 
+    by_unit = False  # whether weights are on the device one unit at a time
     on_host = False  # whether it updates what lies in host memory
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
@@ -149,7 +150,6 @@ class MasterStepper(LocalStepper):
         self._masters = {each.tensor: nn.Parameter(without_memory(each.tensor)) for each in local}
         self._has_masters = False
         self._not_made: set[nn.Parameter] = set()  # weights of which the masters are memory without values
-        self.by_unit = False  # weights are here one unit at a time
         copies = [each._replace(tensor=self._masters[each.tensor]) for each in local]
         optimizer = make_local(make, parameters, by_parameter(local, copies))
         super().__init__(optimizer, deferred=deferred)

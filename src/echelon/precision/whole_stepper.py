@@ -134,7 +134,7 @@ class WholeStepper(Stepper):
         )
         updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
         # Masters of all parameters, as one device has them: also of those that no update ever reaches.
-        self._bring_weights(self._routes if self._masters else routes)
+        self._bring_weights(self._present_routes(chosen) if self._masters else routes)
         for whole in updated:
             whole.grad = torch.zeros_like(whole)
         routes.collect(_gradient, lambda local: _gradient_of(self._wholes[local]))
@@ -147,6 +147,12 @@ class WholeStepper(Stepper):
         routes.distribute(lambda local: results[self._wholes[local]], lambda local: local.tensor.detach())
         if not self._masters:
             self._forget_weights(updated)
+
+    def _present_routes(self, chosen: set[nn.Parameter] | None) -> Routes:
+        """Of all weights that are on the device."""
+        if chosen is None or not self.by_unit:
+            return self._routes
+        return self._routes.only(lambda local: local.tensor in chosen)
 
     def _rounded(self, routes: Routes) -> dict[nn.Parameter, Tensor]:
         """The new weights of what was updated, in the type of the weights."""

@@ -28,7 +28,7 @@ class ParametersStepper(Stepper):
 
     def __init__(self, stepper: Stepper, sharings: Sequence[Sharing]) -> None:
         _check_takes_turns(stepper.optimizer)
-        self.optimizer = stepper.optimizer
+        self.optimizer, stepper.by_unit = stepper.optimizer, True
         self._stepper, self._sharings = stepper, list(dict.fromkeys(sharings))
 
     def start_update(self, number: int) -> None:

@@ -87,6 +87,8 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
         return
     free, plan = torch.cuda.mem_get_info(device)[0], Plan.parse(job.plan)
     needed = rank_bytes(num_parameters(config), plan, num_states(job.optimizer))
+    if "parameters" in plan.offload:  # they are in host memory
+        needed = needed._replace(weights=0)
     if needed.total > free:
         raise UserError(
             f"plan '{plan}': {num_parameters(config):,} parameters take at least {needed} on each rank, and "
