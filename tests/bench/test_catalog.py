@@ -19,6 +19,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "recompute",
         "optimizer-step",
         "selective-costs",
+        "offload-activations",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

@@ -21,7 +21,7 @@ def test_rows_compare_each_way_with_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_some_rows_alone() -> None:
     assert recompute.bench(quick=True, only="compiled") == (recompute.bench(True, "compiled")[0], [])
-    with pytest.raises(UserError, match="bench step has no part to choose with --only; recompute has"):
+    with pytest.raises(UserError, match="bench step has no part to choose with --only; recompute, "):
         run("step", quick=True, only="GPT")
 
 

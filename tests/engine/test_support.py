@@ -18,7 +18,7 @@ def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     ("plan", "message"),
     [
         ("data=2 expert=2", "expert=2 is not implemented yet (only expert=1)"),
-        ("offload=optimizer", "offload=optimizer is not implemented yet (only offload=none)"),
+        ("offload=optimizer", "offload=optimizer is not implemented yet (only offload=none"),
         ("compress=gist", "compress=gist is not implemented yet (only compress=none)"),
     ],
 )

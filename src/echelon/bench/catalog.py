@@ -11,6 +11,7 @@ from echelon.bench import (
     kernels,
     launching,
     memory_settings,
+    offload_activations,
     one_gpu,
     optimizer_step,
     pipeline,
@@ -24,10 +25,10 @@ from echelon.bench.compare import Row
 from echelon.bench.result import Result, make_result
 from echelon.errors import UserError, did_you_mean
 
-_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step")
+_NEED_GPU = ("one-gpu", "kernels", "recompute", "optimizer-step", "offload-activations")
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
-_TAKES_ONLY = ("recompute",)
+_TAKES_ONLY = ("recompute", "offload-activations")
 
 
 def benches() -> dict[str, Bench]:
@@ -46,6 +47,7 @@ def benches() -> dict[str, Bench]:
         "recompute": recompute.bench,
         "optimizer-step": optimizer_step.bench,
         "selective-costs": selective_costs.bench,
+        "offload-activations": offload_activations.bench,
     }
 
 

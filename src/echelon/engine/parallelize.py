@@ -96,6 +96,8 @@ def parallelize(
         recompute_layers(local, mesh, layers.view, wrapping)
         carrier = offload_activations(local, mesh, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier)
+        engine = Engine(
+            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier
+        )
         undo.pop_all()
     return engine

@@ -32,7 +32,9 @@ def step_program(plan: Plan, *, ties: bool, microbatches: int | None = None) -> 
         program = add_gathers(program) if gather and Op.GATHER not in own else program
     else:
         number = plan.microbatches if microbatches is None else microbatches
-        program = build(plan.schedule, plan.replicas, number, plan.chunks, gather=gather, copies=copies, ties=ties)
+        program = build(
+            plan.schedule, plan.replicas, number, plan.chunks, gather=gather, copies=copies, ties=ties
+        )
     check(program)
     return program
 
