@@ -239,7 +239,7 @@ LAYERS = (
         (),
         "types; bytes; masks; first and last values",
     ),
-    Layer(("optim", "mesh", "ownership"), (), "who stands where, who owns what"),
+    Layer(("optim", "mesh", "ownership", "activation_offload"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
     Layer(("program",), (), "a step as a program: pure data"),

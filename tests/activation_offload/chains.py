@@ -65,4 +65,6 @@ def gradients(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     y = x
     for layer in layers:
         y = layer(y)
-    return list(torch.autograd.grad(y.square().sum(), [x, *(p for each in layers for p in each.parameters())]))
+    return list(
+        torch.autograd.grad(y.square().sum(), [x, *(p for each in layers for p in each.parameters())])
+    )

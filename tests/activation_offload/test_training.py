@@ -154,7 +154,9 @@ def test_more_than_the_host_has_is_refused_before_the_first_update(monkeypatch: 
     monkeypatch.setattr(offloading, "available_memory", lambda: offloading.total_memory() // 32 + 3000)
     with chain_engine("offload=activations", 6) as engine:
         before = engine.full_state_dict()
-        with pytest.raises(UserError, match=r"activations of rank 0 do not fit.*2\.9 KiB left.*recompute=full"):
+        with pytest.raises(
+            UserError, match=r"activations of rank 0 do not fit.*2\.9 KiB left.*recompute=full"
+        ):
             engine.step(batch())
         after = engine.full_state_dict()
         assert all(torch.equal(before[key], after[key]) for key in before)

@@ -23,6 +23,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "gist",
         "gist-accuracy",
         "offload-optimizer",
+        "offload-activations",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

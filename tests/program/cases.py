@@ -14,7 +14,7 @@ from echelon.program import (
     asynchronous,
     build,
 )
-from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
+from echelon.program.instruction import COMPUTE, COPIES, RECEIVES, SENDS
 from echelon.program.text import parse
 
 
@@ -63,6 +63,8 @@ def programs(draw: st.DrawFn) -> Program:
         op, stage = draw(st.sampled_from(Op)), draw(st.integers(0, stages - 1))
         if op in COMPUTE:
             return Instruction(op, stage, draw(numbers), version=draw(st.none() | numbers))
+        if op in COPIES:
+            return Instruction(op, stage, draw(numbers))
         if op in (*SENDS, *RECEIVES):
             return Instruction(op, stage, draw(numbers), draw(st.integers(0, ranks - 1)))
         return Instruction(op, stage, version=draw(numbers) if op in (Op.STASH, Op.POP) else None)

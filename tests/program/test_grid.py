@@ -6,6 +6,7 @@ import pytest
 
 from echelon.program import Costs, Instruction, Op, Span, build, simulate
 from echelon.program.grid import draw, draw_words
+from tests.program.cases import program_of
 
 
 def grid(name: str, stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None) -> str:
@@ -88,3 +89,16 @@ def test_the_length_of_a_column_can_be_given() -> None:
         Span(0, 4.2, 8.2, Instruction(Op.BACKWARD, 0, 0)),
     ]
     assert draw(spans, 1, tick=2.0).text() == "time    0  2  4  6\nrank 0  F0─── B0───"
+
+
+def test_copies_have_rows_of_their_own() -> None:
+    program = program_of("rank 0: F0 S0 F1 T0 B0 B1 REDUCE NORM UPDATE PUBLISH")
+    line = simulate(program, Costs(store=1, fetch=1))
+    assert draw(list(line.spans()), 1).text() == "\n".join(
+        [
+            "time    0  1  2  3  4",
+            "rank 0  F0 F1 ·  B0 B1",
+            "  out   ·  S0 ·  ·  ·",
+            "  in    ·  ·  T0 ·  ·",
+        ]
+    )

@@ -1,7 +1,7 @@
 """Instructions and programs as data: who holds what, and what a program contains."""
 
 from echelon.program import RANK_LEVEL, RECEIVES, SENDS, Op, Program, build
-from echelon.program.instruction import COMPUTE
+from echelon.program.instruction import COMPUTE, COPIES
 from tests.program.cases import program_of
 
 
@@ -31,7 +31,7 @@ def test_any_named_version_makes_a_program_versioned() -> None:
 
 def test_every_operation_is_of_one_kind() -> None:
     rest = {Op.GATHER, Op.FREE, Op.REDUCE, Op.STASH, Op.POP}
-    kinds = [COMPUTE, SENDS, RECEIVES, RANK_LEVEL, rest]
+    kinds = [COMPUTE, COPIES, SENDS, RECEIVES, RANK_LEVEL, rest]
     assert frozenset().union(*kinds) == frozenset(Op)
     assert sum(map(len, kinds)) == len(Op)
 

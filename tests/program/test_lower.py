@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from echelon.plan import FLUSHED_SCHEDULES
-from echelon.program import Op, add_gathers, add_transfers, add_update, flushed, show
+from echelon.program import Op, add_copies, add_gathers, add_transfers, add_update, flushed, show
 from echelon.program.instruction import COMPUTE, RECEIVES, SENDS
 from echelon.program.lower import fill_update
 from tests.program.cases import Shape, program_of, shapes
@@ -91,3 +91,12 @@ def test_no_pass_changes_the_computation(shape: Shape) -> None:
     kept = [tuple(instruction for instruction in rank if instruction.op in COMPUTE) for rank in lowered.ranks]
     assert tuple(kept) == order.ranks
     assert sum(op in SENDS for op in ops) == sum(op in RECEIVES for op in ops)
+
+
+def test_copies_stand_behind_a_send_and_before_what_a_backward_waits_for() -> None:
+    assert lines(show(add_copies(add_transfers(flushed("1f1b", (1, 1), 2))))) == [
+        "F0 SA0>1 S0 F1 SA1>1 S1 T0 RG0<1 B0 T1 RG1<1 B1",
+        "RA0<0 F0 S0 T0 B0 SG0>0 RA1<0 F1 S1 T1 B1 SG1>0",
+    ]
+    halves = program_of("rank 0: F0 I0 F1 W0 I1 W1")
+    assert lines(show(add_copies(halves))) == ["F0 S0 T0 I0 F1 S1 W0 T1 I1 W1"]

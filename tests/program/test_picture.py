@@ -9,6 +9,7 @@ from echelon.errors import UserError
 from echelon.program import Costs, Instruction, Op, Span, build, simulate
 from echelon.program.canvas import Box, Hatch, Words
 from echelon.program.picture import Panel, draw, draw_together
+from tests.program.cases import program_of
 
 MEASURED = [
     Span(0, 100.0, 100.5, Instruction(Op.FORWARD, 0, 0)),
@@ -98,3 +99,13 @@ def test_timelines_that_are_drawn_together_have_one_scale() -> None:
         "other",
     ]
     ElementTree.fromstring(both.svg())
+
+
+def test_copies_lie_below_the_computation_of_their_rank() -> None:
+    program = program_of("rank 0: F0 S0 F1 T0 B0 B1 REDUCE NORM UPDATE PUBLISH")
+    spans = list(simulate(program, Costs(store=1, fetch=1)).spans())
+    svg = draw(spans, 1, "copies").svg()
+    assert "S  store" in svg
+    assert "T  fetch" in svg
+    heights = {shape.height for shape in draw(spans, 1, "copies").shapes if isinstance(shape, Box)}
+    assert len(heights) == 3, "computation, copies, and the legend"

@@ -132,3 +132,24 @@ def test_a_large_program_is_built_and_simulated_in_seconds(microbatches: int) ->
     assert size == 64 * (microbatches * 4 * 6 + 4 + 3) - 4 * microbatches
     assert line.bubble_fraction == Fraction(63, 4 * microbatches + 63)
     assert sum(1 for _ in walk(program)) == size
+
+
+def test_copies_run_beside_the_computation() -> None:
+    """Stores one after the other, a fetch after its store, a backward after its fetch."""
+    program = program_of("rank 0: F0 S0 F1 S1 F2 T0 B0 T1 B1 B2 REDUCE NORM UPDATE PUBLISH")
+    line = simulate(program, Costs(forward=1, backward=1, store=2, fetch=3))
+    times = {f"{span.op.value}{span.instruction.microbatch}": span[1:3] for span in line.spans()}
+    assert [times[f"F{k}"] for k in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert (times["S0"], times["S1"]) == ((1, 3), (3, 5))
+    assert (times["T0"], times["B0"]) == ((3, 6), (6, 7))
+    assert (times["T1"], times["B1"], times["B2"]) == ((7, 10), (10, 11), (11, 12))
+    assert line.busy == (6,)
+    assert simulate(program).makespan == 6, "they cost nothing unless it is said"
+
+
+def test_hidden_copies_cost_no_time() -> None:
+    program = build("1f1b", (1,) * 4, 8)
+    plain = simulate(program, Costs(forward=2, backward=4))
+    copied = simulate(build("1f1b", (1,) * 4, 8, copies=True), Costs(forward=2, backward=4))
+    assert copied.makespan == plain.makespan
+    assert copied.bubble_fraction == plain.bubble_fraction

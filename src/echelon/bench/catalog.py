@@ -14,6 +14,7 @@ from echelon.bench import (
     largest_model,
     launching,
     memory_settings,
+    offload_activations,
     offload_optimizer,
     one_gpu,
     optimizer_step,
@@ -37,6 +38,7 @@ _NEED_GPU = (
     "gist",
     "gist-accuracy",
     "offload-optimizer",
+    "offload-activations",
 )
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
@@ -46,6 +48,7 @@ _TAKES_ONLY = (
     "gist",
     "gist-accuracy",
     "offload-optimizer",
+    "offload-activations",
 )
 
 
@@ -69,6 +72,7 @@ def benches() -> dict[str, Bench]:
         "gist": gist.bench,
         "gist-accuracy": gist_accuracy.bench,
         "offload-optimizer": offload_optimizer.bench,
+        "offload-activations": offload_activations.bench,
     }
 
 

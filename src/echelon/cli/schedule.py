@@ -4,6 +4,7 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,7 @@ _BATCHES = 3  # of a pipeline that never drains: enough to show all weight versi
 _MOST_WORK = 1_000_000
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?(e-?\d{1,2})?", re.ASCII)
 _DEFAULTS = {"forward": "1", "backward": "1", "transfer": "0", "reduce": "0", "update": "0"}
+_COPIES = ("store", "fetch")
 _COST = "Seconds, or one for each stage: 1,2,1."
 
 Name = Annotated[
@@ -53,6 +55,11 @@ Weights = Annotated[
 Transfer = Annotated[str, typer.Option("--transfer", help="Seconds from a rank to the next.")]
 Reduce = Annotated[str, typer.Option("--reduce", help=f"The sum over replicas. {_COST}")]
 Update = Annotated[str, typer.Option("--update", help=f"The optimizer's step. {_COST}")]
+Store = Annotated[
+    str | None,
+    typer.Option("--store", help=f"With offload=activations: what a forward saves goes out. {_COST}"),
+]
+Fetch = Annotated[str | None, typer.Option("--fetch", help=f"It comes back for the backward. {_COST}")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Write a picture (.svg, .png) or the program (.txt) to this file."),
@@ -77,6 +84,8 @@ def schedule(
     transfer: Transfer = _DEFAULTS["transfer"],
     reduce: Reduce = _DEFAULTS["reduce"],
     update: Update = _DEFAULTS["update"],
+    store: Store = None,
+    fetch: Fetch = None,
     measure: Measure = False,
     out: Out = None,
     as_text: AsText = False,
@@ -93,6 +102,8 @@ def schedule(
         "transfer": transfer,
         "reduce": reduce,
         "update": update,
+        "store": store,
+        "fetch": fetch,
     }
     costs, errors = _read_costs({key: text for key, text in texts.items() if text is not None})
     errors += [] if out is None else out_errors(out)
@@ -104,11 +115,22 @@ def schedule(
     with _no_garbage_collection():
         request = make(name, num_stages, num_microbatches, num_chunks, replicas, errors)
         raise_errors(f"schedule '{name}'", _wrong_counts(costs, request.program.stages))
+        if not costs.keys().isdisjoint(_COPIES):
+            request = _with_copies(request)
         check(request.program)
     if measure:
         _measured(request, out, as_json)
     else:
         _planned(request, Costs(**costs), out, as_text, as_json)
+
+
+def _with_copies(request: "ScheduleRequest") -> "ScheduleRequest":
+    """The same with S and T, if it has none."""
+    from echelon.program import COPIES, add_copies
+
+    program = request.program
+    has_some = any(instruction.op in COPIES for rank in program.ranks for instruction in rank)
+    return request if has_some else replace(request, program=add_copies(program))
 
 
 def _read_counts(name: str, texts: dict[str, str | None], errors: list[str]) -> list[int | None]:

@@ -21,6 +21,8 @@ _STYLES = {
     Op.BACKWARD_INPUT: "yellow",
     Op.BACKWARD_WEIGHT: "green",
     Op.REDUCE: "magenta",
+    Op.STORE: "cyan",
+    Op.FETCH: "cyan",
     Op.UPDATE: "bold",
 }
 _MOST_RANKS, _MOST_LINES, _MOST_SPANS = 32, 72, 50_000  # of a grid on the screen

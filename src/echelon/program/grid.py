@@ -5,7 +5,8 @@
     rank 1  ·  F0 B0 F1 B1 ·
 
 A computation that takes several ticks continues as ─; · is the bubble. Where a rank holds several stages, a
-letter names the stage: F3a is the first, F3b the second. The command chooses colours by the `op` of a tick.
+letter names the stage: F3a is the first, F3b the second. Copies to host memory and back that take time have
+rows of their own below their rank, `out` and `in`. The command chooses colours by the `op` of a tick.
 """
 
 import math
@@ -22,6 +23,15 @@ from echelon.program.timeline import Seconds, Span
 _MOST_TICKS = 2000
 _LONGEST_WORD = 16  # characters of a word that cannot be read
 _SHORT = {Op.REDUCE: "R", Op.TIE: "T", Op.NORM: "N", Op.UPDATE: "U", Op.PUBLISH: "P"}
+
+
+# Copies run beside the computation; each direction has a row.
+LANES = {Op.STORE: "  out", Op.FETCH: "  in"}
+
+
+def lane_of(span: Span) -> Op | None:
+    """The row of a span below that of its rank's computation, if it has one."""
+    return span.op if span.op in LANES else None
 
 
 class Tick(NamedTuple):
@@ -68,15 +78,17 @@ def draw(
     column = 1 + max(map(len, texts), default=1)
     unit = _unit(shown) if tick is None else tick
     size = max((_ticks(span, unit)[1] for span in shown), default=0)
-    rows = [[Tick("·".ljust(column))] * size for _ in range(ranks)]
+    lanes = [None, *(op for op in LANES if any(span.op is op for span in shown))]
+    rows = {(rank, lane): [Tick("·".ljust(column))] * size for rank in range(ranks) for lane in lanes}
     for span, text in zip(shown, texts, strict=True):
         start, end = _ticks(span, unit)
         wide = text.ljust(column) if end - start == 1 else text.ljust((end - start) * column - 1, "─") + " "
         for index in range(start, end):
             part = wide[(index - start) * column :][:column]
-            rows[span.rank][index] = Tick(part, span.op, span in marks)
+            rows[span.rank, lane_of(span)][index] = Tick(part, span.op, span in marks)
     head = len(f"rank {ranks - 1}  ")
-    lines = [(f"rank {rank}".ljust(head), row) for rank, row in enumerate(rows)]
+    names_of = {None: "rank {}", **LANES}
+    lines = [(names_of[lane].format(rank).ljust(head), row) for (rank, lane), row in rows.items()]
     return Grid((("time".ljust(head), _times(size, column, unit)), *lines))
 
 

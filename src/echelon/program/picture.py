@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from echelon.errors import UserError
 from echelon.program.canvas import INK, QUIET_INK, Box, Hatch, Picture, Rule, Shape, Words, moved
-from echelon.program.grid import labels, stages_of_ranks
+from echelon.program.grid import LANES, labels, stages_of_ranks
 from echelon.program.instruction import COMPUTE, Op
 from echelon.program.timeline import Span
 
@@ -25,10 +25,14 @@ _KINDS = {
     Op.NORM: ("norm", "#faf7cf", "#b8ab1f"),
     Op.UPDATE: ("update", "#e4e7ed", "#5b6472"),
     Op.PUBLISH: ("publish", "#e9e2f5", "#7b5ab5"),
+    Op.STORE: ("store", "#e8f3d6", "#6a9a2d"),
+    Op.FETCH: ("fetch", "#f3e6d6", "#9a6a2d"),
 }
+_LANE = 0.2  # of the height of a row, for the copies of one direction
 _LEFT, _RIGHT, _TOP, _FOOT = 84, 24, 96, 46
 _CHARACTER = 6.4  # width of a character of 11 pixels
 _MOST_SPANS = 50_000
+_SHORTEST = 9  # pixels of a box with words in it
 
 
 class Panel(NamedTuple):
@@ -150,15 +154,21 @@ def _bubble(scale: _Scale, length: float, ranks: int) -> Iterator[Shape]:
 
 def _work(scale: _Scale, spans: Sequence[Span], texts: Sequence[str]) -> Iterator[Shape]:
     stages = stages_of_ranks(spans)
+    has_copies = any(span.op in LANES for span in spans)
     for span, label in zip(spans, texts, strict=True):
         _, fill, edge = _KINDS[span.op]
         held = stages[span.rank]
         depth = held.index(span.instruction.stage) / max(1, len(held) - 1)  # later chunks are darker
         x, y = scale.x(float(span.start)), scale.y(span.rank)
         width, height = float(span.seconds) * scale.pixels, scale.row - 4
+        if has_copies:  # the lower part of a row is theirs
+            part = height * _LANE
+            lane = list(LANES).index(span.op) if span.op in LANES else None
+            y += 0 if lane is None else height - part * (len(LANES) - lane)
+            height = height - len(LANES) * part if lane is None else part
         yield Box(x, y, width, height, _mixed(fill, edge, 0.4 * depth), edge)
         for text in (label, label[1:]):
-            if _CHARACTER * len(text) <= width - 2 and text:
+            if _CHARACTER * len(text) <= width - 2 and text and height > _SHORTEST:
                 yield Words(x + width / 2, y + height / 2 + 4, text, 11, INK, "middle")
                 break
 
