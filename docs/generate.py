@@ -8,17 +8,24 @@ region of a page between `<!-- results: NAME -->` and `<!-- end results -->` is 
 """
 
 import argparse
+import base64
 import json
 import math
 import re
 import shutil
+import struct
+import zlib
 from collections.abc import Sequence
 from html import escape
 from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from echelon.charts import Series, line_chart
+from echelon.data.image_synthetic import CLASS_NAMES, SyntheticImages
 from echelon.mesh.layout import Layout
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Costs, add_transfers, asynchronous, build, simulate
@@ -66,6 +73,7 @@ def pictures() -> dict[str, str]:
         "samples.svg": draw_samples(),
         "memory.svg": draw_memory(),
         "tensor.svg": draw_tensor(),
+        "images.svg": draw_images(),
         **{f"schedule-{name}.svg": draw_schedule(schedule) for name, schedule in SCHEDULE_PICTURES.items()},
     }
 
@@ -154,6 +162,12 @@ class Drawing:
         if text:
             colour = QUIET if dashed else INK
             self.words(x + width / 2, y + height / 2 + 0.36 * size, text, size, "middle", colour)
+
+    def image(self, x: float, y: float, edge: float, file: bytes) -> None:
+        place = f'x="{x:g}" y="{y:g}" width="{edge:g}" height="{edge:g}"'
+        data = base64.b64encode(file).decode("ascii")
+        style = 'style="image-rendering: pixelated"'
+        self._parts.append(f'<image {place} {style} href="data:image/png;base64,{data}"/>')
 
     def words(
         self,
@@ -575,6 +589,39 @@ def draw_samples() -> str:
     picture.words(left + 7 * cell, 258, "With one replica, or three, the", 12, colour=QUIET)
     picture.words(left + 7 * cell, 276, "global batch of a step is the same.", 12, colour=QUIET)
     return picture.svg()
+
+
+# --- images -------------------------------------------------------------------------------------------
+
+
+def draw_images() -> str:
+    rows, side, scale = 2, 36, 3
+    pixels = SyntheticImages("train", side).pixels(range(rows * len(CLASS_NAMES)))
+    picture = Drawing(960, 320, "Synthetic images: two of each class")
+    for number, image in enumerate(pixels):
+        row, column = divmod(number, len(CLASS_NAMES))
+        edge = side * scale
+        x, y = 24 + column * (edge + 8), 62 + row * (edge + 8)
+        picture.image(x, y, edge, png(image.transpose(1, 2, 0)))
+        if row == rows - 1:
+            picture.words(x + edge / 2, y + edge + 18, CLASS_NAMES[column], 12, "middle")
+    return picture.svg()
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A file with these pixels, [height, width, 3]."""
+    height, width, _ = pixels.shape
+    lines = b"".join(b"\0" + row.tobytes() for row in pixels)
+    chunks = {
+        b"IHDR": struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(lines, 9),
+        b"IEND": b"",
+    }
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 # --- schedules ----------------------------------------------------------------------------------------

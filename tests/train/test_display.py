@@ -66,6 +66,7 @@ def test_nothing_of_the_users_is_taken_for_markup() -> None:
         display.show(Starting("runs/[/b]"))
         display.show(Started(1, 1, "[/c].txt", "cpu"))
     summary = {"run": "runs/[/d]", "first_loss": 1.0, "loss": 1.0, "validation_loss": None}
+    summary |= {"unit": "tokens", "validation_accuracy": None}
     print_summary(summary | {"tokens": 1, "tokens_per_second": 1.0}, "[/e]", console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
@@ -94,6 +95,8 @@ def test_the_summary_says_where_the_run_is() -> None:
         "validation_loss": 1.6,
         "tokens": 1000,
         "tokens_per_second": 10.0,
+        "unit": "tokens",
+        "validation_accuracy": None,
     }
     print_summary(summary, "[bold]not markup", console)
     assert isinstance(console.file, io.StringIO)

@@ -27,5 +27,6 @@ def train(
     if as_json:
         print_json(summary)
     else:
-        sample = (Path(summary["run"]) / "sample.txt").read_text(encoding="utf-8")
-        print_summary(summary, sample, screen)
+        sample = Path(summary["run"]) / "sample.txt"
+        text = sample.read_text(encoding="utf-8") if sample.exists() else ""  # a large model writes none
+        print_summary(summary, text, screen)

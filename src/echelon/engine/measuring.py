@@ -38,9 +38,7 @@ class Measuring:
         measured: Any = self._measure(output, targets)
         if not isinstance(measured, Tensor) or measured.numel() != 1:
             shown = list(measured.shape) if isinstance(measured, Tensor) else type(measured).__name__
-            raise UserError(
-                f"measure must return one number as a tensor, the total over a batch; got {shown}"
-            )
+            raise UserError(f"measure must return one number as a tensor, the total of a batch; got {shown}")
         self.total = self.total.to(measured.device) + measured.double().reshape(()) * weight
 
 

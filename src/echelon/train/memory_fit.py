@@ -92,7 +92,8 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
     if needed.total > free:
         raise UserError(
             f"plan '{plan}': {num_parameters(config):,} parameters take at least {needed} on each rank, and "
-            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; {_fix(job, config, plan, free)}"
+            f"{torch.cuda.get_device_name(device)} has {show_bytes(free)} free; "
+            f"{_fix(job, config, plan, free)}"
         )
 
 

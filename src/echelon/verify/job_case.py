@@ -41,7 +41,7 @@ class JobBatches:
 @lru_cache(maxsize=1)
 def _open(batches: JobBatches) -> Batches:
     job = batches.job
-    corpus = open_corpus(job.data.source, vocab=job.model.config().vocab, dtype=job.data.dtype)
+    corpus = open_corpus(job.data.text_source, vocab=job.model.config().vocab, dtype=job.data.dtype)
     return Batches(
         corpus,
         batches.batch,
@@ -54,6 +54,11 @@ def _open(batches: JobBatches) -> Batches:
 def case_of(job: Job, plan: Plan, steps: int) -> Case:
     """The case of `job` under `plan`; refused here, not in a rank, where the corpus or the memory is too
     small for it."""
+    if job.task != "language":
+        raise UserError(
+            f"verify with task={job.task}: only jobs of task=language are verified here; "
+            "echelon.verify.assert_equal takes any model"
+        )
     _refuse_small_memory(job, plan)
     sequence = min(job.sequence_length, SEQUENCE)
     batches = JobBatches(job, _num_samples(plan, drops=job.model.config().dropout > 0), sequence)

@@ -1,0 +1,83 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.data import TrainingImages, ValidationImages
+from echelon.data.image_batches import side_to_cut_from
+from echelon.errors import UserError
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Images whose pixels all differ, and begin with their number."""
+
+    number: int
+    side: int = 9
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.number) % 3
+
+    def __len__(self) -> int:
+        return self.number
+
+    def pixels(self, indices: Sequence[int]) -> np.ndarray:
+        base = np.arange(3 * self.side**2).reshape(3, self.side, self.side) % 200
+        return np.stack([base + index for index in indices]).astype(np.uint8)
+
+
+BATCHES = TrainingImages(Numbered(7), batch=5, image_size=8, seed=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_global_batch_is_the_same_for_any_number_of_replicas(replicas: int) -> None:
+    for step in range(4):
+        images, labels = BATCHES.at(step)
+        parts = [BATCHES.at(step, (replica, replicas)) for replica in range(replicas)]
+        assert torch.equal(torch.cat([part[0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+
+
+def test_every_image_comes_once_in_an_epoch() -> None:
+    plain = replace(BATCHES, batch=7, augment=False)
+    first, second = ([image[0, 0, 0].item() for image in plain.at(step)[0]] for step in range(2))
+    assert len(set(first)) == len(set(second)) == 7
+    assert set(first) == set(second)
+    assert first != second
+
+
+def test_images_are_cut_and_mirrored_as_seed_step_and_row_say() -> None:
+    many = TrainingImages(Numbered(1), batch=1, image_size=8, seed=0)
+    looks = {tuple(many.at(step)[0][0, 0, 0, :2].tolist()) for step in range(60)}
+    assert len(looks) == 8, "2 × 2 places, each mirrored or not"
+    assert torch.equal(many.at(3)[0], many.at(3)[0])
+    other = replace(many, seed=1)
+    assert any(not torch.equal(many.at(step)[0], other.at(step)[0]) for step in range(8))
+
+
+def test_numbers_have_about_mean_0_and_variance_1() -> None:
+    class Black(Numbered):
+        def pixels(self, indices: Sequence[int]) -> np.ndarray:
+            return np.zeros((len(indices), 3, 9, 9), np.uint8)
+
+    assert TrainingImages(Black(2), 2, 8, 0).at(0)[0].unique().tolist() == [-2.0]
+
+
+def test_a_validation_has_every_image_once_and_fills_up_with_what_does_not_count() -> None:
+    validation = ValidationImages(Numbered(7), batch=4, image_size=8)
+    assert validation.num_batches == 2
+    labels = torch.cat([validation.at(index, (part, 2))[1] for index in range(2) for part in range(2)])
+    assert labels.tolist() == [0, 1, 2, 0, 1, 2, 0, -100]
+    assert validation.at(1, (1, 2))[0].shape == (2, 3, 8, 8)
+
+
+def test_too_few_images_for_a_batch_are_refused() -> None:
+    with pytest.raises(UserError, match="batch=8: there are 7 images to train on; lower the batch to 7"):
+        TrainingImages(Numbered(7), 8, 8, 0)
+
+
+def test_squares_are_larger_than_what_is_cut() -> None:
+    assert [side_to_cut_from(size) for size in (4, 32, 224)] == [5, 36, 252]
