@@ -42,6 +42,19 @@ def test_a_deferred_model_larger_than_the_host_is_refused_before_it_has_memory()
         )
 
 
+def test_what_the_optimizer_needs_on_the_host_is_asked_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory_check, "available_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"into host memory \(optimizer .* and 1000 B of it is available"):
+        echelon.parallelize(
+            nn.Linear(10, 10),
+            "offload=optimizer",
+            optimizer=torch.optim.AdamW,
+            loss=nn.functional.mse_loss,
+        )
+
+
 def test_weights_count_once_without_what_stays_on_the_device() -> None:
     model = nn.Linear(10, 10, device="meta")
     modules = {0: model, 1: model}

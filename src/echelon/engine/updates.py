@@ -9,6 +9,7 @@ from torch import nn
 from echelon.async_training import AsyncUpdate, WorkerGradients
 from echelon.data_parallel import Sharing
 from echelon.engine.arguments import check_optimizer
+from echelon.engine.host_memory_check import check_host_memory
 from echelon.engine.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.parameter_parts import make_exchange
@@ -116,9 +117,9 @@ def _make_stepper(
     given = (lambda _: optimizer, local.trained(), local.local_parameters())
     if on_host:
         placements = {} if rounding is None else _placements(local, layers, torch.device("cpu"))
-        stepper: LocalStepper = make_host_stepper(
-            optimizer, local, mesh, wrapping, rounding, placements, masters=masters
-        )
+        on_twins = make_host_stepper(optimizer, local, mesh, wrapping, rounding, placements, masters=masters)
+        check_host_memory({"optimizer": on_twins.host_bytes()}, mesh)
+        stepper: LocalStepper = on_twins
     elif rounding is not None:
         placements = _placements(local, layers, mesh.device)
         stepper = RoundingStepper(*given, placements, rounding, deferred=deferred)
