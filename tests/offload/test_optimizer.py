@@ -341,13 +341,25 @@ class SparseModel(nn.Module):
         return self.head(self.table(tokens))
 
 
-def test_sparse_gradients_are_refused_before_the_first_update() -> None:
+def test_a_sparse_embedding_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"table.weight is of an embedding with sparse=True.*drop offload"):
+        make("offload=optimizer", sgd, SparseModel().double())
+
+
+@pytest.mark.parametrize("plan", ["offload=optimizer", "offload=optimizer update=backward"])
+def test_a_sparse_gradient_is_refused_before_the_first_update(plan: str) -> None:
     torch.manual_seed(0)
-    with make("offload=optimizer", sgd, SparseModel().double()) as engine:
+    module = SparseModel().double()
+    module.table.sparse = False
+    with make(plan, sgd, module, audit="off") as engine:
         start = engine.full_state_dict()
+        module.table.sparse = True
         with pytest.raises(UserError, match=r"table.weight has a sparse gradient.*sparse=False"):
             engine.step((torch.arange(11), torch.arange(11) % 5))
         assert_same(engine.full_state_dict(), start)
+        module.table.sparse = False
+        engine.step((torch.arange(11), torch.arange(11) % 5))
+        assert not torch.equal(engine.full_state_dict()["table.weight"], start["table.weight"])
 
 
 @pytest.mark.parametrize("plan", ["offload=optimizer", "offload=optimizer update=backward"])

@@ -17,13 +17,19 @@ from echelon.runtime import LocalStages
 
 
 def check_sparse_gradients(
-    optimizer: torch.optim.Optimizer, local: LocalStages, plan: Plan, *, needs_whole: bool
+    optimizer: torch.optim.Optimizer,
+    local: LocalStages,
+    plan: Plan,
+    *,
+    needs_whole: bool,
+    on_host: bool = False,
 ) -> None:
     """Refuse embeddings with sparse=True that `optimizer`, over the model's own parameters, cannot update.
-    `needs_whole`: it gets parameters whole from the ranks that hold parts of them."""
+    `needs_whole`: it gets parameters whole from the ranks that hold parts of them. `on_host`: it updates
+    there, and gets dense gradients."""
 
     def check() -> None:
-        errors = list(_errors(optimizer, local, needs_whole))
+        errors = list(_errors(optimizer, local, needs_whole, on_host))
         raise_errors(f"the optimizer {type(optimizer).__name__} with plan '{plan}'", errors)
 
     if plan.stages > 1:  # an embedding is on one of them
@@ -32,10 +38,13 @@ def check_sparse_gradients(
         check()
 
 
-def _errors(optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: bool) -> Iterator[str]:
+def _errors(
+    optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: bool, on_host: bool
+) -> Iterator[str]:
     inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
-    refusing = [each for each in inside if needs_whole or isinstance(each, SumOptimizer)]
+    refusing = [each for each in inside if needs_whole or on_host or isinstance(each, SumOptimizer)]
     refused = {p for each in refusing for group in each.param_groups for p in group["params"]}
+    other = "drop offload=optimizer" if on_host else "give it to SparseAdam"
     for sharing in local.sharings:
         if not isinstance(sharing, SingleReplica):
             continue
@@ -44,7 +53,7 @@ def _errors(optimizer: torch.optim.Optimizer, local: LocalStages, needs_whole: b
             if weight in names and weight in refused:
                 yield (
                     f"{names[weight]} is of an embedding with sparse=True, and the update needs all "
-                    "elements of its gradient; set sparse=False, or give it to SparseAdam"
+                    f"elements of its gradient; set sparse=False, or {other}"
                 )
 
 

@@ -74,7 +74,9 @@ def make_update(
     deferred = reads_late(mesh.device)
     rounding = None if plan.masters else KeyedRounding(seed)
     made = make_whole(make, local.trained())
-    check_sparse_gradients(made, local, plan, needs_whole=_needs_whole(made, plan))
+    check_sparse_gradients(
+        made, local, plan, needs_whole=_needs_whole(made, plan), on_host=updates_on_host(plan)
+    )
     around = Wrapping() if wrapping is None else wrapping
     stepper = _make_stepper(made, local, mesh, layers, rounding, around, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):

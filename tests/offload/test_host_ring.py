@@ -1,0 +1,41 @@
+"""Pieces of one memory come back in the order in which they were taken."""
+
+import threading
+
+import torch
+
+from echelon.collectives import Ledger, make_boundary
+from echelon.offload.host_ring import HostRing
+
+
+def ring(size: int) -> HostRing:
+    return HostRing(make_boundary(torch.device("cpu"), Ledger()), size)
+
+
+def place(ring: HostRing, piece: torch.Tensor) -> tuple[int, int]:
+    begin = int(piece.storage_offset())
+    return begin, begin + len(piece)
+
+
+def test_pieces_go_around() -> None:
+    memory = ring(10)
+    assert place(memory, memory.take(4)) == (0, 4)
+    assert place(memory, memory.take(4)) == (4, 8)
+    memory.give_back()
+    assert place(memory, memory.take(3)) == (0, 3)
+    memory.give_back()
+    assert place(memory, memory.take(5)) == (3, 8)
+
+
+def test_who_finds_no_room_waits() -> None:
+    memory = ring(10)
+    memory.take(6)
+    memory.take(3)
+    taken: list[tuple[int, int]] = []
+    other = threading.Thread(target=lambda: taken.append(place(memory, memory.take(5))))
+    other.start()
+    other.join(0.05)
+    assert other.is_alive()
+    memory.give_back()
+    other.join(10)
+    assert taken == [(0, 5)]

@@ -1,0 +1,52 @@
+"""Jobs run in order; an error ends them, and is raised to everyone who waits."""
+
+import threading
+
+import pytest
+import torch
+
+from echelon.errors import UserError
+from echelon.offload.host_worker import HostWorker
+
+CPU = torch.device("cpu")
+
+
+def test_jobs_run_one_after_the_other() -> None:
+    worker, done = HostWorker(CPU), list[int]()
+    gate = threading.Event()
+    worker.submit(lambda: done.append(int(gate.wait(10)) - 1))
+    tickets = [worker.submit(lambda number=number: done.append(number)) for number in (1, 2)]  # type: ignore[misc]
+    gate.set()
+    tickets[-1].wait()
+    assert done == [0, 1, 2]
+    worker.close()
+
+
+def test_an_error_is_raised_to_everyone_and_no_later_job_runs() -> None:
+    worker, done, told = HostWorker(CPU), list[int](), list[int]()
+    worker.on_error = lambda: told.append(1)
+
+    def fail() -> None:
+        raise ValueError("a bad rate")
+
+    first, second = worker.submit(fail), worker.submit(lambda: done.append(1))
+    for wait in (second.wait, first.wait, worker.wait, worker.check, lambda: worker.submit(fail)):
+        with pytest.raises(UserError, match="ValueError: a bad rate; some weights may be") as caught:
+            wait()
+        assert isinstance(caught.value.__cause__, ValueError)
+    assert not done
+    assert told
+    worker.close()
+
+
+def test_close_finishes_the_jobs_and_ends_the_thread() -> None:
+    worker, done = HostWorker(CPU), list[int]()
+    before = threading.active_count()
+    for number in range(5):
+        worker.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    worker.close()
+    worker.close()
+    assert done == [0, 1, 2, 3, 4]
+    assert threading.active_count() == before
+    with pytest.raises(UserError, match="closed"):
+        worker.submit(lambda: None)
