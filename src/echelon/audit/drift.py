@@ -104,7 +104,7 @@ class DriftCheck:
         if copies.group.size == 1 or not named:
             return None
         summary = device_fingerprint if copies.exact else measures
-        summaries = [summary(tensor).to(self._mesh.device) for _, tensor in named]  # some are on the host
+        summaries = [summary(tensor.to(self._mesh.device)) for _, tensor in named]  # some are on the host
         gathered = gather_rows(torch.stack(summaries), copies.group)
         if copies.exact:
             differs = (gathered != gathered[:1]).any(2)

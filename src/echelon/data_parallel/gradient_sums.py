@@ -73,14 +73,19 @@ class GradientSums:
             self._scatters.append(_Scatter(None, unit, None, gradient, last))
         else:
             part = unit.new_part(in_place=self._in_place)
-            with self._shard_group.ledger.about("gradients"):
-                handle = self._shard_group.reduce_scatter(part, gradient, wait=False)
+            handle = self._scatter(part, gradient)
             taken = None if self._in_place else gradient
             self._scatters.append(_Scatter(handle, unit, taken, part, last))
         if self._waits:  # a sum in place takes no memory
             self._finish_scatters(_IN_FLIGHT if self._shard_group.size > 1 else 0)
         if self._waits_for_second:
             self._finish_second_sums(_IN_FLIGHT)
+
+    def _scatter(self, part: Tensor, gradient: Tensor) -> Handle | None:
+        if self._in_place and self._shard_group.size == 1:
+            return None  # the part is the gradient
+        with self._shard_group.ledger.about("gradients"):
+            return self._shard_group.reduce_scatter(part, gradient, wait=False)
 
     def complete(self) -> None:
         """Return when every unit has its part of the sum over all ranks."""
