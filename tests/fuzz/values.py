@@ -209,6 +209,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
+    yield ("model", "offload"), lambda v: _is_transformer(v) or "activations" not in v["offload"]
     # What tensor ranks hold alike, they divide.
     yield ("model", "checkpoints"), lambda v: _is_transformer(v) or v["checkpoints"] == "whole"
     yield ("tensor", "checkpoints"), lambda v: v["tensor"] > 1 or v["checkpoints"] == "whole"

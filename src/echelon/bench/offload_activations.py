@@ -1,5 +1,5 @@
-"""The bench `offload-activations`: GPT-2 of 1.5 billion parameters in bf16 on one GPU, at 4 times the batch of
-which a GPU of 40 GiB keeps the activations: what layers save in host memory, or computed again.
+"""The bench `offload-activations`: GPT-2 of 1.5 billion parameters in bf16 on one GPU, at 4 times the batch
+whose activations a GPU of 40 GiB keeps: what layers save in host memory, or computed again.
 
 `recompute=selective` takes turns with each other plan, two engines at a time. `host_bytes` is what the engine
 holds in host memory.

@@ -23,7 +23,7 @@ from echelon.engine.untouched import untouched
 from echelon.errors import UserError
 from echelon.generators import GeneratorStates
 from echelon.mesh import Mesh
-from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Slot, Stage
+from echelon.runtime import Interpreter, LocalStages, Microbatch, MicrobatchLoss, Stage
 
 _FAILED = "(failed)"
 Scope = Callable[[], AbstractContextManager[None]]
@@ -181,13 +181,18 @@ class _TrialRuntime:
                 self._failures.append(_headline(error))
         return MicrobatchLoss(torch.zeros(()), 0.0, 1.0)
 
-    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(
+        self,
+        microbatch: Microbatch,
+        slot: tuple[int, int],  # noqa: ARG002
+        value: Any,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         return microbatch.scope()
 
-    def store(self, slot: Slot) -> None:
+    def store(self, slot: tuple[int, int]) -> None:
         raise AssertionError(f"a trial keeps nothing of {slot}")
 
-    def fetch(self, slot: Slot) -> None:
+    def fetch(self, slot: tuple[int, int]) -> None:
         raise AssertionError(f"a trial keeps nothing of {slot}")
 
     def reduce(self, stage: Stage) -> None:

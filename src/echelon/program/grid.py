@@ -87,7 +87,7 @@ def draw(
             part = wide[(index - start) * column :][:column]
             rows[span.rank, lane_of(span)][index] = Tick(part, span.op, span in marks)
     head = len(f"rank {ranks - 1}  ")
-    names_of = {None: "rank {}", **LANES}
+    names_of: dict[Op | None, str] = {None: "rank {}", **LANES}
     lines = [(names_of[lane].format(rank).ljust(head), row) for (rank, lane), row in rows.items()]
     return Grid((("time".ljust(head), _times(size, column, unit)), *lines))
 

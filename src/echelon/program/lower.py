@@ -178,7 +178,7 @@ def add_copies(program: Program) -> Program:
         store: Instruction | None = None
         receives: list[Instruction] = []
         for instruction in instructions:
-            op, stage, microbatch, _, _ = instruction
+            op = instruction.op
             if store is not None and op is not Op.SEND_ACTIVATION:
                 yield store
                 store = None
@@ -186,12 +186,12 @@ def add_copies(program: Program) -> Program:
                 receives.append(instruction)
                 continue
             if op in GRADIENT:
-                yield Instruction(Op.FETCH, stage, microbatch)
+                yield Instruction(Op.FETCH, instruction.stage, instruction.microbatch)
             yield from receives
             receives = []
             yield instruction
             if op is Op.FORWARD:
-                store = Instruction(Op.STORE, stage, microbatch)
+                store = Instruction(Op.STORE, instruction.stage, instruction.microbatch)
         yield from receives if store is None else [store, *receives]
 
     return _each(program, lowered)
