@@ -26,4 +26,5 @@ def unpack(packed: Tensor, bits: int, num: int) -> Tensor:
     if bits == 8:
         return packed[:num]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).flatten()[:num]
+    codes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return codes.flatten()[:num]

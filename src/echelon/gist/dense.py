@@ -32,6 +32,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def is_view_of_less(tensor: Tensor) -> bool:
+def shares_elements(tensor: Tensor) -> bool:
     """Whether elements of a tensor share memory, as those of an expanded one."""
     return tensor.nbytes > tensor.untyped_storage().nbytes()

@@ -53,7 +53,7 @@ class Window(NamedTuple):
         ceil_mode: bool = False,
     ) -> "Window":
         stride = stride if stride is not None and stride != () else kernel_size
-        return cls(*map(_pair, (kernel_size, stride, padding, dilation)), ceil_mode)
+        return cls(_pair(kernel_size), _pair(stride), _pair(padding), _pair(dilation), ceil_mode)
 
     @property
     def bits(self) -> int:

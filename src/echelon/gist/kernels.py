@@ -36,7 +36,7 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
     return output, mask, layout
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _relu_and_mask(x, output, mask, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -57,7 +57,7 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
     return output
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _masked(gradient, mask, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     packed = tl.load(mask + place // 8, mask=place < num, other=0).to(tl.int32)
@@ -77,7 +77,7 @@ def window_places(indices: Tensor, window: "Window", width: int) -> Tensor:
     return places
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _window_places(  # type: ignore[no-untyped-def]
     indices, places, num, width, height_out, width_out,
     stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x, kernel_x,
@@ -106,7 +106,7 @@ def window_indices(places: Tensor, window: "Window", size: torch.Size, width: in
     return indices
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _window_indices(  # type: ignore[no-untyped-def]
     places, indices, num, width, height_out, width_out,
     stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x, kernel_x,
@@ -153,7 +153,7 @@ def decode_floats(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tens
     return flat
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _encode_fp10(x, words, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     word = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     packed = tl.zeros([tile], dtype=tl.int32)
@@ -170,7 +170,7 @@ def _encode_fp10(x, words, num, tile: tl.constexpr):  # type: ignore[no-untyped-
     tl.store(words + word, packed, mask=word * 3 < num)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _decode_fp10(words, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     word = tl.load(words + place // 3, mask=place < num, other=0)
@@ -180,7 +180,7 @@ def _decode_fp10(words, output, num, tile: tl.constexpr):  # type: ignore[no-unt
     tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
@@ -205,7 +205,7 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num
     tl.store(shifts + block, shift.to(tl.int8), mask=block < num_blocks)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _decode_fp8(codes, shifts, output, num, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     code = tl.load(codes + place, mask=place < num, other=0).to(tl.int32)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from echelon.gist import backend, floats, sparse
 from echelon.gist.calls import CompressedCalls
-from echelon.gist.dense import Layout, flatten, is_view_of_less
+from echelon.gist.dense import Layout, flatten, shares_elements
 from echelon.gist.marks import Memory
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.saved_tensors import Hooks, KeptTensor, current_hooks, replace
@@ -108,7 +108,7 @@ class Saver:
         return KeptTensor(tensor, self._outer) if encoded is None else encoded
 
     def _encode(self, tensor: Tensor) -> _Encoded | None:
-        if isinstance(tensor._base, nn.Parameter) or is_view_of_less(tensor):
+        if isinstance(tensor._base, nn.Parameter) or shares_elements(tensor):
             return None
         address = int(tensor.untyped_storage()._cdata)
         if address in self._held:
