@@ -101,5 +101,5 @@ def test_without_pillow_the_fix_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         return original(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without_pillow)
-    with pytest.raises(UserError, match="reading images needs Pillow, .*: pip install pillow"):
+    with pytest.raises(UserError, match=r"reading images needs Pillow, .*: pip install pillow"):
         decode_image(Path("a.png"), 8)

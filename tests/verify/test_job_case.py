@@ -13,6 +13,7 @@ from echelon.plan import Plan
 from echelon.train.job import DataJob, Job, ModelJob
 from echelon.verify import job_case
 from echelon.verify.job_case import case_of
+from tests.data.image_files import two_classes
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,14 @@ def test_a_model_whose_proof_does_not_fit_is_refused_before_a_rank_starts(
     assert case_of(Job(), Plan(data=2, zero=3), steps=1).steps == 1
     with pytest.raises(UserError, match="on 8 ranks"):
         case_of(Job(), Plan(data=8, zero=3), steps=1)
+
+
+def test_a_job_of_images_is_verified_on_its_images_with_its_classes(tmp_path: Path) -> None:
+    root = two_classes(tmp_path, 8)
+    data = DataJob(source=str(root), validation_fraction=0.0, augment=False)
+    job = Job(task="images", model=ModelJob(preset="nin-tiny", dropout=0.2), data=data)
+    case = case_of(job, Plan(data=2), 1)
+    images, labels = case.make_batch(0)
+    assert case.build()(images.double()).shape == (9, 2)
+    red = images[:, 0].amax((1, 2)) > 0
+    assert torch.equal(red, labels == 0)

@@ -49,7 +49,7 @@ def _to_rgb(image: "Image") -> "Image":
     """The image as it is to be seen, in 8-bit red, green and blue."""
     from PIL import ImageOps
 
-    upright = ImageOps.exif_transpose(image)
+    upright: Image = ImageOps.exif_transpose(image)
     if upright.mode == "F":
         raise UserError(
             "has floating point pixels (mode F), whose range is not known; save it with 8 or 16 bits"
@@ -59,7 +59,7 @@ def _to_rgb(image: "Image") -> "Image":
     if "A" in upright.getbands() or "transparency" in upright.info:
         seen = upright.convert("RGBA")
         white = pillow().new("RGBA", seen.size, "white")
-        return pillow().alpha_composite(white, seen).convert("RGB")
+        upright = pillow().alpha_composite(white, seen)
     return upright.convert("RGB")
 
 
@@ -70,7 +70,8 @@ def _from_16_bits(image: "Image") -> "Image":
             f"has integer pixels from {values.min()} to {values.max()}, and 16 bits hold 0 to 65535; save it "
             "with 8 or 16 bits"
         )
-    return pillow().fromarray((values >> 8).astype(np.uint8))
+    scaled: Image = pillow().fromarray((values >> 8).astype(np.uint8))
+    return scaled
 
 
 def _square(image: "Image", side: int) -> Pixels:

@@ -21,7 +21,8 @@ COLOURS = ("warm", "cold")
 CLASS_NAMES = tuple(f"{colour} {shape}" for shape in SHAPES for colour in COLOURS)
 NUM_IMAGES: dict[Split, int] = {"train": 8192, "validation": 512}
 
-_NOISE = 0.08
+_NOISE = 0.06
+_BACKGROUND = 0.6  # how far its colours are from grey, as a part of those of shapes
 _RANDOMS = 16  # random numbers of one image
 
 
@@ -67,7 +68,7 @@ def _shapes(uniform: Tensor, side: int) -> Tensor:
     """Which pixels each of the four shapes covers, [images, shapes, side, side]: all cover about as many."""
     line = (torch.arange(side) + 0.5) / side
     centre_x, centre_y = (0.3 + 0.4 * uniform[:, each, None, None] for each in (0, 1))
-    size = 0.18 + 0.12 * uniform[:, 2, None, None]
+    size = 0.2 + 0.12 * uniform[:, 2, None, None]
     angle = 2 * pi * uniform[:, 3, None, None]
     x, y = line[None, None, :] - centre_x, line[None, :, None] - centre_y
     u, v = (x * angle.cos() + y * angle.sin()) / size, (y * angle.cos() - x * angle.sin()) / size
@@ -91,4 +92,5 @@ def _background(uniform: Tensor, side: int) -> Tensor:
     angle = 2 * pi * uniform[:, 3, None, None]
     across = (line[None, None, :] * angle.cos() + line[None, :, None] * angle.sin()) / 2**0.5
     share = ((1 + across) / 2)[:, None]
-    return share * first[:, :, None, None] + (1 - share) * second[:, :, None, None]
+    colours = share * first[:, :, None, None] + (1 - share) * second[:, :, None, None]
+    return 0.5 + _BACKGROUND * (colours - 0.5)

@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from echelon.data import Batches, open_corpus
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.hardware import available_memory
-from echelon.models import build, cross_entropy, load_hf
+from echelon.models import ImageConfig, ModelConfig, build, build_image, load_hf, load_image, num_parameters
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import Plan
 from echelon.quantities import show_bytes
 from echelon.train.job import Job
 from echelon.train.memory_fit import num_states, rank_bytes
+from echelon.train.task import Task
+from echelon.train.tasks import open_task
 from echelon.verify.case import Case
 
 SEQUENCE = 32
@@ -28,45 +29,31 @@ SEQUENCE = 32
 
 @dataclass(frozen=True)
 class JobBatches:
-    """The global batches of a job's data; each process opens the corpus for itself, once."""
+    """The global batches of a job's data; each process opens the data for itself, once."""
 
     job: Job
-    batch: int
-    sequence: int
 
     def __call__(self, step: int) -> tuple[Any, Any]:
-        return _open(self).at(step)
+        return _open(self.job).training.at(step)
 
 
 @lru_cache(maxsize=1)
-def _open(batches: JobBatches) -> Batches:
-    job = batches.job
-    corpus = open_corpus(job.data.text_source, vocab=job.model.config().vocab, dtype=job.data.dtype)
-    return Batches(
-        corpus,
-        batches.batch,
-        batches.sequence,
-        job.seed,
-        validation_fraction=job.data.validation_fraction,
-    )
+def _open(job: Job) -> Task:
+    return open_task(job)
 
 
 def case_of(job: Job, plan: Plan, steps: int) -> Case:
     """The case of `job` under `plan`; refused here, not in a rank, where the corpus or the memory is too
     small for it."""
-    if job.task != "language":
-        raise UserError(
-            f"verify with task={job.task}: only jobs of task=language are verified here; "
-            "echelon.verify.assert_equal takes any model"
-        )
     _refuse_small_memory(job, plan)
-    sequence = min(job.sequence_length, SEQUENCE)
-    batches = JobBatches(job, _num_samples(plan, drops=job.model.config().dropout > 0), sequence)
-    _open(batches)
+    smaller = replace(job, batch=_num_samples(plan, drops=_sizes(job).dropout > 0))
+    if job.task == "language":
+        smaller = replace(smaller, sequence=min(job.sequence_length, SEQUENCE))
+    task = _open(smaller)
     return Case(
-        make_model=_model_maker(job),
-        make_batch=batches,
-        loss=cross_entropy,
+        make_model=_model_maker(job, task.config),
+        make_batch=JobBatches(smaller),
+        loss=task.loss,
         make_optimizer=partial(make_optimizer, job.optimizer),
         steps=steps,
         clip=job.optimizer.clip,
@@ -77,7 +64,7 @@ def case_of(job: Job, plan: Plan, steps: int) -> Case:
 
 def _refuse_small_memory(job: Job, plan: Plan) -> None:
     """Ranks start from whole models in float64. Then one process holds their result, and trains too."""
-    parameters, states, ranks = job.model.config().num_parameters, num_states(job.optimizer), ranks_here(plan)
+    parameters, states, ranks = num_parameters(_sizes(job)), num_states(job.optimizer), ranks_here(plan)
     copies = max(ranks, 3 + 2 * states)
     trained = rank_bytes(parameters, replace(plan, precision="fp64", gradients="fp32"), states).total * ranks
     needed, free = max(8 * parameters * copies, trained), available_memory()
@@ -89,8 +76,17 @@ def _refuse_small_memory(job: Job, plan: Plan) -> None:
         )
 
 
-def _model_maker(job: Job) -> Callable[[], nn.Module]:
-    return partial(load_hf, job.model.weights) if job.model.weights else partial(build, job.model.config())
+def _sizes(job: Job) -> ModelConfig | ImageConfig:
+    """Those of the model; of images, for the classes of the preset."""
+    return job.model.image_config() if job.task == "images" else job.model.config()
+
+
+def _model_maker(job: Job, config: ModelConfig | ImageConfig) -> Callable[[], nn.Module]:
+    if job.model.weights is not None:
+        return partial(load_hf if isinstance(config, ModelConfig) else load_image, job.model.weights)
+    if isinstance(config, ModelConfig):
+        return partial(build, config)
+    return partial(build_image, config)
 
 
 def _num_samples(plan: Plan, *, drops: bool = False) -> int:
