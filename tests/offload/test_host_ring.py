@@ -39,3 +39,10 @@ def test_who_finds_no_room_waits() -> None:
     memory.give_back()
     other.join(10)
     assert taken == [(0, 5)]
+
+
+def test_nobody_waits_after_the_end() -> None:
+    memory = ring(10)
+    memory.take(10)
+    memory.abandon()
+    assert len(memory.take(4)) == 4

@@ -25,13 +25,15 @@ class HostRing:
         self._memory = boundary.empty(num_bytes, torch.uint8)
         self._taken: deque[tuple[int, int]] = deque()  # (begin, end) of each piece, the oldest first
         self._changed = threading.Condition()
+        self._is_abandoned = False
 
     def take(self, num_bytes: int) -> Tensor:
         """A piece of memory; waits until there is room for it."""
         assert num_bytes <= len(self._memory), (num_bytes, len(self._memory))
         with self._changed:
-            while (begin := self._find(num_bytes)) is None:
+            while (begin := self._find(num_bytes)) is None and not self._is_abandoned:
                 self._changed.wait()
+            begin = begin or 0
             self._taken.append((begin, begin + num_bytes))
         return self._memory[begin : begin + num_bytes]
 
@@ -39,6 +41,12 @@ class HostRing:
         """The oldest piece is free."""
         with self._changed:
             self._taken.popleft()
+            self._changed.notify()
+
+    def abandon(self) -> None:
+        """Nobody gives back or reads a piece any more: nobody need wait for one."""
+        with self._changed:
+            self._is_abandoned = True
             self._changed.notify()
 
     def storages(self) -> list[Tensor]:

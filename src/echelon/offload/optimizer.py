@@ -89,6 +89,11 @@ class HostStepper(LocalStepper):
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
         for each in unit:
             _check_dense(each)
+        super().check_gradients(unit)
+
+    def counters(self) -> dict[str, int]:
+        self._worker.wait()
+        return self._twins.counters()
 
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         self._worker.check()
@@ -121,12 +126,12 @@ class HostStepper(LocalStepper):
         number = self._number
 
         def job() -> None:
-            for copy in (*loads, *stores, *returning.earlier):
-                copy.join()
-            for twin in twins:
-                if twin.standing is not None:
-                    twin.standing.join()
             try:
+                for copy in (*loads, *stores, *returning.earlier):
+                    copy.join()
+                for twin in twins:
+                    if twin.standing is not None:
+                        twin.standing.join()
                 self._twins.load(new)
                 factor, skip = numbers.read()
                 if not skip:
@@ -166,6 +171,8 @@ class HostStepper(LocalStepper):
     def _hide_all(self) -> None:
         """An update has failed: nobody may read weights, of which some are new and others old."""
         self.weights.on_expect(self._local)
+        if self._ring is not None:
+            self._ring.abandon()
 
     def _allocate(self) -> None:
         """Before the first update: twins get memory, and the values of all weights."""
@@ -241,6 +248,9 @@ class HostStepper(LocalStepper):
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:  # noqa: ARG002
         return []  # all of it is on the host
+
+    def gradients_in_flight(self) -> list[Tensor]:
+        return [copy.tensor for copies in self._stores for copy in copies if copy.tensor is not None]
 
     def host_bytes(self) -> int:
         """What this will take of the host's memory: weights, masters, state and gradients."""

@@ -68,6 +68,10 @@ class Stepper(ABC):
         """The device's memory of the state of local parameters."""
         return [tensor for each in local for tensor in self.state(each).values()]
 
+    def gradients_in_flight(self) -> list[Tensor]:
+        """Gradients that only a copy to the host still needs."""
+        return []
+
     def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
         """Return when the new weights of local parameters are there."""
 

@@ -268,7 +268,8 @@ class SynchronousUpdate(Update):
         local = self._stages.local_parameters()
         state = self.stepper.storages(local)
         state += [owned.tensor for owned in self.stepper.held_whole()]
-        return {"parameters": weights.parameters, "gradients": weights.gradients, "optimizer": state}
+        gradients = [*weights.gradients, *self.stepper.gradients_in_flight()]
+        return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
     def synchronize(self) -> None:
         if self.stepper.finish():
