@@ -12,6 +12,7 @@ from echelon.engine import offloading
 from echelon.errors import UserError
 from tests.cases import adamw
 from tests.contract_models import class_loss
+from tests.engine.test_compiling import backend as other_backend
 from tests.huggingface.models import make as make_transformer
 from tests.recompute.test_training import Make, Trained, gpt, resnet
 
@@ -34,6 +35,16 @@ def test_training_is_the_same_to_the_last_bit(name: str) -> None:
     for key, tensor in expected.state.items():
         assert torch.equal(found.state[key], tensor), key
     assert found.peak < (0.95 if "recompute" in plan else 0.85) * expected.peak
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler hides those of its own
+def test_what_compiled_layers_save_goes_too() -> None:
+    with other_backend("aot_eager"):
+        expected, found = Trained(gpt, "compile=true"), Trained(gpt, "compile=true offload=activations")
+    for key, tensor in expected.state.items():
+        assert torch.equal(found.state[key], tensor), key
+    assert found.peak < 0.85 * expected.peak
 
 
 ROWS, WIDTH = 16, 32

@@ -18,7 +18,7 @@ from echelon.data_parallel import Buffers
 from echelon.engine.step_program import step_program
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Program, add_transfers, asynchronous, forward_only
-from echelon.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Stage, Versions, Wire
+from echelon.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Slot, Stage, Versions, Wire
 from tests.nccl_like import NcclMesh, NcclWorld
 
 CPU = torch.device("cpu")
@@ -73,8 +73,14 @@ class GradientSums:
     def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
         return MicrobatchLoss((output * microbatch.targets).sum(), 1.0, 1.0)
 
-    def around(self, microbatch: Microbatch) -> AbstractContextManager[None]:  # noqa: ARG002
+    def around(self, *_: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def store(self, slot: Slot) -> None:
+        raise AssertionError(f"no program here stores {slot}")
+
+    def fetch(self, slot: Slot) -> None:
+        raise AssertionError(f"no program here fetches {slot}")
 
     def reduce(self, stage: Stage) -> None:
         weight = self._modules[stage.index].weight

@@ -87,9 +87,12 @@ def draw(
             part = wide[(index - start) * column :][:column]
             rows[span.rank, lane_of(span)][index] = Tick(part, span.op, span in marks)
     head = len(f"rank {ranks - 1}  ")
-    names_of: dict[Op | None, str] = {None: "rank {}", **LANES}
-    lines = [(names_of[lane].format(rank).ljust(head), row) for (rank, lane), row in rows.items()]
+    lines = [(_row_name(rank, lane).ljust(head), row) for (rank, lane), row in rows.items()]
     return Grid((("time".ljust(head), _times(size, column, unit)), *lines))
+
+
+def _row_name(rank: int, lane: Op | None) -> str:
+    return f"rank {rank}" if lane is None else LANES[lane]
 
 
 def draw_words(rows: Sequence[tuple[int, Sequence[tuple[str, bool]]]]) -> Grid:
