@@ -151,3 +151,19 @@ def test_gradients_of_gradients() -> None:
         (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
         results.append(torch.autograd.grad(slope.square().sum(), list(each.parameters())[:1]))
     assert torch.equal(results[0][0], results[1][0])
+
+
+def test_nan_passes_gradients_as_in_torch() -> None:
+    x = torch.randn(100)
+    x[::3] = float("nan")
+    slopes = []
+    for name in ("none", "gist"):
+        model = nn.Sequential(nn.Sequential(nn.Identity(), nn.ReLU()))
+        if name != "none":
+            compress(model, name)
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(torch.ones(100))
+        assert leaf.grad is not None
+        slopes.append(leaf.grad)
+    assert torch.equal(*slopes)
+    assert slopes[1][::3].eq(1).all()
