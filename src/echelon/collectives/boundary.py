@@ -26,9 +26,16 @@ from echelon.collectives.cuda_timing import EventTiming, cuda_clock
 from echelon.collectives.ledger import Ledger, Move, Traffic
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
+from echelon.errors import UserError
+from echelon.quantities import show_bytes
 
 AXIS = "host"  # of the ledger
 STORE, FETCH = "store", "fetch"
+_PAGE = 4096  # bytes, or a divisor of a page
+
+
+class HostMemoryError(UserError):
+    """The host has no memory for copies to and from the device."""
 
 
 class CopyWork(Work):
@@ -212,13 +219,23 @@ class CudaBoundary(HostBoundary):
         self._device, self._clock = device, cuda_clock(device)
         self._streams = {operation: torch.cuda.Stream(device) for operation in (STORE, FETCH)}
         self._running: dict[str, deque[_StreamCopy]] = {STORE: deque(), FETCH: deque()}
+        self._lock = threading.Lock()  # the thread of the step, autograd's, and that of updates on the host
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        host = torch.empty(size, dtype=dtype)
+        num_bytes = size * dtype.itemsize
+        # Whole pages: two pieces of memory that share one cannot both be pinned.
+        memory = torch.empty(num_bytes + 2 * _PAGE, dtype=torch.uint8)
+        begin = -memory.data_ptr() % _PAGE
+        host = memory[begin : begin + num_bytes].view(dtype)
         if size:
             runtime: Any = torch.cuda.cudart()
-            error = runtime.cudaHostRegister(host.data_ptr(), _num_bytes(host), 0)
-            assert int(error) == 0, f"cudaHostRegister of {_num_bytes(host)} bytes: error {int(error)}"
+            error = int(runtime.cudaHostRegister(host.data_ptr(), -(-num_bytes // _PAGE) * _PAGE, 0))
+            if error:
+                raise HostMemoryError(
+                    f"{show_bytes(num_bytes)} of host memory could not be pinned for copies to and from the "
+                    f"GPU (cudaHostRegister: error {error}); offload less, or raise the limit of locked "
+                    "memory (ulimit -l)"
+                )
             # A storage lives as long as any view of it, and this object as long as the storage.
             weakref.finalize(host.untyped_storage(), _unpin, host.data_ptr()).atexit = False
         return host
@@ -230,17 +247,18 @@ class CudaBoundary(HostBoundary):
 
     def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
         stream, running = self._streams[operation], self._running[operation]
-        while running and running[0].done():
-            running.popleft()
-        # A store reads what was computed before; a fetch writes where something computed before may lie.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream), torch.no_grad():
-            target.copy_(source.view(target.shape), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        device_side, host_side = (source, target) if operation == STORE else (target, source)
-        copy = _StreamCopy(done, self._device, device_side, host_side)
-        running.append(copy)
+        with self._lock:
+            while running and running[0].done():
+                running.popleft()
+            # A store reads what was computed before; a fetch writes where something computed before may lie.
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream), torch.no_grad():
+                target.copy_(source.view(target.shape), non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(stream)
+            device_side, host_side = (source, target) if operation == STORE else (target, source)
+            copy = _StreamCopy(done, self._device, device_side, host_side)
+            running.append(copy)
         return copy
 
     def _timing(self, operation: str) -> Timing:
