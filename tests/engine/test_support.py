@@ -9,7 +9,7 @@ from echelon.plan import Plan
 
 def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     with pytest.raises(UserError, match="cannot run yet") as caught:
-        refuse_unsupported(Plan.parse("data=2 expert=2 compress=gist offload=optimizer"))
+        refuse_unsupported(Plan.parse("data=2 expert=2 compress=gist offload=parameters"))
     names = ["expert", "offload", "compress"]
     assert [error.split("=")[0] for error in caught.value.errors] == names
 
@@ -18,7 +18,7 @@ def test_what_this_version_cannot_run_is_refused_all_at_once() -> None:
     ("plan", "message"),
     [
         ("data=2 expert=2", "expert=2 is not implemented yet (only expert=1)"),
-        ("offload=optimizer", "offload=optimizer is not implemented yet (only offload=none)"),
+        ("offload=parameters", "offload=parameters is not implemented yet (only offload=none, offload=opt"),
         ("compress=gist", "compress=gist is not implemented yet (only compress=none)"),
     ],
 )
