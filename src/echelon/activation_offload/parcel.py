@@ -6,7 +6,7 @@
 All of a storage travels, once, however many tensors lie in it: views come back with their strides.
 """
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def take(self, memory: Tensor) -> Tensor:
         """The same elements of another storage."""
@@ -82,7 +82,9 @@ class Parcel:
         storage = tensor.untyped_storage()
         self.group, self.num_bytes, self.num_users = group, storage.nbytes(), 0
         self._boundary, self._observer, self._device = boundary, observer, tensor.device
-        self._reference: int | None = storage._weak_ref()  # its address is not used again meanwhile
+        self._reference: Any = storage._weak_ref()  # its address is not used again meanwhile
+        self._memory: Tensor | None = None
+        self._counted: KeptTensor | None = None
         self._hold(View(torch.uint8, torch.Size([self.num_bytes]), (1,), 0).take(tensor))
         self._copy: Copy | None = None
         self._host: Tensor | None = None
@@ -109,8 +111,9 @@ class Parcel:
         """Begin to bring it to the device, if it is not there."""
         if self._memory is None:
             assert self._host is not None
-            self._hold(torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device))
-            self._copy = self._boundary.fetch(self._memory, self._host)
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+            self._hold(memory)
+            self._copy = self._boundary.fetch(memory, self._host)
 
     def value(self) -> Tensor:
         """Its bytes on the device."""
@@ -142,8 +145,7 @@ class Parcel:
                 self._room = None
 
     def _hold(self, memory: Tensor) -> None:
-        self._memory: Tensor | None = memory
-        self._counted: KeptTensor | None = KeptTensor(memory, self._observer)
+        self._memory, self._counted = memory, KeptTensor(memory, self._observer)
 
     def _wait(self) -> None:
         """What the device is given from now on finds the copy done."""
