@@ -116,7 +116,7 @@ def _patterns(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     spectrum = torch.zeros(_CLASSES, 3, _SIZE, _SIZE, dtype=torch.complex64)
     spectrum[..., :5, :5] = torch.randn(_CLASSES, 3, 5, 5, generator=generator, dtype=torch.complex64)
-    waves = torch.fft.ifft2(spectrum).real
+    waves: Tensor = torch.fft.ifft2(spectrum).real
     return waves / waves.std((1, 2, 3), keepdim=True)
 
 
