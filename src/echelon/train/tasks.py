@@ -1,7 +1,10 @@
 """The tasks that a job may have, by name."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from echelon.models import ImageConfig, ModelConfig
+from echelon.train.findings import Findings
 from echelon.train.image_rules import check_image_data, check_image_model
 from echelon.train.image_task import ImageTask
 from echelon.train.language_rules import check_language_data, check_language_model
@@ -14,8 +17,15 @@ if TYPE_CHECKING:
 TASKS = ("language", "images")
 
 _CLASSES: dict[str, type[LanguageTask] | type[ImageTask]] = {"language": LanguageTask, "images": ImageTask}
-MODEL_CHECKS = {"language": check_language_model, "images": check_image_model}
-DATA_CHECKS = {"language": check_language_data, "images": check_image_data}
+MODEL_CHECKS: dict[str, Callable[["Job", Findings], ModelConfig | ImageConfig | None]] = {
+    "language": check_language_model,
+    "images": check_image_model,
+}
+# Each takes what the check of its own model returned.
+DATA_CHECKS: dict[str, Callable[["Job", Any, Findings], None]] = {
+    "language": check_language_data,
+    "images": check_image_data,
+}
 
 
 def open_task(job: "Job") -> Task:
