@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon
+from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.optim import SM3, Adafactor
 from echelon.verify import assert_equal, verify
@@ -129,3 +130,52 @@ def test_a_rank_moves_and_keeps_its_part(warm_ranks: Callable[[int], Ranks]) -> 
         assert rank["device"] == 0
         assert 2 * 4 * rank["numel"] <= rank["host"] < 2.2 * 4 * rank["numel"]
         assert rank["down"] == rank["up"] == 4 * rank["numel"]
+
+
+def _losses_around_a_refused_step(plan: str, refused: int, *, is_left_out: bool = False) -> list[float]:
+    """The losses of six steps but for the one that is refused, or is left out; then one of an evaluation. A
+    late update is on time for the step after it."""
+    torch.manual_seed(0)
+    sizes = (6, 16, 16, 5)
+    layers = [each for a, b in pairwise(sizes) for each in (nn.Linear(a, b), nn.Tanh())]
+    losses = []
+    with echelon.parallelize(
+        nn.Sequential(*layers), f"precision=fp64 {plan}", optimizer=adamw, loss=counting_loss, smallest_unit=1
+    ) as engine:
+        for step in range(6):
+            inputs, targets = vectors(step)
+            if step == refused and is_left_out:
+                engine.synchronize()
+            elif step == refused:
+                with pytest.raises(UserError, match="no replica had a sample"):
+                    engine.step(engine.local((inputs, torch.full_like(targets, -100))))
+            else:
+                losses.append(engine.step(engine.local((inputs, targets))).loss)
+        losses.append(engine.evaluate(engine.local(vectors(6))).loss)
+    return losses
+
+
+def counting_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets >= 0).sum()
+
+
+def _check_a_refused_step(plan: str, warm_ranks: Callable[[int], Ranks], *, refused: int = 2) -> None:
+    reference = "offload=optimizer delay=1" if "delay=1" in plan else "data=1"
+    expected = _losses_around_a_refused_step(reference, refused, is_left_out=True)
+    for losses in warm_ranks(2).run(_losses_around_a_refused_step, plan, refused):
+        assert losses == pytest.approx(expected, rel=1e-9), plan
+
+
+@pytest.mark.parametrize("update", ["", "delay=1"])
+def test_a_refused_step_changes_nothing(update: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    _check_a_refused_step(f"data=2 zero=1 offload=optimizer {update}", warm_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [0, 2])
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer,parameters"])
+@pytest.mark.parametrize(("zero", "update"), list(product(ZEROS, UPDATES)))
+def test_a_refused_step_changes_nothing_at_any_level(
+    zero: str, update: str, offload: str, refused: int, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    _check_a_refused_step(f"data=2 {zero} offload={offload} {update}", warm_ranks, refused=refused)

@@ -199,8 +199,10 @@ class SynchronousUpdate(Update):
         """A microbatch without samples is an update that changes nothing, and so is one that overflows."""
         scaling = self._scaling
         if self.units is None:
-            self.stepper.start_update(self.number)
-            self.stepper.step(scaling.factor, scaling.skip)
+            # Weights that the host sends up would be waited for, and shared, by `publish`, which leaves it.
+            if not (self.stepper.on_host and self._is_left_out()):
+                self.stepper.start_update(self.number)
+                self.stepper.step(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
             self.stepper.step(1.0, scaling.skip)
         if not self._steady:
@@ -225,14 +227,26 @@ class SynchronousUpdate(Update):
             self._last_count = torch.where(refused, before, self._count)
 
     def publish(self) -> None:
-        # The first time, ranks agree on the order in which gradients came, and a refused step may have had
-        # none. The first update of a parameter reads the flag too.
-        reads = not self.deferred or not self._has_published
-        if not (reads and self.refuses):
+        if self._is_left_out():
+            self._settle()
+        else:
             self._has_published = True
             self._stages.publish()
         if self.units is not None:
             self.units.has_updated = False
+
+    def _is_left_out(self) -> bool:
+        """Whether the step is known to be refused, and publishes nothing."""
+        # The first time, ranks agree on the order in which gradients came, and a refused step may have had
+        # none. The first update of a parameter reads the flag too.
+        reads = not self.deferred or not self._has_published
+        return reads and bool(self.refuses)
+
+    def _settle(self) -> None:
+        """End a refused step where the host updates. What an earlier step has left there comes up, as in a
+        step whose refusal nobody reads; so does what units have sent in the backward pass."""
+        if self.stepper.on_host and (self.stepper.finish() or self.units is not None):
+            self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
         summed = tally[:2].clone()
@@ -273,8 +287,11 @@ class SynchronousUpdate(Update):
 
     def synchronize(self) -> None:
         if self.stepper.finish():
-            for sharing in self._stages.sharings:
-                sharing.share_first_weights()
+            self._share_weights()
+
+    def _share_weights(self) -> None:
+        for sharing in self._stages.sharings:
+            sharing.share_first_weights()
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self.stepper.close()
