@@ -179,3 +179,32 @@ def test_a_refused_step_changes_nothing_at_any_level(
     zero: str, update: str, offload: str, refused: int, warm_ranks: Callable[[int], Ranks]
 ) -> None:
     _check_a_refused_step(f"data=2 {zero} offload={offload} {update}", warm_ranks, refused=refused)
+
+
+def _change_a_weight(plan: str) -> list[str]:
+    """Which calls raise, when all ranks change a weight of which one rank holds a part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+    raised = []
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss, smallest_unit=1) as engine:
+        for name in ("step", "evaluate", "step"):
+            for step in range(2):
+                engine.step(engine.local(vectors(step)))
+            with torch.no_grad():
+                if engine.mesh.position.pipeline == engine.mesh.plan.pipeline - 1:
+                    model[-1].bias.add_(0.1)  # type: ignore[operator]
+            try:
+                getattr(engine, name)(engine.local(vectors(2)))
+            except UserError as error:
+                raised.append(f"{name}: {error}")
+        engine.evaluate(engine.local(vectors(2)))
+    return raised
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "pipeline=2 microbatches=2"])
+def test_a_change_that_is_lost_is_an_error_on_every_rank(
+    plan: str, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    for raised in warm_ranks(2).run(_change_a_weight, f"{plan} offload=optimizer delay=1"):
+        assert [each.split(":")[0] for each in raised] == ["step", "evaluate", "step"]
+        assert all("a weight was changed between two steps" in each for each in raised)

@@ -81,7 +81,6 @@ class HostStepper(LocalStepper):
         """Before the gradients of the last step are overwritten."""
         self._worker.check()
         self._finish_stores(0)
-        self._check_unchanged()
 
     def start_update(self, number: int) -> None:
         self._number = number
@@ -209,12 +208,15 @@ class HostStepper(LocalStepper):
             self._worker.check()
         self.weights.wait([each.tensor for each in local])
 
+    @property
+    def loses_change(self) -> bool:  # type: ignore[override]
+        return bool(self.weights.changed_twins())
+
     def finish(self) -> bool:
         self._worker.wait()
         self._finish_stores(0)
         was_late = self._is_late
         if was_late:
-            self._check_unchanged()
             self._send_delayed()
             self._is_late = False
         self.weights.wait_all()
@@ -224,18 +226,6 @@ class HostStepper(LocalStepper):
         """Bring the weights of the update before to the device, which has no more use for older ones."""
         self._worker.wait()
         self.weights.send_delayed()
-
-    def _check_unchanged(self) -> None:
-        """With a delay, weights that come up would overwrite what the user has written."""
-        changed = self.weights.changed_twins()
-        if changed:
-            for twin in changed:
-                twin.version = twin.current_version()
-            raise UserError(
-                f"{', '.join(twin.local.name for twin in changed)} changed between two steps: with delay=1 "
-                "the update of the last step is still to come, and would overwrite the change; call "
-                "engine.synchronize() before you change weights. This change is lost"
-            )
 
     # State.
 

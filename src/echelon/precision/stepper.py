@@ -36,6 +36,7 @@ class Stepper(ABC):
 
     by_unit = False  # whether weights are on the device one unit at a time
     on_host = False  # whether it updates what lies in host memory
+    loses_change = False  # whether an update that is late will overwrite what the user has written
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
         """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""

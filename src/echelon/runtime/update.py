@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.data_parallel import Problem, squared_norm
+from echelon.errors import UserError
+from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
 from echelon.precision import LossScaling, Stepper
@@ -154,6 +157,7 @@ class SynchronousUpdate(Update):
 
     def start_step(self) -> Number | None:
         self.stepper.start_step()
+        self._loses_change = self.stepper.loses_change
         self._stages.start_step()
         if self.units is not None:
             self.units.start_step(self.number)
@@ -166,7 +170,9 @@ class SynchronousUpdate(Update):
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
-        summed = torch.cat([tally, square.view(1), self._stages.problem_flags(tally.device)])
+        flags = self._stages.problem_flags(tally.device)
+        flags[list(Problem).index(Problem.LOST_CHANGE)] += float(self._loses_change)
+        summed = torch.cat([tally, square.view(1), flags])
         _sum(summed, self._group)
         if self.units is not None:
             _flag_wrong_count(summed, self.units)
@@ -286,8 +292,10 @@ class SynchronousUpdate(Update):
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
     def synchronize(self) -> None:
+        loses_change = self.stepper.loses_change
         if self.stepper.finish():
             self._share_weights()
+            check_on_every_rank(partial(_check_unchanged, loses_change=loses_change))
 
     def _share_weights(self) -> None:
         for sharing in self._stages.sharings:
@@ -306,6 +314,11 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _check_unchanged(*, loses_change: bool) -> None:
+    if loses_change:
+        raise UserError(Problem.LOST_CHANGE.value)
 
 
 def _own_counter(part: str, value: Number) -> OwnedSlice:
