@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 
@@ -208,3 +209,40 @@ def test_a_change_that_is_lost_is_an_error_on_every_rank(
     for raised in warm_ranks(2).run(_change_a_weight, f"{plan} offload=optimizer delay=1"):
         assert [each.split(":")[0] for each in raised] == ["step", "evaluate", "step"]
         assert all("a weight was changed between two steps" in each for each in raised)
+
+
+def _losses_with_looks(plan: str, *, looks: bool = True, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    with echelon.parallelize(
+        model, f"precision=fp64 {plan}", optimizer=adamw, loss=mean_loss, smallest_unit=1, **options
+    ) as engine:
+        losses = []
+        for step in range(6):
+            losses.append(engine.step(engine.local(vectors(step))).loss)
+            if looks and step % 3:
+                engine.evaluate(engine.local(vectors(step)))
+                engine.full_state_dict()
+        return [*losses, engine.evaluate(engine.local(vectors(6))).loss]
+
+
+def _check_looks(plan: str, warm_ranks: Callable[[int], Ranks], **options: Any) -> None:
+    expected = _losses_with_looks("offload=optimizer delay=1", looks=False)
+    for losses in warm_ranks(2).run(partial(_losses_with_looks, **options), f"{plan} delay=1"):
+        assert losses == pytest.approx(expected, rel=1e-9), plan
+
+
+def test_a_look_changes_no_training(warm_ranks: Callable[[int], Ranks]) -> None:
+    _check_looks("data=2 zero=1 offload=optimizer", warm_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [*(f"data=2 {zero}" for zero in ZEROS), "pipeline=2 microbatches=2"])
+@pytest.mark.parametrize(
+    ("offload", "options"),
+    [("optimizer", {}), ("optimizer,parameters", {}), ("optimizer,parameters", {"resident_bytes": 2000})],
+)
+def test_a_look_changes_no_training_at_any_level(
+    plan: str, offload: str, options: dict[str, int], warm_ranks: Callable[[int], Ranks]
+) -> None:
+    _check_looks(f"{plan} offload={offload}", warm_ranks, **options)

@@ -91,6 +91,10 @@ class Update(ABC):
     def synchronize(self) -> None:  # noqa: B027 (nothing to do where every step ends with all ranks alike)
         """Bring the newest weights to every rank: before all ranks do something together between steps."""
 
+    def show_newest(self) -> None:
+        """The same for somebody who reads: the next step computes as if nobody had."""
+        self.synchronize()
+
     def log(self) -> list[Push]:
         """Which worker's step made which version: there is none where all make each version together."""
         return []
@@ -158,6 +162,8 @@ class SynchronousUpdate(Update):
     def start_step(self) -> Number | None:
         self.stepper.start_step()
         self._loses_change = self.stepper.loses_change
+        if self.stepper.go_back():
+            self._share_weights()
         self._stages.start_step()
         if self.units is not None:
             self.units.start_step(self.number)
@@ -292,8 +298,14 @@ class SynchronousUpdate(Update):
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
     def synchronize(self) -> None:
+        self._finish(for_a_look=False)
+
+    def show_newest(self) -> None:
+        self._finish(for_a_look=True)
+
+    def _finish(self, *, for_a_look: bool) -> None:
         loses_change = self.stepper.loses_change
-        if self.stepper.finish():
+        if self.stepper.finish(for_a_look=for_a_look):
             self._share_weights()
             check_on_every_rank(partial(_check_unchanged, loses_change=loses_change))
 
