@@ -313,18 +313,67 @@ def test_after_synchronize_nothing_is_late() -> None:
     assert_same(synchronized(), weights_after("data=1", 3))
 
 
+LOOKS: dict[str, Callable[[Engine], object]] = {
+    "evaluate": lambda engine: engine.evaluate(batch(0)),
+    "full_state_dict": Engine.full_state_dict,
+    "full_optimizer_state": Engine.full_optimizer_state,
+    "both": lambda engine: (engine.full_state_dict(), engine.evaluate(batch(0))),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_at_the_newest_weights_changes_no_training(look: str) -> None:
+    plan, undisturbed = "offload=optimizer delay=1", dict[str, Tensor]()
+    with make(plan) as engine:
+        for step in range(4):
+            engine.step(batch(step))
+            LOOKS[look](engine)
+        undisturbed = engine.full_state_dict()
+    assert_same(undisturbed, weights_after(plan, 4))
+
+
+def test_a_look_finds_the_newest_weights() -> None:
+    plan = "offload=optimizer delay=1"
+    with make(plan) as engine:
+        train(engine, range(2))
+        newest = weights_after(plan, 2)
+        assert_same(engine.full_state_dict(), newest)
+        whole = model()
+        whole.load_state_dict(newest)
+        inputs, targets = batch(5)
+        assert engine.evaluate((inputs, targets)).loss == pytest.approx(
+            mean_loss(whole(inputs), targets).item(), rel=1e-12
+        )
+        with torch.no_grad():
+            engine.module.blocks[1].weight.zero_()  # type: ignore[index,union-attr,operator]
+        with pytest.raises(UserError, match="a weight was changed between two steps"):
+            engine.step(batch(2))
+        assert_same(engine.full_state_dict(), newest)
+
+
+def test_after_a_look_synchronize_keeps_the_newest_weights() -> None:
+    with make("offload=optimizer delay=1") as engine:
+        for step in range(3):
+            engine.step(batch(step))
+            engine.full_state_dict()
+            engine.synchronize()
+        assert_same(engine.full_state_dict(), weights_after("data=1", 3))
+
+
 def test_a_change_of_weights_before_a_late_update_is_refused() -> None:
     with make("offload=optimizer delay=1") as engine:
         train(engine, range(2))
         with torch.no_grad():
             engine.module.blocks[1].weight.zero_()  # type: ignore[index,union-attr,operator]
-        with pytest.raises(UserError, match=r"blocks.1.weight changed between two steps.*synchronize"):
+        with pytest.raises(UserError, match=r"a weight was changed between two steps.*synchronize"):
             engine.step(batch(2))
-        engine.synchronize()
         with torch.no_grad():
             engine.module.blocks[1].weight.zero_()  # type: ignore[index,union-attr,operator]
-        engine.step(batch(2))
-        engine.synchronize()
+        engine.step(batch(2))  # nothing is pending
+        with torch.no_grad():
+            engine.module.blocks[1].weight.add_(1)  # type: ignore[index,union-attr,operator]
+        with pytest.raises(UserError, match=r"a weight was changed between two steps.*synchronize"):
+            engine.synchronize()
         weight = engine.full_state_dict()["blocks.1.weight"]
         assert weight.abs().max() < 0.1, "updated from zero"
 

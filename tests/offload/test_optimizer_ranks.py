@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import echelon
+from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.optim import SM3, Adafactor
 from echelon.verify import assert_equal, verify
@@ -129,3 +131,118 @@ def test_a_rank_moves_and_keeps_its_part(warm_ranks: Callable[[int], Ranks]) -> 
         assert rank["device"] == 0
         assert 2 * 4 * rank["numel"] <= rank["host"] < 2.2 * 4 * rank["numel"]
         assert rank["down"] == rank["up"] == 4 * rank["numel"]
+
+
+def _losses_around_a_refused_step(plan: str, refused: int, *, is_left_out: bool = False) -> list[float]:
+    """The losses of six steps but for the one that is refused, or is left out; then one of an evaluation. A
+    late update is on time for the step after it."""
+    torch.manual_seed(0)
+    sizes = (6, 16, 16, 5)
+    layers = [each for a, b in pairwise(sizes) for each in (nn.Linear(a, b), nn.Tanh())]
+    losses = []
+    with echelon.parallelize(
+        nn.Sequential(*layers), f"precision=fp64 {plan}", optimizer=adamw, loss=counting_loss, smallest_unit=1
+    ) as engine:
+        for step in range(6):
+            inputs, targets = vectors(step)
+            if step == refused and is_left_out:
+                engine.synchronize()
+            elif step == refused:
+                with pytest.raises(UserError, match="no replica had a sample"):
+                    engine.step(engine.local((inputs, torch.full_like(targets, -100))))
+            else:
+                losses.append(engine.step(engine.local((inputs, targets))).loss)
+        losses.append(engine.evaluate(engine.local(vectors(6))).loss)
+    return losses
+
+
+def counting_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return nn.functional.cross_entropy(output, targets, reduction="sum"), (targets >= 0).sum()
+
+
+def _check_a_refused_step(plan: str, warm_ranks: Callable[[int], Ranks], *, refused: int = 2) -> None:
+    reference = "offload=optimizer delay=1" if "delay=1" in plan else "data=1"
+    expected = _losses_around_a_refused_step(reference, refused, is_left_out=True)
+    for losses in warm_ranks(2).run(_losses_around_a_refused_step, plan, refused):
+        assert losses == pytest.approx(expected, rel=1e-9), plan
+
+
+@pytest.mark.parametrize("update", ["", "delay=1"])
+def test_a_refused_step_changes_nothing(update: str, warm_ranks: Callable[[int], Ranks]) -> None:
+    _check_a_refused_step(f"data=2 zero=1 offload=optimizer {update}", warm_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [0, 2])
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer,parameters"])
+@pytest.mark.parametrize(("zero", "update"), list(product(ZEROS, UPDATES)))
+def test_a_refused_step_changes_nothing_at_any_level(
+    zero: str, update: str, offload: str, refused: int, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    _check_a_refused_step(f"data=2 {zero} offload={offload} {update}", warm_ranks, refused=refused)
+
+
+def _change_a_weight(plan: str) -> list[str]:
+    """Which calls raise, when all ranks change a weight of which one rank holds a part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
+    raised = []
+    with echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss, smallest_unit=1) as engine:
+        for name in ("step", "evaluate", "step"):
+            for step in range(2):
+                engine.step(engine.local(vectors(step)))
+            with torch.no_grad():
+                if engine.mesh.position.pipeline == engine.mesh.plan.pipeline - 1:
+                    model[-1].bias.add_(0.1)  # type: ignore[operator]
+            try:
+                getattr(engine, name)(engine.local(vectors(2)))
+            except UserError as error:
+                raised.append(f"{name}: {error}")
+        engine.evaluate(engine.local(vectors(2)))
+    return raised
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "pipeline=2 microbatches=2"])
+def test_a_change_that_is_lost_is_an_error_on_every_rank(
+    plan: str, warm_ranks: Callable[[int], Ranks]
+) -> None:
+    for raised in warm_ranks(2).run(_change_a_weight, f"{plan} offload=optimizer delay=1"):
+        assert [each.split(":")[0] for each in raised] == ["step", "evaluate", "step"]
+        assert all("a weight was changed between two steps" in each for each in raised)
+
+
+def _losses_with_looks(plan: str, *, looks: bool = True, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    with echelon.parallelize(
+        model, f"precision=fp64 {plan}", optimizer=adamw, loss=mean_loss, smallest_unit=1, **options
+    ) as engine:
+        losses = []
+        for step in range(6):
+            losses.append(engine.step(engine.local(vectors(step))).loss)
+            if looks and step % 3:
+                engine.evaluate(engine.local(vectors(step)))
+                engine.full_state_dict()
+        return [*losses, engine.evaluate(engine.local(vectors(6))).loss]
+
+
+def _check_looks(plan: str, warm_ranks: Callable[[int], Ranks], **options: Any) -> None:
+    expected = _losses_with_looks("offload=optimizer delay=1", looks=False)
+    for losses in warm_ranks(2).run(partial(_losses_with_looks, **options), f"{plan} delay=1"):
+        assert losses == pytest.approx(expected, rel=1e-9), plan
+
+
+def test_a_look_changes_no_training(warm_ranks: Callable[[int], Ranks]) -> None:
+    _check_looks("data=2 zero=1 offload=optimizer", warm_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [*(f"data=2 {zero}" for zero in ZEROS), "pipeline=2 microbatches=2"])
+@pytest.mark.parametrize(
+    ("offload", "options"),
+    [("optimizer", {}), ("optimizer,parameters", {}), ("optimizer,parameters", {"resident_bytes": 2000})],
+)
+def test_a_look_changes_no_training_at_any_level(
+    plan: str, offload: str, options: dict[str, int], warm_ranks: Callable[[int], Ranks]
+) -> None:
+    _check_looks(f"{plan} offload={offload}", warm_ranks, **options)

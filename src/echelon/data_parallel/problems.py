@@ -20,3 +20,8 @@ class Problem(Enum):
         "were updated: gradients were divided by the wrong count. Go back to the weights before this step, "
         "and use update=step"
     )
+    LOST_CHANGE = (
+        "a weight was changed between two steps: with delay=1 the update of the step before was still to "
+        "come, and has overwritten the change; call engine.synchronize() before you change weights. This "
+        "change is lost"
+    )

@@ -210,7 +210,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
-        """The mean loss over the global batch, without training.
+        """The mean loss over the global batch with the newest weights, without training.
 
         `measure(output, targets)` returns one more total over a batch, as the number of right answers. It is
         computed from the same forward; `measured` of the result is its sum over the global batch, divided by
@@ -220,7 +220,7 @@ class Engine:
         check_measure(measure, self.plan)
         pair = self._reader.read(batch)
         self.ledger.start_step()
-        self.synchronize()
+        self._show_newest()
         modes = {module: module.training for module in self._modules}
         self._set_mode(training=False)
         try:
@@ -270,11 +270,22 @@ class Engine:
         ]
 
     def synchronize(self) -> None:
-        """Bring every rank to the newest weights: all ranks must call this, between steps."""
+        """Bring every rank to the newest weights: all ranks must call this, between steps.
+
+        With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
+        weights (`evaluate`, `full_state_dict`, `export`) changes no training.
+        """
+        self._finish_steps()
+        self._update.synchronize()
+
+    def _show_newest(self) -> None:
+        self._finish_steps()
+        self._update.show_newest()
+
+    def _finish_steps(self) -> None:
         self._check_open()
         self._check_steps()
         self._runner.drain()
-        self._update.synchronize()
 
     def full_state_dict(self, *, to: str | None = None) -> dict[str, Tensor]:
         """All weights and buffers, whole, under their original names, on every rank (copies).
@@ -329,7 +340,7 @@ class Engine:
                 yield key, tensor.cpu() if to_first else tensor
 
     def _assembly(self, chosen: Callable[[Slice], bool]) -> Assembly:
-        self.synchronize()
+        self._show_newest()
         owned = [each for each in self.owned() if each.slice.name != ENGINE and chosen(each.slice)]
         return Assembly(owned, self.mesh.group("all"), self.mesh.device)
 

@@ -101,7 +101,7 @@ class HostTwins:
         for dtype in dict.fromkeys(tensor.dtype for tensor in self._twins):
             of_type = [twin for twin in self.all if twin.local.tensor.dtype == dtype]
             own = [twin for twin in of_type if not self._is_in_place(twin)]
-            memory, views = _views_like(own, dtype, self._boundary.empty)
+            memory, views = views_like(own, dtype, self._boundary.empty)
             self._pinned.append(memory)
             for twin, view in zip(own, views, strict=True):
                 twin.weights = view
@@ -113,7 +113,7 @@ class HostTwins:
                 if not self._in_float32:
                     twin.updated.data = twin.weights
         if self.has_masters:
-            self._masters, views = _views_like(self.all, torch.float32, _plain_memory)
+            self._masters, views = views_like(self.all, torch.float32, _plain_memory)
             for twin, view in zip(self.all, views, strict=True):
                 twin.updated.data = view
         self.has_memory = True
@@ -170,7 +170,7 @@ class HostTwins:
                 self._scratch[use] = _plain_memory(size, dtype)
             return self._scratch[use]
 
-        _, copies = _views_like(twins, torch.float32, reuse)
+        _, copies = views_like(twins, torch.float32, reuse)
         torch._foreach_copy_(copies, list(values))
         return copies
 
@@ -212,7 +212,7 @@ def _stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype).expand(like.shape)
 
 
-def _views_like(
+def views_like(
     twins: Sequence[Twin], dtype: torch.dtype, empty: Callable[[int, torch.dtype], Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """New memory, and a view of it for each twin, with the shape and strides of the local parameter."""

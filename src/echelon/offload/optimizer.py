@@ -26,6 +26,7 @@ from echelon.offload.host_optimizer import DirectCall, HostCall, runs_beside
 from echelon.offload.host_ring import HostRing
 from echelon.offload.host_twins import HostTwins
 from echelon.offload.host_worker import HostWorker
+from echelon.offload.kept_weights import KeptWeights
 from echelon.offload.weight_return import WeightReturn
 from echelon.optim.local import Make, make_local
 from echelon.ownership import MASTER, LocalParameter
@@ -65,7 +66,9 @@ class HostStepper(LocalStepper):
         self._ring: HostRing | None = None
         self._stores: deque[list[Copy]] = deque()
         self._is_late = False  # whether an update is kept on the host
+        self._is_shown = False  # whether it has come up for a look
         self.weights = WeightReturn(boundary)
+        self._before = KeptWeights(twins, boundary)
         worker.on_error = self._hide_all
         self._watch_state_dicts()
         boundary.account("parameters", twins.parameter_storages)
@@ -81,7 +84,13 @@ class HostStepper(LocalStepper):
         """Before the gradients of the last step are overwritten."""
         self._worker.check()
         self._finish_stores(0)
-        self._check_unchanged()
+
+    def go_back(self) -> bool:
+        was_shown, self._is_shown = self._is_shown, False
+        if was_shown:
+            self.weights.delay_again(self._before.put_back())
+            self._is_late = True
+        return was_shown
 
     def start_update(self, number: int) -> None:
         self._number = number
@@ -209,12 +218,20 @@ class HostStepper(LocalStepper):
             self._worker.check()
         self.weights.wait([each.tensor for each in local])
 
-    def finish(self) -> bool:
+    @property
+    def loses_change(self) -> bool:  # type: ignore[override]
+        return bool(self.weights.changed_twins()) or self._before.is_changed()
+
+    def finish(self, *, for_a_look: bool = False) -> bool:
         self._worker.wait()
         self._finish_stores(0)
         was_late = self._is_late
+        if not for_a_look:
+            self._before.forget()
+        elif was_late:
+            self._before.keep(self.weights.delayed)
+        self._is_shown = for_a_look and (was_late or self._is_shown)
         if was_late:
-            self._check_unchanged()
             self._send_delayed()
             self._is_late = False
         self.weights.wait_all()
@@ -224,18 +241,6 @@ class HostStepper(LocalStepper):
         """Bring the weights of the update before to the device, which has no more use for older ones."""
         self._worker.wait()
         self.weights.send_delayed()
-
-    def _check_unchanged(self) -> None:
-        """With a delay, weights that come up would overwrite what the user has written."""
-        changed = self.weights.changed_twins()
-        if changed:
-            for twin in changed:
-                twin.version = twin.current_version()
-            raise UserError(
-                f"{', '.join(twin.local.name for twin in changed)} changed between two steps: with delay=1 "
-                "the update of the last step is still to come, and would overwrite the change; call "
-                "engine.synchronize() before you change weights. This change is lost"
-            )
 
     # State.
 
@@ -254,7 +259,8 @@ class HostStepper(LocalStepper):
 
     def host_bytes(self) -> int:
         """What this will take of the host's memory: weights, masters, state and gradients."""
-        return self._twins.num_bytes(self.optimizer) + self._ring_bytes()
+        kept = self._before.num_bytes() if self._delay else 0
+        return self._twins.num_bytes(self.optimizer) + self._ring_bytes() + kept
 
     def close(self) -> None:
         """Finish what is under way, if it can be, and end the thread."""

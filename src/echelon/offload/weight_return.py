@@ -57,6 +57,16 @@ class WeightReturn:
     def _earlier(self, twins: Sequence[Twin]) -> list[Copy]:
         return [self._last[each.local.tensor] for each in twins if each.local.tensor in self._last]
 
+    @property
+    def delayed(self) -> list[Returning]:
+        """The updates that were kept back."""
+        return self._delayed
+
+    def delay_again(self, updates: Sequence[Returning]) -> None:
+        """The device has the weights of before these updates again."""
+        self._delayed = list(updates)
+        self.record_versions(twin for each in updates for twin in each.twins)
+
     def send_delayed(self) -> None:
         """All updates that were kept back are made: send their weights."""
         for kept in self._delayed:

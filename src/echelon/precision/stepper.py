@@ -36,6 +36,7 @@ class Stepper(ABC):
 
     by_unit = False  # whether weights are on the device one unit at a time
     on_host = False  # whether it updates what lies in host memory
+    loses_change = False  # whether an update that is late will overwrite what the user has written
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, deferred: bool) -> None:
         """`deferred`: factor and skip stay on the device, as far as the optimizer can take them there."""
@@ -75,9 +76,14 @@ class Stepper(ABC):
     def wait(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (an update is over when `step` is)
         """Return when the new weights of local parameters are there."""
 
-    def finish(self) -> bool:
+    def finish(self, *, for_a_look: bool = False) -> bool:  # noqa: ARG002
         """Return when no update is under way, and the newest weights are there: true, if ranks must share
-        them again, since an update was kept back."""
+        them again, since an update was kept back. `for_a_look`: `go_back` undoes that before the next step.
+        """
+        return False
+
+    def go_back(self) -> bool:
+        """Between two steps: keep back again what came up for a look; true, if ranks must share weights."""
         return False
 
     def close(self) -> None:  # noqa: B027

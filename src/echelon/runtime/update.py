@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from echelon.collectives import Group
 from echelon.data_parallel import Problem, squared_norm
+from echelon.errors import UserError
+from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
 from echelon.precision import LossScaling, Stepper
@@ -88,6 +91,10 @@ class Update(ABC):
     def synchronize(self) -> None:  # noqa: B027 (nothing to do where every step ends with all ranks alike)
         """Bring the newest weights to every rank: before all ranks do something together between steps."""
 
+    def show_newest(self) -> None:
+        """The same for somebody who reads: the next step computes as if nobody had."""
+        self.synchronize()
+
     def log(self) -> list[Push]:
         """Which worker's step made which version: there is none where all make each version together."""
         return []
@@ -154,6 +161,9 @@ class SynchronousUpdate(Update):
 
     def start_step(self) -> Number | None:
         self.stepper.start_step()
+        self._loses_change = self.stepper.loses_change
+        if self.stepper.go_back():
+            self._share_weights()
         self._stages.start_step()
         if self.units is not None:
             self.units.start_step(self.number)
@@ -166,7 +176,9 @@ class SynchronousUpdate(Update):
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
-        summed = torch.cat([tally, square.view(1), self._stages.problem_flags(tally.device)])
+        flags = self._stages.problem_flags(tally.device)
+        flags[list(Problem).index(Problem.LOST_CHANGE)] += float(self._loses_change)
+        summed = torch.cat([tally, square.view(1), flags])
         _sum(summed, self._group)
         if self.units is not None:
             _flag_wrong_count(summed, self.units)
@@ -199,8 +211,10 @@ class SynchronousUpdate(Update):
         """A microbatch without samples is an update that changes nothing, and so is one that overflows."""
         scaling = self._scaling
         if self.units is None:
-            self.stepper.start_update(self.number)
-            self.stepper.step(scaling.factor, scaling.skip)
+            # Weights that the host sends up would be waited for, and shared, by `publish`, which leaves it.
+            if not (self.stepper.on_host and self._is_left_out()):
+                self.stepper.start_update(self.number)
+                self.stepper.step(scaling.factor, scaling.skip)
         elif self.units.rehearsal is None:
             self.stepper.step(1.0, scaling.skip)
         if not self._steady:
@@ -225,14 +239,26 @@ class SynchronousUpdate(Update):
             self._last_count = torch.where(refused, before, self._count)
 
     def publish(self) -> None:
-        # The first time, ranks agree on the order in which gradients came, and a refused step may have had
-        # none. The first update of a parameter reads the flag too.
-        reads = not self.deferred or not self._has_published
-        if not (reads and self.refuses):
+        if self._is_left_out():
+            self._settle()
+        else:
             self._has_published = True
             self._stages.publish()
         if self.units is not None:
             self.units.has_updated = False
+
+    def _is_left_out(self) -> bool:
+        """Whether the step is known to be refused, and publishes nothing."""
+        # The first time, ranks agree on the order in which gradients came, and a refused step may have had
+        # none. The first update of a parameter reads the flag too.
+        reads = not self.deferred or not self._has_published
+        return reads and bool(self.refuses)
+
+    def _settle(self) -> None:
+        """End a refused step where the host updates. What an earlier step has left there comes up, as in a
+        step whose refusal nobody reads; so does what units have sent in the backward pass."""
+        if self.stepper.on_host and (self.stepper.finish() or self.units is not None):
+            self._share_weights()
 
     def agree(self, tally: Tensor) -> tuple[float, float]:
         summed = tally[:2].clone()
@@ -272,9 +298,20 @@ class SynchronousUpdate(Update):
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
 
     def synchronize(self) -> None:
-        if self.stepper.finish():
-            for sharing in self._stages.sharings:
-                sharing.share_first_weights()
+        self._finish(for_a_look=False)
+
+    def show_newest(self) -> None:
+        self._finish(for_a_look=True)
+
+    def _finish(self, *, for_a_look: bool) -> None:
+        loses_change = self.stepper.loses_change
+        if self.stepper.finish(for_a_look=for_a_look):
+            self._share_weights()
+            check_on_every_rank(partial(_check_unchanged, loses_change=loses_change))
+
+    def _share_weights(self) -> None:
+        for sharing in self._stages.sharings:
+            sharing.share_first_weights()
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         self.stepper.close()
@@ -289,6 +326,11 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _check_unchanged(*, loses_change: bool) -> None:
+    if loses_change:
+        raise UserError(Problem.LOST_CHANGE.value)
 
 
 def _own_counter(part: str, value: Number) -> OwnedSlice:
