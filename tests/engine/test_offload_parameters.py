@@ -135,6 +135,23 @@ def test_an_engine_gives_the_weights_of_one_device_back(resident_bytes: int) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("resident_bytes", [3 * UNIT, 10**9])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_resident_weights_that_the_host_updates_are_waited_for(update: str, resident_bytes: int) -> None:
+    """Whoever reads one between two steps, or uses it in the next, finds it new."""
+    plans = {"data=1": {}, f"offload=optimizer,parameters update={update}": {"resident_bytes": resident_bytes}}
+    seen = []
+    for plan, options in plans.items():
+        model = Layers()
+        with make(plan, model, **options) as engine:
+            losses = []
+            for step in range(3):
+                losses.append(engine.step(batch(step)).loss)
+                first = next(model.parameters()).detach().clone()
+        seen.append([torch.tensor(losses), first])
+    torch.testing.assert_close(*seen)
+
+
 def test_a_deferred_model_is_filled_in_host_memory() -> None:
     torch.manual_seed(3)
     model = echelon.deferred(Layers)

@@ -144,6 +144,11 @@ class Zero(Sharing):
     def local_parameters(self) -> list[LocalParameter]:
         return [local for _, local in self._local]
 
+    def kept_whole(self) -> list[LocalParameter]:
+        if self._shard_group.size > 1:  # parts are gathered, and waited for before that
+            return []
+        return [local for flat, local in self._local if flat.resident]
+
     def start_step(self) -> None:
         super().start_step()
         self._sums.drop()  # what a step that failed half-way has left
