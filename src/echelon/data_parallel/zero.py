@@ -208,7 +208,7 @@ class Zero(Sharing):
         self._agreement.close()
         self._share_parts([flat for flat in self._reduced if flat.resident])
         if self._host_updates:
-            self._share_standing()
+            self._share_standing([flat for flat in self._unit_of if flat.trainable])
         if self._in_backward:
             for _, local in self._local:
                 local.tensor.grad = None
@@ -220,16 +220,14 @@ class Zero(Sharing):
         return self.owned()
 
     def share_first_weights(self) -> None:
-        self._share_standing()
+        self._share_standing(list(self._unit_of))
         self._share_parts([flat for flat in self._unit_of if flat.resident])
 
-    def _share_standing(self) -> None:
+    def _share_standing(self, flats: Sequence[FlatUnit]) -> None:
         """Bring new parts of weights that stand whole in host memory to all ranks."""
         if self._shard_group.size > 1 and not self._gathers:
-            for flat in self._unit_of:
-                if flat.host is not None:
-                    with self._present(flat):
-                        pass  # it is put back whole
+            for _ in self._one_by_one([flat for flat in flats if flat.host is not None]):
+                pass  # each is put back whole
 
     def _share_parts(self, resident: Sequence[FlatUnit]) -> None:
         """Bring new parts of weights that stay whole to all ranks."""
@@ -332,12 +330,17 @@ class Zero(Sharing):
             for flat in self._unit_of
             if flat.trainable and (not self._in_backward or not waiting.isdisjoint(_parameters(flat)))
         ]
+        for flat in self._one_by_one(flats):
+            yield flat.local_parameters()
+
+    def _one_by_one(self, flats: Sequence[FlatUnit]) -> Iterator[FlatUnit]:
+        """Each is on the device until the next is asked for, which is on its way meanwhile."""
         for place, flat in enumerate(flats):
             with self._group.ledger.about("parameters"):
                 for following in flats[place : place + 1 + self._prefetch]:
                     following.fetch()
             with self._present(flat):
-                yield flat.local_parameters()
+                yield flat
 
     def _make_room(self) -> None:
         """No pass follows in this step: units that stand in host memory come for their update next."""
