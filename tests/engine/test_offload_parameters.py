@@ -187,7 +187,26 @@ def test_a_model_that_changes_its_weights_in_a_pass_is_refused() -> None:
 
     model[0].register_forward_hook(change)
     engine = make("offload=parameters", model, audit="off")
-    with pytest.raises(UserError, match="changed in place during a forward or backward pass"), engine:
+    with (
+        pytest.raises(UserError, match=r"and with offload=parameters the change .* data=1 without offload"),
+        engine,
+    ):
+        engine.step(batch())
+
+
+def test_a_backward_pass_through_a_backward_pass_is_refused() -> None:
+    """On the device are only the weights of a part of the model."""
+
+    def loss_of_slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+        (slopes,) = torch.autograd.grad(outputs.square().sum(), slope_of, create_graph=True)
+        return F.mse_loss(outputs, targets) + slopes.square().sum()
+
+    slope_of: list[Tensor] = []
+    model = Layers()
+    model[2].register_forward_hook(lambda *results: slope_of.append(results[-1]))
+    engine = make("offload=parameters", model, loss=loss_of_slopes)
+    message = r"with offload=parameters weights are freed .* \(create_graph=True\) .*; drop offload"
+    with pytest.raises(UserError, match=message), engine:
         engine.step(batch())
 
 

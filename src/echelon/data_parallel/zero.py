@@ -21,7 +21,7 @@ Ranks must issue their messages in the same order. Units are therefore reduced i
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flat import FlatUnit, UnitMemory, lost_change
+from echelon.data_parallel.flat import Comings, FlatUnit, UnitMemory, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.host_weights import HostPlace, HostRun
@@ -297,9 +297,9 @@ class Zero(Sharing):
 
     def end_watch(self) -> None:
         if self._moves:
-            names = [name for flat in self._unit_of for name in flat.end_watch()]
-            if names:
-                raise lost_change(names)
+            changed = {flat: names for flat in self._unit_of if (names := flat.end_watch())}
+            if changed:
+                raise lost_change([name for names in changed.values() for name in names], self._comings(changed))
 
     def reallocate(self) -> None:
         assert not self._moves, "weights that come and go have no memory of their own"
@@ -406,14 +406,20 @@ class Zero(Sharing):
 
     def _enter(self, use: Use, backward: bool) -> None:
         if backward and torch.is_grad_enabled():
+            comings = self._comings(self._unit_of)
             raise UserError(
-                "zero=3 frees weights after the backward pass, and a backward pass through it "
-                "(create_graph=True) would need them again; use zero=2"
+                f"with {comings} weights are freed after the backward pass, and a backward pass through it "
+                f"(create_graph=True) would need them again; {comings.way_out}"
             )
         with explain_mismatch():
             self.residency.enter(use.unit, backward=backward)
         if backward:
             self._uses.append(use)
+
+    def _comings(self, flats: Iterable[FlatUnit]) -> Comings:
+        """Why some of these units come and go."""
+        each = [flat.comings for flat in flats]
+        return Comings(any(one.gathers for one in each), any(one.fetches for one in each))
 
     def _leave(self, use: Use) -> None:
         self.residency.leave(use.unit)
@@ -450,9 +456,9 @@ def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:
     if not flat.is_gathered:
         name = next(name for name, p in flat.parameters if p is parameter)
         raise UserError(
-            f"{name} was used while it was not gathered: at zero=3 a weight is there only while the "
-            "module that owns it runs; call that module instead of reading its weight, let its output "
-            "hold tensors that torch can see, or use zero=2"
+            f"{name} was used while it was not gathered: with {flat.comings} a weight is there only while "
+            "the module that owns it runs; call that module instead of reading its weight, let its output "
+            f"hold tensors that torch can see, or {flat.comings.way_out}"
         )
 
 
