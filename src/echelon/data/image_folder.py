@@ -5,7 +5,8 @@
     flowers/tulip/3.webp
 
 Which images are for validation is decided by the hash of their names: the same on every machine, and an image
-stays where it is when others are added.
+stays where it is when others are added. Only where the hashes leave no image of a class to train on, the image
+whose hash is the largest is trained on.
 """
 
 import hashlib
@@ -35,9 +36,11 @@ class ImageFile:
     path: str
     label: int
 
-    def is_for_validation(self, fraction: float) -> bool:
+    @property
+    def hash(self) -> int:
+        """Below 2⁶⁴."""
         digest = hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") < fraction * 2**64
+        return int.from_bytes(digest[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,12 @@ class ImageFolder:
 
     def split(self, split: Split, fraction: float, side: int) -> "FolderImages":
         """The images to train on, or those to validate on."""
-        is_validation = split == "validation"
-        chosen = [file for file in self.files if file.is_for_validation(fraction) == is_validation]
+        hashes = {file: file.hash for file in self.files}
+        last: dict[int, ImageFile] = {}  # of each class
+        for file in self.files:
+            last[file.label] = max(last.get(file.label, file), file, key=hashes.__getitem__)
+        trained = {file for file in self.files if hashes[file] >= fraction * 2**64} | set(last.values())
+        chosen = [file for file in self.files if (file in trained) == (split == "train")]
         return FolderImages(self.root, chosen, side)
 
 
