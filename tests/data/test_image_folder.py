@@ -101,3 +101,14 @@ def test_all_broken_images_are_named_up_to_a_number(tmp_path: Path, monkeypatch:
     assert all(name in error for name, error in zip(("a/x.png", "a/y.png", "b/z.png"), errors, strict=True))
     monkeypatch.setattr(image_folder, "MOST_ERRORS", 1)
     assert images.errors()[1:] == ["2 more images cannot be used either"]
+
+
+def test_every_file_of_a_large_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_classes(tmp_path, 5)
+    broken = ["a/1.png", "a/3.png", "b/2.png"]
+    for name in broken:
+        (tmp_path / name).write_text("no image")
+    images = open_image_folder(tmp_path).split("train", 0.0, 8)
+    monkeypatch.setattr(image_folder, "MOST_CHECKED", 2)
+    assert [name for name in broken if any(name in error for error in images.errors())] == broken
+    assert len(images._kept) == 2

@@ -18,14 +18,14 @@ from typing import Literal
 
 import numpy as np
 
-from echelon.data.image_decoding import Pixels, decode_image, pillow
+from echelon.data.image_decoding import Pixels, check_image, decode_image, pillow
 from echelon.data.sources import unreadable
 from echelon.errors import UserError, raise_errors
 
 Split = Literal["train", "validation"]
 
 MOST_ERRORS = 20  # of files, in one message
-MOST_CHECKED = 20_000  # images of a split that are decoded before a training
+MOST_CHECKED = 20_000  # images of a split that are decoded before a training; the others are opened
 LARGEST_CACHE = 2**30  # bytes of decoded images that a process keeps for each split
 
 
@@ -118,11 +118,16 @@ class FolderImages:
         return np.stack(squares) if squares else np.empty((0, 3, self.side, self.side), np.uint8)
 
     def errors(self) -> list[str]:
-        """Decodes every image, or so many spread over a large folder; errors of those that cannot be used."""
+        """Decodes every image, or so many spread over a large folder, of which all other files are opened;
+        errors of those that cannot be used."""
         errors: list[str] = []
-        for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int)):
+        decoded = set(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int).tolist())
+        for index, file in enumerate(self._files):
             try:
-                self._decode(int(index))
+                if index in decoded:
+                    self._decode(index)
+                else:
+                    check_image(self._root / file.path, self.side)
             except UserError as refusal:
                 errors.append(refusal.title)
         if len(errors) > MOST_ERRORS:
