@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.data.image_decoding import decode_image
+from echelon.data.image_decoding import check_image, decode_image
 from echelon.errors import UserError
 from tests.data.image_files import RED, halves, save_colour
 
@@ -90,6 +90,42 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=r"cut\.png: cannot be read as an image \(.*truncated"):
         decode_image(tmp_path / "cut.png", 8)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("read", [decode_image, check_image])
+def test_what_could_be_a_bomb_is_refused(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow only warns of it, up to twice its limit."""
+    path = save_colour(tmp_path / "a.png", size=(12, 12))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"a\.png: is 12 × 12, more than 100 pixels"):
+        read(path, 8)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 144)
+    read(path, 8)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "gif", "tiff"])
+def test_a_file_that_is_cut_off_is_found_without_decoding_most_files(suffix: str, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype(np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(path)
+    check_image(path, 8)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=rf"a\.{suffix}: cannot be read as an image"):
+        check_image(path, 8)
+
+
+def test_a_check_refuses_what_decoding_refuses(tmp_path: Path) -> None:
+    Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "float.tiff")
+    (tmp_path / "text.png").write_text("no image")
+    save_colour(tmp_path / "strip.png", size=(210, 10))
+    for name in ("float.tiff", "text.png", "strip.png"):
+        errors = []
+        for read in (decode_image, check_image):
+            with pytest.raises(UserError) as caught:
+                read(tmp_path / name, 8)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
 
 
 def test_without_pillow_the_fix_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from echelon.data import image_folder
-from echelon.data.image_folder import ImageFile, open_image_folder
+from echelon.data.image_folder import ImageFile, ImageFolder, Split, open_image_folder
 from echelon.errors import UserError
 from tests.data.image_files import save_colour, two_classes
 
@@ -54,11 +54,29 @@ def test_the_split_follows_from_names_alone(tmp_path: Path) -> None:
     parts = {split: folder.split(split, 0.3, 8) for split in ("train", "validation")}
     assert len(parts["train"]) + len(parts["validation"]) == 120
     assert 20 <= len(parts["validation"]) <= 55
-    before = {file.path for file in folder.files if file.is_for_validation(0.3)}
+    before = paths(folder, "validation", 0.3)
     save_colour(tmp_path / "a" / "new.png")
-    after = {file.path for file in open_image_folder(tmp_path).files if file.is_for_validation(0.3)}
+    after = paths(open_image_folder(tmp_path), "validation", 0.3)
     assert after - {"a/new.png"} == before
     assert len(folder.split("validation", 0.0, 8)) == 0
+
+
+def paths(folder: ImageFolder, split: Split, fraction: float) -> set[str]:
+    return {file.path for file in folder.split(split, fraction, 8)._files}
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.999999])
+def test_every_class_has_an_image_to_train_on(fraction: float, tmp_path: Path) -> None:
+    """A model never saw a class all of whose hashes fell into validation."""
+    for index in range(20):
+        for number in range(1 + index % 3):
+            save_colour(tmp_path / f"class{index}" / f"{number}.png")
+    folder = open_image_folder(tmp_path)
+    training, validation = paths(folder, "train", fraction), paths(folder, "validation", fraction)
+    assert {path.split("/")[0] for path in training} == set(folder.class_names)
+    assert training | validation == {file.path for file in folder.files}
+    assert not training & validation
+    assert validation
 
 
 def test_an_image_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +101,14 @@ def test_all_broken_images_are_named_up_to_a_number(tmp_path: Path, monkeypatch:
     assert all(name in error for name, error in zip(("a/x.png", "a/y.png", "b/z.png"), errors, strict=True))
     monkeypatch.setattr(image_folder, "MOST_ERRORS", 1)
     assert images.errors()[1:] == ["2 more images cannot be used either"]
+
+
+def test_every_file_of_a_large_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_classes(tmp_path, 5)
+    broken = ["a/1.png", "a/3.png", "b/2.png"]
+    for name in broken:
+        (tmp_path / name).write_text("no image")
+    images = open_image_folder(tmp_path).split("train", 0.0, 8)
+    monkeypatch.setattr(image_folder, "MOST_CHECKED", 2)
+    assert [name for name in broken if any(name in error for error in images.errors())] == broken
+    assert len(images._kept) == 2

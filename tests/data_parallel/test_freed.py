@@ -92,7 +92,7 @@ def test_a_weight_whose_engine_is_gone_says_so() -> None:
     parameter = nn.Parameter(torch.ones(3))
     unit = freed_unit(parameter)
     del unit
-    with pytest.raises(UserError, match=r"layer.weight has no values on this rank: its engine .* is gone"):
+    with pytest.raises(UserError, match=r"layer.weight has no values on this rank: its engine is gone"):
         parameter.sum()
 
 

@@ -7,8 +7,12 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Ledger, RecordingGroup
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.data_parallel.flat import FlatUnit
+from echelon.data_parallel import Zero
 from echelon.data_parallel.host_weights import HostPlace, HostWeights
 from echelon.errors import UserError
+from echelon.wrapping import Wrapping
+from tests.groups import DeferredGroup
+from tests.sets import set_of
 
 
 def host_weights(values: Tensor) -> HostWeights:
@@ -140,3 +144,16 @@ def test_a_read_between_steps_says_where_the_weight_is() -> None:
     unit = unit_of(RecordingGroup("shard"), whole=True)
     with pytest.raises(UserError, match="with offload=parameters it lies in host memory"):
         unit.parameters[0][1].sum()
+
+
+def test_ranks_share_what_the_host_has_updated_and_no_frozen_weights() -> None:
+    """The next unit is on its way while ranks share one."""
+    group, model = DeferredGroup(), nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    model[1].requires_grad_(False)
+    place = HostPlace(PretendedBoundary(group.ledger), updates=True)
+    sharing = Zero(set_of(model, group), 1, Wrapping(), host=place)
+    group.ledger.start_step()
+    sharing.publish()
+    moves = [move.operation for move in group.ledger.moves if move.subject == "parameters"]
+    shared = ["all_gather", "store"]
+    assert moves == ["fetch", "fetch", *shared, "fetch", *shared, *shared]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives import RecordingGroup
-from echelon.data_parallel import ShardGroups, Zero
+from echelon.collectives import Ledger, RecordingGroup
+from echelon.collectives.boundary import PretendedBoundary
+from echelon.data_parallel import HostPlace, ShardGroups, Zero
 from echelon.wrapping import Wrapping
 from tests.cases import mean_loss, vectors
 from tests.groups import DeferredGroup
@@ -244,7 +245,20 @@ def test_a_gradient_that_is_computed_while_its_weight_is_not_gathered_is_refused
         sharing.reduce()
         assert all(local.tensor.grad is not None for local in sharing.local_parameters())
         return
-    with pytest.raises(echelon.UserError, match=r"first\.layer\.\w+ was used while it was not gathered"):
+    message = r"first\.layer\.\w+ was used while it was not gathered: with zero=3 .* or use zero=2$"
+    with pytest.raises(echelon.UserError, match=message):
+        total.backward()
+
+
+def test_weights_that_are_fetched_are_named_by_what_fetches_them() -> None:
+    model = Hidden()
+    place = HostPlace(PretendedBoundary(Ledger()))
+    sharing = Zero(set_of(model, RecordingGroup("data")), 1, Wrapping(), prefetch=0, host=place)
+    sharing.start_step()
+    inputs, targets = vectors(0)
+    total = mean_loss(model(inputs), targets)
+    sharing.start_backward(last=True)
+    with pytest.raises(echelon.UserError, match="with offload=parameters .* or drop offload=parameters"):
         total.backward()
 
 

@@ -135,6 +135,23 @@ def test_an_engine_gives_the_weights_of_one_device_back(resident_bytes: int) -> 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("resident_bytes", [3 * UNIT, 10**9])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_resident_weights_that_the_host_updates_are_waited_for(update: str, resident_bytes: int) -> None:
+    """Whoever reads one between two steps, or uses it in the next, finds it new."""
+    plans = {"data=1": {}, f"offload=optimizer,parameters update={update}": {"resident_bytes": resident_bytes}}
+    seen = []
+    for plan, options in plans.items():
+        model = Layers()
+        with make(plan, model, **options) as engine:
+            losses = []
+            for step in range(3):
+                losses.append(engine.step(batch(step)).loss)
+                first = next(model.parameters()).detach().clone()
+        seen.append([torch.tensor(losses), first])
+    torch.testing.assert_close(*seen)
+
+
 def test_a_deferred_model_is_filled_in_host_memory() -> None:
     torch.manual_seed(3)
     model = echelon.deferred(Layers)
@@ -170,7 +187,26 @@ def test_a_model_that_changes_its_weights_in_a_pass_is_refused() -> None:
 
     model[0].register_forward_hook(change)
     engine = make("offload=parameters", model, audit="off")
-    with pytest.raises(UserError, match="changed in place during a forward or backward pass"), engine:
+    with (
+        pytest.raises(UserError, match=r"and with offload=parameters the change .* data=1 without offload"),
+        engine,
+    ):
+        engine.step(batch())
+
+
+def test_a_backward_pass_through_a_backward_pass_is_refused() -> None:
+    """On the device are only the weights of a part of the model."""
+
+    def loss_of_slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+        (slopes,) = torch.autograd.grad(outputs.square().sum(), slope_of, create_graph=True)
+        return F.mse_loss(outputs, targets) + slopes.square().sum()
+
+    slope_of: list[Tensor] = []
+    model = Layers()
+    model[2].register_forward_hook(lambda *results: slope_of.append(results[-1]))
+    engine = make("offload=parameters", model, loss=loss_of_slopes)
+    message = r"with offload=parameters weights are freed .* \(create_graph=True\) .*; drop offload"
+    with pytest.raises(UserError, match=message), engine:
         engine.step(batch())
 
 

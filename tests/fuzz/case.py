@@ -29,6 +29,8 @@ def case_of(training: RandomTraining) -> Case:
     options: dict[str, Any] = {"prefetch": training.prefetch}
     if training.smallest_unit == 0:
         options["smallest_unit"] = 0
+    if training.resident_bytes:
+        options["resident_bytes"] = training.resident_bytes
     if training.plan.precision == "fp16":
         options["loss_scale"] = _SCALES[training.seed % len(_SCALES)]
     return Case(

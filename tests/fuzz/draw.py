@@ -40,6 +40,7 @@ _TOGETHER: dict[str, Wish] = {
     "checkpoints": {"tensor": 2, "recompute": "full"},
     "contiguous": {"zero": 2, "data": 2},
     "delay": {"offload": ("optimizer",)},
+    "resident_bytes": {"offload": ("optimizer", "parameters")},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
 

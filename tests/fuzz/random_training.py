@@ -37,6 +37,7 @@ class RandomTraining:
     steps: int = 3
     prefetch: int = 1
     smallest_unit: int = 0
+    resident_bytes: int = 0
     seed: int = 0
 
     @property

@@ -87,6 +87,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "steps": (3, 4, 5),
     "prefetch": (1, 0, 2),
     "smallest_unit": (0, 4096),
+    "resident_bytes": (0, 3000, 10**9),
     "seed": (0, 1, 2, 3),
 }
 FIELDS = (*_CANDIDATES, "samples")
@@ -297,6 +298,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
         ("zero", "offload", "prefetch"),
         lambda v: v["zero"] == 3 or "parameters" in v["offload"] or v["prefetch"] == 1,
     )
+    yield ("offload", "resident_bytes"), lambda v: "parameters" in v["offload"] or v["resident_bytes"] == 0
 
 
 _RULES = tuple(_rules())

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("warm_contract")
 
 SETS = [",".join(chosen) for count in (1, 2, 3) for chosen in combinations(OFFLOADS, count)]
 ALL = ",".join(OFFLOADS)
+SOME_BYTES = 32_000  # hold some of the model's units, and not others
 PLANS = [
     "data=1",
     *(f"data=2 zero={zero}" for zero in range(4)),
@@ -38,6 +39,25 @@ def case(plan: str, **changes: Any) -> Case:
 @pytest.mark.parametrize("plan", ["data=1", "data=2 zero=1", "data=2 zero=3 update=backward recompute=full"])
 def test_all_offloads_are_equal_to_one_device(plan: str) -> None:
     assert_equal(case(plan), f"{plan} offload={ALL}")
+
+
+def resident(plan: str, num_bytes: int) -> Case:
+    return case(plan, options={"smallest_unit": 0, "resident_bytes": num_bytes})
+
+
+def test_resident_weights_are_equal_to_one_device() -> None:
+    """Some units stay on the device; the host sends their new weights, and nobody gathers them."""
+    assert_equal(resident("data=1", SOME_BYTES), "offload=optimizer,parameters")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [SOME_BYTES, 10**9])
+@pytest.mark.parametrize("offloads", ["parameters", "optimizer,parameters"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_resident_weights_are_equal_to_one_device_in_every_plan(
+    plan: str, offloads: str, num_bytes: int
+) -> None:
+    assert_equal(resident(plan, num_bytes), f"{plan} offload={offloads}")
 
 
 @pytest.mark.slow

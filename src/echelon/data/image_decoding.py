@@ -5,6 +5,8 @@ clipped, transparent pixels become white, and the rotation that a camera noted (
 resized so that its shorter edge is `side`, and its middle is taken.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +21,48 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8]
 
 MOST_STRETCHED = 20  # the longer edge of an image, in shorter edges: the middle of a strip shows nothing
+_JPEG_END, _TAIL = b"\xff\xd9", 2**16  # the marker of its end, and how many last bytes have it
 
 
 def decode_image(path: Path, side: int) -> Pixels:
     """The image of a file, uint8 [3, side, side]. Raises a UserError that names the file."""
+    with _opened(path) as image:
+        image.load()
+        return _square(_to_rgb(image), side)
+
+
+def check_image(path: Path, side: int) -> None:
+    """Raise as `decode_image` does. Files of the usual kinds are not decoded: their headers, the checksums of
+    a PNG and the end of a JPEG tell."""
+    with _opened(path) as image:
+        _check_mode(image)
+        _check_shape(image)
+        tells = image.format == "PNG" or (image.format == "JPEG" and _ends_as_jpeg(path))
+        image.verify()
+    if not tells:
+        decode_image(path, side)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator["Image"]:
+    """The image of a file; what is raised inside names the file."""
     image_module = pillow()
     try:
         with image_module.open(path) as image:
-            image.load()
-            return _square(_to_rgb(image), side)
+            _check_number(image, image_module.MAX_IMAGE_PIXELS)
+            yield image
     except UserError as refusal:
         raise UserError(f"{path}: {refusal.title}") from None
-    # Pillow's plugins raise almost anything for a broken file; a warning of a bomb is an error too.
+    # Pillow's plugins raise almost anything for a broken file; a warning of a bomb may be an error.
     except Exception as error:
         reason = " ".join(str(error).replace(repr(str(path)), "it").split()) or type(error).__name__
         raise UserError(f"{path}: cannot be read as an image ({reason}); repair or remove it") from None
+
+
+def _ends_as_jpeg(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return _JPEG_END in file.read()
 
 
 def pillow() -> Any:
@@ -50,10 +79,7 @@ def _to_rgb(image: "Image") -> "Image":
     from PIL import ImageOps
 
     upright: Image = ImageOps.exif_transpose(image)
-    if upright.mode == "F":
-        raise UserError(
-            "has floating point pixels (mode F), whose range is not known; save it with 8 or 16 bits"
-        )
+    _check_mode(upright)
     if upright.mode == "I" or upright.mode.startswith("I;16"):
         upright = _from_16_bits(upright)
     if "A" in upright.getbands() or "transparency" in upright.info:
@@ -61,6 +87,32 @@ def _to_rgb(image: "Image") -> "Image":
         white = pillow().new("RGBA", seen.size, "white")
         upright = pillow().alpha_composite(white, seen)
     return upright.convert("RGB")
+
+
+def _check_number(image: "Image", most: int | None) -> None:
+    """Pillow itself warns, and refuses what is twice as large."""
+    width, height = image.size
+    if most is not None and width * height > most:
+        raise UserError(
+            f"is {width} × {height}, more than {most} pixels, which could be a decompression bomb; make it "
+            "smaller or remove it"
+        )
+
+
+def _check_mode(image: "Image") -> None:
+    if image.mode == "F":
+        raise UserError(
+            "has floating point pixels (mode F), whose range is not known; save it with 8 or 16 bits"
+        )
+
+
+def _check_shape(image: "Image") -> None:
+    width, height = image.size
+    if max(width, height) > MOST_STRETCHED * min(width, height):
+        raise UserError(
+            f"is {width} × {height}: one edge is more than {MOST_STRETCHED} times the other, and training "
+            "sees only the middle; cut or remove it"
+        )
 
 
 def _from_16_bits(image: "Image") -> "Image":
@@ -75,12 +127,8 @@ def _from_16_bits(image: "Image") -> "Image":
 
 
 def _square(image: "Image", side: int) -> Pixels:
+    _check_shape(image)
     width, height = image.size
-    if max(width, height) > MOST_STRETCHED * min(width, height):
-        raise UserError(
-            f"is {width} × {height}: one edge is more than {MOST_STRETCHED} times the other, and training "
-            "sees only the middle; cut or remove it"
-        )
     edge = min(width, height)
     left, top = (width - edge) / 2, (height - edge) / 2
     fitted = image.resize(

@@ -5,7 +5,8 @@
     flowers/tulip/3.webp
 
 Which images are for validation is decided by the hash of their names: the same on every machine, and an image
-stays where it is when others are added.
+stays where it is when others are added. Only where the hashes leave no image of a class to train on, the image
+whose hash is the largest is trained on.
 """
 
 import hashlib
@@ -17,14 +18,14 @@ from typing import Literal
 
 import numpy as np
 
-from echelon.data.image_decoding import Pixels, decode_image, pillow
+from echelon.data.image_decoding import Pixels, check_image, decode_image, pillow
 from echelon.data.sources import unreadable
 from echelon.errors import UserError, raise_errors
 
 Split = Literal["train", "validation"]
 
 MOST_ERRORS = 20  # of files, in one message
-MOST_CHECKED = 20_000  # images of a split that are decoded before a training
+MOST_CHECKED = 20_000  # images of a split that are decoded before a training; the others are opened
 LARGEST_CACHE = 2**30  # bytes of decoded images that a process keeps for each split
 
 
@@ -35,9 +36,11 @@ class ImageFile:
     path: str
     label: int
 
-    def is_for_validation(self, fraction: float) -> bool:
+    @property
+    def hash(self) -> int:
+        """Below 2⁶⁴."""
         digest = hashlib.sha256(self.path.encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") < fraction * 2**64
+        return int.from_bytes(digest[:8], "big")
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,12 @@ class ImageFolder:
 
     def split(self, split: Split, fraction: float, side: int) -> "FolderImages":
         """The images to train on, or those to validate on."""
-        is_validation = split == "validation"
-        chosen = [file for file in self.files if file.is_for_validation(fraction) == is_validation]
+        hashes = {file: file.hash for file in self.files}
+        last: dict[int, ImageFile] = {}  # of each class
+        for file in self.files:
+            last[file.label] = max(last.get(file.label, file), file, key=hashes.__getitem__)
+        trained = {file for file in self.files if hashes[file] >= fraction * 2**64} | set(last.values())
+        chosen = [file for file in self.files if (file in trained) == (split == "train")]
         return FolderImages(self.root, chosen, side)
 
 
@@ -111,11 +118,16 @@ class FolderImages:
         return np.stack(squares) if squares else np.empty((0, 3, self.side, self.side), np.uint8)
 
     def errors(self) -> list[str]:
-        """Decodes every image, or so many spread over a large folder; errors of those that cannot be used."""
+        """Decodes every image, or so many spread over a large folder, of which all other files are opened;
+        errors of those that cannot be used."""
         errors: list[str] = []
-        for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int)):
+        decoded = set(np.linspace(0, len(self) - 1, min(len(self), MOST_CHECKED)).astype(int).tolist())
+        for index, file in enumerate(self._files):
             try:
-                self._decode(int(index))
+                if index in decoded:
+                    self._decode(index)
+                else:
+                    check_image(self._root / file.path, self.side)
             except UserError as refusal:
                 errors.append(refusal.title)
         if len(errors) > MOST_ERRORS:

@@ -105,6 +105,11 @@ class FlatUnit:
         self._shown: list[Tensor] = []  # fingerprints of runs that have no other memory on the device
         self._is_updated = False  # in the backward pass of this step
 
+    @property
+    def comings(self) -> "Comings":
+        """What of the plan lets the whole weights come and go."""
+        return Comings(gathers=self._has_own_shard, fetches=self.host is not None)
+
     def local_parameters(self) -> list[LocalParameter]:
         """This rank's run of each parameter that its part touches, as memory an optimizer can update."""
         return self._local
@@ -283,7 +288,7 @@ class FlatUnit:
             self._versions = current
             for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
                 parameter.data = view
-            raise lost_change(names)
+            raise lost_change(names, self.comings)
 
     def _note_changed_runs(self) -> None:
         """Compare this rank's part with its shard, or with what was shown, without a wait for the device."""
@@ -466,9 +471,29 @@ def _differs(run: Tensor, other: Tensor) -> Tensor:
     return ~torch.isclose(run, other, rtol=0, atol=0, equal_nan=True).all()
 
 
-def lost_change(names: list[str]) -> UserError:
-    """With zero=3 nobody keeps what a pass writes into whole weights."""
+class Comings(NamedTuple):
+    """Why whole weights are on the device only for a time: they are gathered, fetched, or both."""
+
+    gathers: bool
+    fetches: bool
+
+    def __str__(self) -> str:
+        fields = [name for name, is_set in zip(("zero=3", "offload=parameters"), self, strict=True) if is_set]
+        return " and ".join(fields)
+
+    @property
+    def way_out(self) -> str:
+        """A change of the plan with which weights stay."""
+        if self.fetches:
+            return "use zero=2 without offload=parameters" if self.gathers else "drop offload=parameters"
+        return "use zero=2"
+
+
+def lost_change(names: list[str], comings: Comings) -> UserError:
+    """Where weights come and go, nobody keeps what a pass writes into them."""
+    without = " without offload=parameters" if comings.fetches else ""
     return UserError(
-        f"{', '.join(names)}: changed in place during a forward or backward pass, and with zero=3 the change "
-        "is lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
+        f"{', '.join(names)}: changed in place during a forward or backward pass, and with {comings} the "
+        f"change is lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
+        f"{without}"
     )

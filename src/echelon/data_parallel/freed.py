@@ -78,8 +78,8 @@ def _make_whole(parameter: FreedParameter) -> None:
     owner = read()
     if owner is None:
         raise UserError(
-            f"{name} has no values on this rank: its engine (zero=3) is gone, and has left each rank a part; "
-            "end an engine with engine.close(), which puts the model together"
+            f"{name} has no values on this rank: its engine is gone, and has left a part, or nothing, of it "
+            "here (zero=3, offload); end an engine with engine.close(), which puts the model together"
         )
     owner(name)
     assert type(parameter) is not FreedParameter, f"{name} is not whole"

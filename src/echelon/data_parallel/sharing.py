@@ -69,6 +69,11 @@ class Sharing(ABC):
     def local_parameters(self) -> list[LocalParameter]:
         """What this rank's optimizer updates."""
 
+    def kept_whole(self) -> list[LocalParameter]:
+        """Those that stay whole on the device, where no message brings what an update makes: whoever uses
+        one first waits for new weights that are on their way (offload)."""
+        return self.local_parameters()
+
     @abstractmethod
     def start_step(self) -> None:
         """Forget old gradients. Also clears what a failed step left behind."""

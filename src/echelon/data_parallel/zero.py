@@ -21,7 +21,7 @@ Ranks must issue their messages in the same order. Units are therefore reduced i
 reverse of the model's, then, from the second step on, the order in which rank 0 saw them completed.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flat import FlatUnit, UnitMemory, lost_change
+from echelon.data_parallel.flat import Comings, FlatUnit, UnitMemory, lost_change
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.host_weights import HostPlace, HostRun
@@ -144,6 +144,11 @@ class Zero(Sharing):
     def local_parameters(self) -> list[LocalParameter]:
         return [local for _, local in self._local]
 
+    def kept_whole(self) -> list[LocalParameter]:
+        if self._shard_group.size > 1:  # parts are gathered, and waited for before that
+            return []
+        return [local for flat, local in self._local if flat.resident]
+
     def start_step(self) -> None:
         super().start_step()
         self._sums.drop()  # what a step that failed half-way has left
@@ -203,7 +208,7 @@ class Zero(Sharing):
         self._agreement.close()
         self._share_parts([flat for flat in self._reduced if flat.resident])
         if self._host_updates:
-            self._share_standing()
+            self._share_standing([flat for flat in self._unit_of if flat.trainable])
         if self._in_backward:
             for _, local in self._local:
                 local.tensor.grad = None
@@ -215,16 +220,14 @@ class Zero(Sharing):
         return self.owned()
 
     def share_first_weights(self) -> None:
-        self._share_standing()
+        self._share_standing(list(self._unit_of))
         self._share_parts([flat for flat in self._unit_of if flat.resident])
 
-    def _share_standing(self) -> None:
+    def _share_standing(self, flats: Sequence[FlatUnit]) -> None:
         """Bring new parts of weights that stand whole in host memory to all ranks."""
         if self._shard_group.size > 1 and not self._gathers:
-            for flat in self._unit_of:
-                if flat.host is not None:
-                    with self._present(flat):
-                        pass  # it is put back whole
+            for _ in self._one_by_one([flat for flat in flats if flat.host is not None]):
+                pass  # each is put back whole
 
     def _share_parts(self, resident: Sequence[FlatUnit]) -> None:
         """Bring new parts of weights that stay whole to all ranks."""
@@ -294,9 +297,9 @@ class Zero(Sharing):
 
     def end_watch(self) -> None:
         if self._moves:
-            names = [name for flat in self._unit_of for name in flat.end_watch()]
-            if names:
-                raise lost_change(names)
+            changed = {flat: names for flat in self._unit_of if (names := flat.end_watch())}
+            if changed:
+                raise lost_change([name for names in changed.values() for name in names], self._comings(changed))
 
     def reallocate(self) -> None:
         assert not self._moves, "weights that come and go have no memory of their own"
@@ -327,12 +330,17 @@ class Zero(Sharing):
             for flat in self._unit_of
             if flat.trainable and (not self._in_backward or not waiting.isdisjoint(_parameters(flat)))
         ]
+        for flat in self._one_by_one(flats):
+            yield flat.local_parameters()
+
+    def _one_by_one(self, flats: Sequence[FlatUnit]) -> Iterator[FlatUnit]:
+        """Each is on the device until the next is asked for, which is on its way meanwhile."""
         for place, flat in enumerate(flats):
             with self._group.ledger.about("parameters"):
                 for following in flats[place : place + 1 + self._prefetch]:
                     following.fetch()
             with self._present(flat):
-                yield flat.local_parameters()
+                yield flat
 
     def _make_room(self) -> None:
         """No pass follows in this step: units that stand in host memory come for their update next."""
@@ -398,14 +406,20 @@ class Zero(Sharing):
 
     def _enter(self, use: Use, backward: bool) -> None:
         if backward and torch.is_grad_enabled():
+            comings = self._comings(self._unit_of)
             raise UserError(
-                "zero=3 frees weights after the backward pass, and a backward pass through it "
-                "(create_graph=True) would need them again; use zero=2"
+                f"with {comings} weights are freed after the backward pass, and a backward pass through it "
+                f"(create_graph=True) would need them again; {comings.way_out}"
             )
         with explain_mismatch():
             self.residency.enter(use.unit, backward=backward)
         if backward:
             self._uses.append(use)
+
+    def _comings(self, flats: Iterable[FlatUnit]) -> Comings:
+        """Why some of these units come and go."""
+        each = [flat.comings for flat in flats]
+        return Comings(any(one.gathers for one in each), any(one.fetches for one in each))
 
     def _leave(self, use: Use) -> None:
         self.residency.leave(use.unit)
@@ -442,9 +456,9 @@ def _check_gathered(flat: FlatUnit, parameter: Tensor) -> None:
     if not flat.is_gathered:
         name = next(name for name, p in flat.parameters if p is parameter)
         raise UserError(
-            f"{name} was used while it was not gathered: at zero=3 a weight is there only while the "
-            "module that owns it runs; call that module instead of reading its weight, let its output "
-            "hold tensors that torch can see, or use zero=2"
+            f"{name} was used while it was not gathered: with {flat.comings} a weight is there only while "
+            "the module that owns it runs; call that module instead of reading its weight, let its output "
+            f"hold tensors that torch can see, or {flat.comings.way_out}"
         )
 
 

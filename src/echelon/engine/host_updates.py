@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from echelon.data_parallel import Sharing, Zero
+from echelon.data_parallel import Sharing
 from echelon.data_parallel.new_weights import NewWeights
 from echelon.errors import UserError
 from echelon.hardware import usable_cores
@@ -65,9 +65,8 @@ def make_host_stepper(
         in_backward=plan.update != "step",
     )
     watched = [
-        NewWeights(sharing.parameter_set, sharing.local_parameters(), stepper.wait, wrapping)
+        NewWeights(sharing.parameter_set, sharing.kept_whole(), stepper.wait, wrapping)
         for sharing in local.sharings
-        if not isinstance(sharing, Zero)
     ]
 
     def expect(expected: Sequence[LocalParameter]) -> None:
