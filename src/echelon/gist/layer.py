@@ -26,22 +26,24 @@ from echelon.wrapping import Wrapper
 
 @final
 class CompressedLayer(Wrapper):
-    """A layer, in place of its forward."""
+    """A layer, in place of its forward. A copy of a model is called as if it were not there."""
 
     entry: ClassVar[str] = "compress"
 
     def __init__(self, module: nn.Module, compression: Compression, report: Callable[[], None]) -> None:
         """`report` is called when the layer was called for the first time."""
         super().__init__(module)
-        self._compression, self._report = compression, report
+        self._compression: Compression | None = compression
+        self._report: Callable[[], None] | None = report
         self._calls_functions: bool | None = None  # relu or max_pool2d; None: not known yet
         self._with_buffers = [each for each in module.modules() if each._buffers]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_off() or not torch.is_grad_enabled():
+        compression = self._compression
+        if compression is None or is_off() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        saver = Saver(self._compression, self._held(args, kwargs))
-        calls = CompressedCalls(self._compression) if self._calls_functions is not False else None
+        saver = Saver(compression, self._held(args, kwargs))
+        calls = CompressedCalls(compression) if self._calls_functions is not False else None
         pack = saver.pack  # one object, which hooks are known by
         around: AbstractContextManager[Any] = nullcontext() if calls is None else calls
         try:
@@ -51,7 +53,11 @@ class CompressedLayer(Wrapper):
             saver.close()
             if self._calls_functions is None and calls is not None:
                 self._calls_functions = calls.seen
-                self._report()
+                if self._report is not None:
+                    self._report()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compression": None, "_report": None}
 
     def _held(self, args: Any, kwargs: Any) -> set[int]:
         """Storages that others hold: buffers, and inputs without gradients."""
