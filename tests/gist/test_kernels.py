@@ -24,6 +24,7 @@ def numbers(num: int, dtype: torch.dtype) -> torch.Tensor:
     values[::7] = 0
     special = [float("nan"), float("inf"), -1e30, 65520.0, -0.0]
     values[: min(num, 5)] = torch.tensor(special[: min(num, 5)])
+    values[200:300] = -torch.finfo(dtype).max
     return values.to(dtype)
 
 
@@ -31,7 +32,8 @@ def check_kernels(device: str) -> None:
     """Every kernel against the torch operations."""
     from echelon.gist import kernels
 
-    for num, dtype, name in product(NUMBERS, (torch.float32, torch.bfloat16), ("fp10", "fp8")):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for num, dtype, name in product(NUMBERS, dtypes, ("fp10", "fp8")):
         flat = numbers(num, dtype)
         expected, parts = floats.encode(flat, name), kernels.encode_floats(flat.to(device), name)
         decoded = kernels.decode_floats(parts, name, num, dtype).cpu()
