@@ -43,7 +43,7 @@ def encode(flat: Tensor, name: str) -> Parts:
         return (flat.view(torch.int64).clone(),)
     if name == "fp8":
         return _encode_fp8(flat)
-    half = flat.to(torch.float16).clamp_(-_LARGEST, _LARGEST)
+    half = flat.to(torch.float16).clamp(-_LARGEST, _LARGEST)
     return (half,) if name == "fp16" else (_encode_fp10(half),)
 
 
