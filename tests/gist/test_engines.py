@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import echelon
 from echelon.gist import CompressedLayer, CompressedModule
@@ -17,10 +18,11 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def engine_of(model: nn.Module, plan: str) -> Engine:
-    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
+
+def engine_of(model: nn.Module, plan: str) -> Engine:
     return echelon.parallelize(model, plan, optimizer=sgd, loss=squares, audit="off")
 
 
@@ -51,3 +53,24 @@ def test_a_copy_of_a_compressed_model_rounds_nothing() -> None:
     model, expected = network(), gradients(network(), inputs())
     with engine_of(model, "compress=gist-fp8"):
         assert is_same(gradients(copy.deepcopy(model), inputs()), expected)
+
+
+def test_what_is_rounded_does_not_depend_on_other_fields_of_the_plan() -> None:
+    """A model of transformers is divided into its layers, as with recompute."""
+    results = []
+    for plan in ("compress=gist-fp8", "compress=gist-fp8 recompute=full"):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=50,
+        )
+        model = LlamaForCausalLM(config)
+        tokens = torch.randint(50, (2, 16))
+        with echelon.parallelize(model, plan, optimizer=sgd, audit="off") as engine:
+            engine.step((tokens, tokens))
+        results.append(list(model.parameters()))
+    assert is_same(*results)
