@@ -80,6 +80,25 @@ def test_large_numbers_saturate_and_nan_stays(name: str) -> None:
     assert again[4] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", floats.FORMATS)
+def test_the_largest_numbers_stay_finite(name: str, dtype: torch.dtype) -> None:
+    flat = torch.finfo(dtype).max * torch.linspace(-1, 1, 256, dtype=torch.float64).to(dtype)
+    again = floats.decode(floats.encode(flat, name), name, len(flat), dtype)
+    assert again.isfinite().all()
+    if name == "fp8":
+        torch.testing.assert_close(again[[0, -1]], flat[[0, -1]], rtol=2.0**-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fp10", "fp8"])
+def test_what_is_encoded_stays_as_it_is(name: str) -> None:
+    """Also infinite numbers of fp16, which the forward pass goes on with."""
+    flat = torch.tensor([float("inf"), 1.0, -float("inf")], dtype=torch.float16)
+    before = flat.clone()
+    floats.encode(flat, name)
+    assert torch.equal(flat, before)
+
+
 def test_fp8_scales_every_block_by_itself() -> None:
     flat = torch.cat([torch.full((128,), 1e-20), torch.full((128,), 1e20), torch.zeros(5)])
     again = floats.decode(floats.encode(flat, "fp8"), "fp8", len(flat), torch.float32)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from echelon.gist import Compression
+from echelon.gist.functions import relu
 from tests.gist.nets import compress, gradients, is_same, saved_bytes
 
 POOLS = {
@@ -105,6 +107,51 @@ def test_functions(name: str) -> None:
         assert all(
             torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, second, strict=True)
         )
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(4, 6, 8, 10),
+    "channels_last": lambda: torch.randn(4, 6, 8, 10).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(4, 6, 10, 8).transpose(2, 3),
+    "with gaps": lambda: torch.randn(4, 6, 10, 16).transpose(2, 3)[:, :, ::2],
+    "expanded": lambda: torch.randn(4, 6, 1, 10).expand(-1, -1, 8, -1),
+}
+
+
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_input", LAYOUTS)
+def test_outputs_and_gradients_of_relu_lie_as_those_of_torch(of_input: str, of_gradient: str) -> None:
+    """Later operations sum in the order of memory."""
+    x = LAYOUTS[of_input]().requires_grad_()
+    slope = LAYOUTS[of_gradient]()
+    results = []
+    for function in (F.relu, lambda x: relu(x, Compression.of("gist"))):
+        output = function(x)
+        results.append((output, *torch.autograd.grad(output, x, slope)))
+    for expected, result in zip(*results, strict=True):
+        assert result.stride() == expected.stride()
+        assert torch.equal(result, expected)
+
+
+class Columns(nn.Module):
+    """A convolution over the sequence, as in speech models: its gradient is a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(64, 64), nn.Conv1d(64, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.linear(x).transpose(1, 2))
+        return F.relu(self.convolution(y).transpose(1, 2)) * x
+
+
+def test_transposed_outputs_are_bit_identical() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Columns(), Columns())
+    model = copy.deepcopy(plain)
+    compress(model, "gist")
+    x = torch.randn(8, 16, 64)
+    assert is_same(gradients(plain, x), gradients(model, x))
 
 
 def test_modules_around_a_relu() -> None:

@@ -24,6 +24,7 @@ def numbers(num: int, dtype: torch.dtype) -> torch.Tensor:
     values[::7] = 0
     special = [float("nan"), float("inf"), -1e30, 65520.0, -0.0]
     values[: min(num, 5)] = torch.tensor(special[: min(num, 5)])
+    values[200:300] = -torch.finfo(dtype).max
     return values.to(dtype)
 
 
@@ -31,7 +32,8 @@ def check_kernels(device: str) -> None:
     """Every kernel against the torch operations."""
     from echelon.gist import kernels
 
-    for num, dtype, name in product(NUMBERS, (torch.float32, torch.bfloat16), ("fp10", "fp8")):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for num, dtype, name in product(NUMBERS, dtypes, ("fp10", "fp8")):
         flat = numbers(num, dtype)
         expected, parts = floats.encode(flat, name), kernels.encode_floats(flat.to(device), name)
         decoded = kernels.decode_floats(parts, name, num, dtype).cpu()
@@ -56,11 +58,29 @@ def check_kernels(device: str) -> None:
         assert torch.equal(places.cpu(), expected_places)
         again = kernels.window_indices(places, window, output.shape, x.shape[-1])
         assert torch.equal(again.cpu(), indices)
-    x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)
-    output, mask, layout = kernels.relu_and_mask(x.to(device), inplace=False)
-    assert output.stride() == x.stride()
-    assert torch.equal(output.cpu(), x.relu())
-    assert torch.equal(mask.cpu(), bits.pack(flatten(x.relu())[0] > 0, 1))
+    for x, gradient in product(layouts(device), layouts(device)):
+        output, mask, layout = kernels.relu_and_mask(x, inplace=False)
+        expected = x.relu()
+        assert output.stride() == expected.stride()
+        assert torch.equal(output, expected)
+        assert torch.equal(mask, bits.pack(flatten(expected)[0] > 0, 1))
+        masked = kernels.masked(gradient, mask, layout)
+        expected = torch.ops.aten.threshold_backward(gradient, expected, 0)
+        assert masked.stride() == expected.stride()
+        assert torch.equal(masked, expected)
+
+
+def layouts(device: str) -> list[torch.Tensor]:
+    """Of one shape: contiguous, channels_last, transposed, with gaps, and expanded."""
+    x = torch.randn(2, 8, 6, 5, device=device)
+    gaps = torch.randn(2, 8, 5, 12, device=device).transpose(2, 3)[:, :, ::2]
+    return [
+        x,
+        x.to(memory_format=torch.channels_last),
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        gaps,
+        x[:, :, :1].expand(-1, -1, 6, -1),
+    ]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -9,12 +9,13 @@ from echelon.gist import CompressedLayer, CompressedModule, Compression, can_com
 from echelon.layering import listed_layers
 from echelon.mesh import Mesh
 from echelon.plan import Plan
-from echelon.wrapping import Wrapping
+from echelon.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
 
 
 def compress_layers(stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping) -> None:
     """If the plan says so, let the layers that the stages list encode what they save; a model that lists
     none, as a whole."""
+    _unwrap_earlier(stages)
     if mesh.plan.compress == "none":
         return
     compression = Compression.of(mesh.plan.compress)
@@ -28,6 +29,15 @@ def compress_layers(stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping)
     report = _FirstCalls(len(layers), compression, mesh)
     for layer in layers:
         wrapping.wrap(CompressedLayer(layer, compression, report))
+
+
+def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
+    """Take away what an engine that was not closed has put around the layers, or around other layers."""
+    for module in dict.fromkeys(module for stage in stages for module in stage.modules()):
+        for kind in (CompressedLayer, CompressedModule):
+            previous: Wrapper | None = find_wrapper(module, kind)
+            if previous is not None:
+                unwrap(previous)
 
 
 class _FirstCalls:

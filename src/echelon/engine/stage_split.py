@@ -72,10 +72,11 @@ def split_stages(
 
 def _undivided(model: nn.Module, plan: Plan, *, by_layers: bool) -> nn.Module:
     """The model itself; or all of its layers in a row, where the plan is about them and they are made on the
-    fly: only then are they called, so that their weights are gathered (zero=3), and they run again."""
+    fly: only then are they called, so that their weights are gathered (zero=3), they run again, or encode
+    what they save."""
     own = set(model.modules())
     frees = plan.frees_weights or "activations" in plan.offload
-    by_units = plan.zero > 0 or plan.recompute != "none" or frees
+    by_units = plan.zero > 0 or plan.recompute != "none" or plan.compress != "none" or frees
     listed = not by_units or all(layer in own for layer in listed_layers(model))
     if listed and not by_layers:
         return model

@@ -3,6 +3,7 @@
 layer           a layer whose saved tensors are kept encoded: the hooks, one encoding per memory
 functions       ReLU and pooling that save only what their backward passes need
 calls           relu and max_pool2d that a forward calls as functions
+statistics      what is never rounded: numbers that a backward pass raises e to, or divides by
 marks           which memory holds many zeros: outputs of ReLU, and what pools made of them
 bits            1-bit masks and 4-bit positions, packed into bytes
 sparse          tensors with many zeros: non-zero values, and where they are

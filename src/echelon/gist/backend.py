@@ -30,8 +30,9 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
     kernels = _kernels(gradient)
     if kernels is not None and not torch.is_grad_enabled():
         return kernels.masked(gradient, mask, layout)  # type: ignore[no-any-return]
-    passes = bits.unpack(mask, 1, layout.size.numel()).bool()
-    return gradient.masked_fill(~layout.shape(passes), 0)
+    passes = bits.unpack(mask, 1, layout.size.numel()).to(gradient.dtype)
+    # The very operation of torch: its result lies in memory as that of torch does, and so do later sums.
+    return _aten.threshold_backward(gradient, layout.shape(passes), 0)  # type: ignore[no-any-return]
 
 
 def max_pool(x: Tensor, window: "Window") -> tuple[Tensor, Tensor]:

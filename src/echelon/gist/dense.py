@@ -17,10 +17,10 @@ class Layout(NamedTuple):
 
 
 def flatten(tensor: Tensor) -> tuple[Tensor, Layout]:
-    """The elements in the order of memory; of a tensor with gaps, those of a copy without."""
+    """The elements in the order of memory; of a tensor with gaps, those of a copy without, in this order."""
     tensor = tensor.detach()
     if not _is_dense(tensor):
-        tensor = tensor.contiguous()
+        tensor = tensor.clone()
     return tensor.as_strided((tensor.numel(),), (1,)), Layout(tensor.size(), tensor.stride())
 
 

@@ -6,7 +6,8 @@
     fp8            1     4        3          see below  1 byte, and one for 128 numbers
 
 fp8 scales every 128 numbers by a power of two, so that the largest of them is between 128 and 256: no number
-overflows, and those 2**17 times smaller than the largest become 0. Infinity becomes 256 of these.
+overflows, and those 2**17 times smaller than the largest become 0. Infinity becomes 256 of these. What would
+be rounded up to more than the largest number of its type becomes that number.
 
 Float64 is the type of proofs: its numbers keep all their bits, so that what is proven of a plan does not
 depend on how numbers are rounded.
@@ -42,7 +43,7 @@ def encode(flat: Tensor, name: str) -> Parts:
         return (flat.view(torch.int64).clone(),)
     if name == "fp8":
         return _encode_fp8(flat)
-    half = flat.to(torch.float16).clamp_(-_LARGEST, _LARGEST)
+    half = flat.to(torch.float16).clamp(-_LARGEST, _LARGEST)
     return (half,) if name == "fp16" else (_encode_fp10(half),)
 
 
@@ -51,7 +52,8 @@ def decode(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tensor:
     if name == EXACT:
         return parts[0].view(torch.float64).clone()
     if name == "fp8":
-        return _decode_fp8(*parts)[:num].to(dtype)
+        largest = torch.finfo(dtype).max
+        return _decode_fp8(*parts)[:num].clamp_(-largest, largest).to(dtype)
     half = parts[0] if name == "fp16" else _decode_fp10(parts[0])
     return half[:num].to(dtype)
 

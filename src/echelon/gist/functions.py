@@ -146,25 +146,31 @@ class _AvgPool(torch.autograd.Function):
 
 
 class CompressedModule(Wrapper):
-    """A ReLU or a pool, in place of its forward."""
+    """A ReLU or a pool, in place of its forward. A copy of a model is called as if it were not there."""
 
     entry = "compress"
 
     def __init__(self, module: nn.Module, compression: Compression) -> None:
         super().__init__(module)
-        self._compression = compression
+        self._compression: Compression | None = compression
 
     def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
+        module, compression = self.module, self._compression
+        if compression is None:
+            output: Tensor = self.inner(input)
+            return output
         if isinstance(module, nn.ReLU):
-            return relu(input, self._compression, inplace=module.inplace)
+            return relu(input, compression, inplace=module.inplace)
         if isinstance(module, nn.AvgPool2d):
             return avg_pool2d(input, module)
         assert isinstance(module, nn.MaxPool2d)
         window = Window.of(
             module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
         )
-        return max_pool2d(input, window, self._compression)
+        return max_pool2d(input, window, compression)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compression": None}
 
 
 def can_compress(module: nn.Module) -> bool:

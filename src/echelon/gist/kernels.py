@@ -149,7 +149,7 @@ def decode_floats(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tens
         if name == "fp10":
             _decode_fp10[grid](*parts, flat, num, tile=_TILE)
         else:
-            _decode_fp8[grid](*parts, flat, num, block_size=BLOCK, tile=_TILE)
+            _decode_fp8[grid](*parts, flat, num, torch.finfo(dtype).max, block_size=BLOCK, tile=_TILE)
     return flat
 
 
@@ -206,7 +206,7 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _decode_fp8(codes, shifts, output, num, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     code = tl.load(codes + place, mask=place < num, other=0).to(tl.int32)
     shift = tl.load(shifts + place // block_size, mask=place < num, other=0).to(tl.int32)
@@ -215,6 +215,7 @@ def _decode_fp8(codes, shifts, output, num, block_size: tl.constexpr, tile: tl.c
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x80) != 0, -value, value)
     value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    value = tl.minimum(tl.maximum(value, -largest), largest)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
     tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
 

@@ -4,7 +4,8 @@
     backward    linear asks for x:      decoded, used, and gone
 
 What is left as it is: weights and buffers, inputs that need no gradient (whoever gave them holds them),
-integers, and what is small. Memory that several operations save is encoded once.
+integers, what is small, and what must not be rounded (statistics.py). Memory that several operations save is
+encoded once.
 """
 
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.gist import backend, floats, sparse
 from echelon.gist.calls import CompressedCalls
 from echelon.gist.dense import Layout, flatten, shares_elements
 from echelon.gist.marks import Memory
 from echelon.gist.settings import Compression, is_encoded, is_off
+from echelon.gist.statistics import is_few, is_power
 from echelon.saved_tensors import Hooks, KeptTensor, current_hooks, replace
 from echelon.second_run import once
 from echelon.wrapping import Wrapper
@@ -26,22 +29,25 @@ from echelon.wrapping import Wrapper
 
 @final
 class CompressedLayer(Wrapper):
-    """A layer, in place of its forward."""
+    """A layer, in place of its forward. A copy of a model is called as if it were not there."""
 
     entry: ClassVar[str] = "compress"
 
     def __init__(self, module: nn.Module, compression: Compression, report: Callable[[], None]) -> None:
         """`report` is called when the layer was called for the first time."""
         super().__init__(module)
-        self._compression, self._report = compression, report
+        self._compression: Compression | None = compression
+        self._report: Callable[[], None] | None = report
         self._calls_functions: bool | None = None  # relu or max_pool2d; None: not known yet
         self._with_buffers = [each for each in module.modules() if each._buffers]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_off() or not torch.is_grad_enabled():
+        compression = self._compression
+        if compression is None or is_off() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        saver = Saver(self._compression, self._held(args, kwargs))
-        calls = CompressedCalls(self._compression) if self._calls_functions is not False else None
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        saver = Saver(compression, self._held(inputs), _most_numbers(inputs))
+        calls = CompressedCalls(compression) if self._calls_functions is not False else None
         pack = saver.pack  # one object, which hooks are known by
         around: AbstractContextManager[Any] = nullcontext() if calls is None else calls
         try:
@@ -51,15 +57,23 @@ class CompressedLayer(Wrapper):
             saver.close()
             if self._calls_functions is None and calls is not None:
                 self._calls_functions = calls.seen
-                self._report()
+                if self._report is not None:
+                    self._report()
 
-    def _held(self, args: Any, kwargs: Any) -> set[int]:
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compression": None, "_report": None}
+
+    def _held(self, inputs: list[Tensor]) -> set[int]:
         """Storages that others hold: buffers, and inputs without gradients."""
-        inputs = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
         return {int(t.untyped_storage()._cdata) for t in tensors if t.layout is torch.strided}
+
+
+def _most_numbers(inputs: list[Tensor]) -> int:
+    """Of the largest input of real numbers."""
+    return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
 
 
 class _Encoding(NamedTuple):
@@ -92,16 +106,19 @@ class _Encoded(NamedTuple):
 
 @final
 class Saver:
-    """What one call of a layer saves."""
+    """What one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as a model
+    of tokens, and the largest tensor that it has saved counts."""
 
-    def __init__(self, compression: Compression, held: set[int]) -> None:
+    def __init__(self, compression: Compression, held: set[int], num_inputs: int) -> None:
         self._compression, self._held = compression, held
+        self._num_inputs, self._num_saved = num_inputs, 0
+        self._exact: dict[int, Memory] = {}
         self._outer: Hooks | None = current_hooks()
         self._encodings: dict[Any, tuple[Memory, _Encoding]] = {}
 
     def close(self) -> None:
         """The call is over. Autograd holds this as long as a graph."""
-        self._encodings, self._held = {}, set()
+        self._encodings, self._held, self._exact = {}, set(), {}
 
     def pack(self, tensor: Tensor) -> "_Encoded | KeptTensor":
         encoded = self._encode(tensor) if is_encoded(tensor) else None
@@ -111,7 +128,7 @@ class Saver:
         if isinstance(tensor._base, nn.Parameter) or shares_elements(tensor):
             return None
         address = int(tensor.untyped_storage()._cdata)
-        if address in self._held:
+        if address in self._held or self._is_exact(tensor, address):
             return None
         flat, layout = flatten(tensor)
         key = (address, tensor.storage_offset(), tensor.dtype, *_order(layout, tensor))
@@ -122,6 +139,16 @@ class Saver:
                 return None
             self._encodings[key] = Memory(tensor), encoding
         return _Encoded(encoding, layout)
+
+    def _is_exact(self, tensor: Tensor, address: int) -> bool:
+        """Whether these numbers must not be rounded."""
+        if self._compression.format is None or address in self._exact:
+            return address in self._exact
+        if is_power(tensor):
+            self._exact[address] = Memory(tensor)  # views of it are kept as they are too
+            return True
+        self._num_saved = max(self._num_saved, tensor.numel())
+        return is_few(tensor, self._num_inputs or self._num_saved)
 
     def _encode_flat(self, tensor: Tensor, flat: Tensor) -> _Encoding | None:
         compression = self._compression
