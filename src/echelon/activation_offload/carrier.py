@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Carrier:
         self.boundary, self.device, self.pool = boundary, device, pool
         self._ledger, self._going_back = ledger, going_back
         self.trip: Trip | None = None  # of the forward pass that runs
-        self._trips: dict[Slot, Trip] = {}
+        self._trips: WeakValueDictionary[Slot, Trip] = WeakValueDictionary()  # while autograd has any of it
         self._leaving: deque[Group] = deque()  # whose copies to the host have begun
         boundary.account(_SUBJECT, lambda: self.pool.pieces)
 
@@ -63,11 +64,21 @@ class Carrier:
 
     def store(self, slot: Slot) -> None:
         """The forward pass is over: what it has saved since the last layer goes too."""
-        self._trips[slot].leave_layer(stays=slot[0] in self._going_back)
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.leave_layer(stays=slot[0] in self._going_back)
 
     def fetch(self, slot: Slot) -> None:
-        """The backward pass comes next: begin to bring what it needs first."""
-        self._trips.pop(slot).begin_backward()
+        """The backward pass, or a part of it, comes next: begin to bring what it needs first."""
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.begin_backward()
+
+    def set_aside(self, slot: Slot) -> None:
+        """The first part of the backward pass is over, and the second comes later."""
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.set_aside()
 
     def forget(self) -> None:
         """No backward pass comes for what is under way."""

@@ -117,6 +117,13 @@ class Trip:
         if self._groups:
             self._come_to(len(self._groups) - 1)
 
+    def set_aside(self) -> None:
+        """The rest of the backward pass comes later: let go of what the host has."""
+        self._place = None
+        for group in self._groups:
+            for parcel in group.parcels:
+                parcel.drop()
+
     def need(self, parcel: Parcel, number: int) -> Tensor:
         """What a layer has saved, for its backward pass."""
         is_straggler = self._place is not None and number == self._place + 1
