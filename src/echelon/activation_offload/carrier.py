@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.activation_offload.host_pool import HostPool
-from echelon.activation_offload.parcel import Room
+from echelon.activation_offload.parcel import Parcel, Room
 from echelon.activation_offload.trip import Group, Trip, take
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import HostBoundary
@@ -42,7 +42,7 @@ class Carrier:
         self._ledger, self._going_back = ledger, going_back
         self.trip: Trip | None = None  # of the forward pass that runs
         self._trips: WeakValueDictionary[Slot, Trip] = WeakValueDictionary()  # while autograd has any of it
-        self._leaving: deque[Group] = deque()  # whose copies to the host have begun
+        self._leaving: deque[list[Parcel]] = deque()  # of groups whose copies to the host have begun
         boundary.account(_SUBJECT, lambda: self.pool.pieces)
 
     @contextmanager
@@ -91,13 +91,12 @@ class Carrier:
         begins = _begins([parcel.num_bytes for parcel in leaving])
         piece = self.pool.take(begins[-1]) if leaving else None
         if piece is None:  # nothing is to be stored, or there is no memory for it
-            group.marks = []
             return
         room = Room(self.pool, piece)
         with self._ledger.about(_SUBJECT):
             for parcel, begin in zip(leaving, begins, strict=False):
                 parcel.store(room, begin)
-        self._leaving.append(group)
+        self._leaving.append(leaving)
         self.settle(but=1)
 
     def bring(self, group: Group) -> None:
@@ -110,13 +109,8 @@ class Carrier:
     def settle(self, *, but: int = 0) -> None:
         """Let go of what the host has, but for the last groups."""
         while len(self._leaving) > but:
-            group = self._leaving.popleft()
-            for parcel in group.parcels:
-                if parcel.group == group.number:
-                    parcel.drop()
-            for mark in group.marks:
-                mark.finish()
-            group.marks = []
+            for parcel in self._leaving.popleft():
+                parcel.drop()
 
 
 def _begins(sizes: list[int]) -> list[int]:

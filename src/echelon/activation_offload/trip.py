@@ -33,7 +33,6 @@ class Group:
     def __init__(self, number: int) -> None:
         self.number = number
         self.parcels: list[Parcel] = []
-        self.marks: list[Mark] = []
 
 
 @final
@@ -63,9 +62,7 @@ class Trip:
         if group.parcels:
             self._groups.append(group)
             self._open = Group(len(self._groups))
-            if stays:
-                group.marks = []  # those who ask for a tensor have them too
-            else:
+            if not stays:
                 self._carrier.send(group)
 
     def finish_forward(self) -> None:
@@ -84,7 +81,7 @@ class Trip:
         if parcel.is_stored:
             mark.finish()
         else:
-            group.marks.append(mark)
+            parcel.marks.append(mark)
         return Packed(self, group.number, parcel, View.of(tensor), mark)
 
     def _parcel(self, tensor: Tensor) -> Parcel:
