@@ -34,7 +34,7 @@ class Chain:
         self.carrier = Carrier(boundary, self.ledger, torch.device("cpu"), pool)
         for layer in layers:
             weights = partial(weight_storages, list(layer.modules()))
-            self.wrapping.wrap(OffloadedLayer(layer, self.carrier, weights, stays=False))
+            self.wrapping.wrap(OffloadedLayer(layer, self.carrier, weights))
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         """A forward pass of a microbatch, and its S."""

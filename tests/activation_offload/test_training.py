@@ -128,6 +128,16 @@ def test_bytes_follow_a_formula() -> None:
             assert engine.ledger.total("host", FETCH, "activations").received == step * moved
 
 
+def test_of_a_layer_that_is_listed_twice_the_last_call_stays() -> None:
+    """The first block is the last one too: all blocks but the last call move what they save."""
+    torch.manual_seed(0)
+    first = Block()
+    model = nn.Sequential(first, Block(), Block(), first)
+    with echelon.parallelize(model, "offload=activations", optimizer=adamw, loss=class_loss) as engine:
+        engine.step(batch())
+        assert engine.ledger.total("host", STORE, "activations").sent == 2 * 3 * ONE - ONE
+
+
 def test_host_memory_is_bounded_and_accounted() -> None:
     with chain_engine("offload=activations", 6) as engine:
         held = []

@@ -1,7 +1,7 @@
 """The carrier of one rank: copies between its device and the host, and the trips of its microbatches."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 from weakref import WeakValueDictionary
@@ -27,7 +27,7 @@ class Carrier:
     """Stores groups behind the forward pass, one at a time, and fetches them ahead of the backward pass.
 
     `going_back`: the stages of which the backward pass follows at once, so that what the last layer and the
-    loss save stays.
+    loss save stays; and how many layers each of them calls.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Carrier:
         ledger: Ledger,
         device: torch.device,
         pool: HostPool,
-        going_back: Collection[int] = (),
+        going_back: Mapping[int, int] | None = None,
     ) -> None:
         self.boundary, self.device, self.pool = boundary, device, pool
-        self._ledger, self._going_back = ledger, going_back
+        self._ledger, self._going_back = ledger, going_back or {}
         self.trip: Trip | None = None  # of the forward pass that runs
         self._trips: WeakValueDictionary[Slot, Trip] = WeakValueDictionary()  # while autograd has any of it
         self._leaving: deque[list[Parcel]] = deque()  # of groups whose copies to the host have begun
@@ -52,7 +52,7 @@ class Carrier:
             yield
             return
         storages = {t.untyped_storage()._cdata for t in standing if t.layout is torch.strided}
-        trip = self.trip = Trip(self, storages)
+        trip = self.trip = Trip(self, storages, self._going_back.get(slot[0]))
         pack = trip.pack  # one object, which hooks are known by
         try:
             with replace(pack, take, current_observer()):
@@ -66,7 +66,7 @@ class Carrier:
         """The forward pass is over: what it has saved since the last layer goes too."""
         trip = self._trips.get(slot)
         if trip is not None:
-            trip.leave_layer(stays=slot[0] in self._going_back)
+            trip.end_group(stays=slot[0] in self._going_back)
 
     def fetch(self, slot: Slot) -> None:
         """The backward pass, or a part of it, comes next: begin to bring what it needs first."""

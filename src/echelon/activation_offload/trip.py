@@ -37,10 +37,12 @@ class Group:
 
 @final
 class Trip:
-    """`standing`: storages that are there anyway."""
+    """`standing`: storages that are there anyway. `staying`: the number of the call of a layer, counted from 1,
+    after which the backward pass comes at once; None if it comes later."""
 
-    def __init__(self, carrier: "Carrier", standing: set[int]) -> None:
-        self._carrier, self._standing = carrier, standing
+    def __init__(self, carrier: "Carrier", standing: set[int], staying: int | None = None) -> None:
+        self._carrier, self._standing, self._staying = carrier, standing, staying
+        self._num_calls = 0
         self._hooks, self._observer = current_hooks(), current_observer()
         # Hooks of others decide themselves what is kept, and how.
         self._keeps_all = self._hooks is not None and self._observer is None
@@ -55,9 +57,13 @@ class Trip:
     def enter_layer(self, standing: set[int]) -> None:
         self._of_layer = standing
 
-    def leave_layer(self, *, stays: bool) -> None:
-        """`stays`: the backward pass comes at once."""
+    def leave_layer(self) -> None:
         self._of_layer = set()
+        self._num_calls += 1
+        self.end_group(stays=self._num_calls == self._staying)
+
+    def end_group(self, *, stays: bool) -> None:
+        """`stays`: the backward pass comes at once."""
         group = self._open
         if group.parcels:
             self._groups.append(group)
