@@ -27,13 +27,14 @@ class Function(nn.Module):
 class Chain:
     """`free`: how many bytes the host has left."""
 
-    def __init__(self, *layers: nn.Module, free: int | None = None) -> None:
+    def __init__(self, *layers: nn.Module, free: int | Callable[[], int] | None = None) -> None:
         self.layers, self.ledger, self.wrapping = layers, Ledger(), Wrapping()
         boundary = PretendedBoundary(self.ledger)
-        self.carrier = Carrier(boundary, self.ledger, torch.device("cpu"), HostPool(boundary, lambda: free))
+        pool = HostPool(boundary, free if callable(free) else lambda: free)
+        self.carrier = Carrier(boundary, self.ledger, torch.device("cpu"), pool)
         for layer in layers:
             weights = partial(weight_storages, list(layer.modules()))
-            self.wrapping.wrap(OffloadedLayer(layer, self.carrier, weights, stays=False))
+            self.wrapping.wrap(OffloadedLayer(layer, self.carrier, weights))
 
     def forward(self, x: Tensor, number: int = 0) -> Tensor:
         """A forward pass of a microbatch, and its S."""

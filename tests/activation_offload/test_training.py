@@ -1,6 +1,7 @@
 """offload=activations in training on one device: the same to the last bit, within bounds, or refused."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,26 @@ def test_losses_of_microbatches_in_flight_go_too(microbatches: int) -> None:
     assert found <= 2 * 2 * ONE + (2 * ONE + SMALL) * microbatches
 
 
+# All halves for weights come at the end. Two stages on one rank.
+_HALVES = "stage 0: 0\nstage 1: 0\nrank 0: " + " ".join(
+    [f"F{k}@0 F{k}@1 I{k}@1 I{k}@0" for k in range(3)] + [f"W{k}@1 W{k}@0" for k in range(3)]
+)
+
+
+def test_weight_halves_that_wait_take_no_memory(tmp_path: Path) -> None:
+    """What stays of each microbatch is what its stages were called with. The second stage's layers are
+    fetched for either half; the first has no gradients of inputs."""
+    (tmp_path / "halves.txt").write_text(_HALVES)
+    plan = f"microbatches=3 schedule={tmp_path / 'halves.txt'}"
+    with chain_engine(f"{plan} offload=activations", 12) as engine:
+        found = [engine.step(batch(3 * ROWS)).loss for _ in range(2)]
+        assert engine.memory().peak["activations"] == 2 * 2 * ONE + 3 * (2 * ONE + SMALL)
+        assert engine.ledger.total("host", STORE, "activations").sent == 2 * 3 * (11 + 12) * ONE
+        assert engine.ledger.total("host", FETCH, "activations").received == 2 * 3 * (11 + 2 * 12) * ONE
+    with chain_engine(plan, 12) as engine:
+        assert found == [engine.step(batch(3 * ROWS)).loss for _ in range(2)]
+
+
 def test_bytes_follow_a_formula() -> None:
     """Each block but the last moves its input and what it saves, each way; the first's input stays."""
     with chain_engine("offload=activations", 6) as engine:
@@ -105,6 +126,16 @@ def test_bytes_follow_a_formula() -> None:
             moved = 2 * 5 * ONE - ONE
             assert engine.ledger.total("host", STORE, "activations").sent == step * moved
             assert engine.ledger.total("host", FETCH, "activations").received == step * moved
+
+
+def test_of_a_layer_that_is_listed_twice_the_last_call_stays() -> None:
+    """The first block is the last one too: all blocks but the last call move what they save."""
+    torch.manual_seed(0)
+    first = Block()
+    model = nn.Sequential(first, Block(), Block(), first)
+    with echelon.parallelize(model, "offload=activations", optimizer=adamw, loss=class_loss) as engine:
+        engine.step(batch())
+        assert engine.ledger.total("host", STORE, "activations").sent == 2 * 3 * ONE - ONE
 
 
 def test_host_memory_is_bounded_and_accounted() -> None:

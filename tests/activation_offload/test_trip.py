@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.activation_offload.parcel import Parcel
+from echelon.collectives.boundary import HostMemoryError
 from tests.activation_offload.chains import Chain, Function, gradients
 
 WIDTH, ROWS = 32, 16
@@ -257,6 +258,44 @@ def test_what_does_not_fit_stays_and_is_said() -> None:
     assert chain.bytes_out() == 0
     assert chain.carrier.pool.refusal is not None
     assert "the host has 100 B left" in chain.carrier.pool.refusal
+
+
+def test_memory_that_cannot_be_pinned_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(Function(torch.tanh))
+
+    def unpinned(*_: Any) -> Tensor:
+        raise HostMemoryError("4.0 KiB of host memory could not be pinned")
+
+    monkeypatch.setattr(chain.carrier.boundary, "empty", unpinned)
+    x = hidden().requires_grad_()
+    chain.forward(x).sum().backward()
+    assert x.grad is not None
+    assert chain.bytes_out() == 0
+    assert chain.carrier.pool.refusal == "4.0 KiB of host memory could not be pinned"
+
+
+def test_what_found_no_room_goes_with_a_later_layer_that_saves_it() -> None:
+    """The first layer's result, which the second saves too: it is let go as soon as the host has it."""
+    free = iter([0, *[1 << 30] * 9])
+    layers = [Function(torch.tanh), *(nn.Sequential(linear(), nn.Tanh()) for _ in range(3))]
+    expected = gradients(layers, hidden())
+    chain = Chain(*layers, free=lambda: next(free))
+    storages: list[Any] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        storages.append(output.untyped_storage()._weak_ref())
+
+    layers[0].register_forward_hook(keep)
+    x = hidden().requires_grad_()
+    y = chain.forward(x).square().sum()
+    assert chain.carrier.pool.refusal is not None
+    assert chain.bytes_out() == 4 * ONE
+    assert torch.UntypedStorage._expired(storages[0])  # type: ignore[no-untyped-call]
+    torch.UntypedStorage._free_weak_ref(storages[0])  # type: ignore[no-untyped-call]
+    chain.fetch()
+    found = torch.autograd.grad(y, x)[0]
+    assert torch.equal(found, expected[0])
+    assert chain.bytes_in() == 4 * ONE
 
 
 def test_a_missing_wait_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,4 +99,4 @@ def test_copies_stand_behind_a_send_and_before_what_a_backward_waits_for() -> No
         "RA0<0 F0 S0 T0 B0 SG0>0 RA1<0 F1 S1 T1 B1 SG1>0",
     ]
     halves = program_of("rank 0: F0 I0 F1 W0 I1 W1")
-    assert lines(show(add_copies(halves))) == ["F0 S0 T0 I0 F1 S1 W0 T1 I1 W1"]
+    assert lines(show(add_copies(halves))) == ["F0 S0 T0 I0 F1 S1 T0 W0 T1 I1 T1 W1"]

@@ -147,6 +147,13 @@ def test_copies_run_beside_the_computation() -> None:
     assert simulate(program).makespan == 6, "they cost nothing unless it is said"
 
 
+def test_each_part_of_a_backward_waits_for_a_fetch_of_its_own() -> None:
+    program = program_of("rank 0: F0 S0 T0 I0 T0 W0 REDUCE NORM UPDATE PUBLISH")
+    line = simulate(program, Costs(store=1, fetch=2, backward_input=1, backward_weight=1))
+    starts = [span.start for span in line.spans() if span.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+    assert starts == [4, 7]
+
+
 def test_hidden_copies_cost_no_time() -> None:
     program = build("1f1b", (1,) * 4, 8)
     plain = simulate(program, Costs(forward=2, backward=4))

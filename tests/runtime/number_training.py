@@ -82,6 +82,9 @@ class GradientSums:
     def fetch(self, slot: Slot) -> None:
         raise AssertionError(f"no program here fetches {slot}")
 
+    def set_aside(self, slot: Slot) -> None:
+        """Nothing of it is in host memory."""
+
     def reduce(self, stage: Stage) -> None:
         weight = self._modules[stage.index].weight
         if self._replicas.size > 1:

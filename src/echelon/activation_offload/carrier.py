@@ -1,15 +1,16 @@
 """The carrier of one rank: copies between its device and the host, and the trips of its microbatches."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from echelon.activation_offload.host_pool import HostPool
-from echelon.activation_offload.parcel import Room
+from echelon.activation_offload.parcel import Parcel, Room
 from echelon.activation_offload.trip import Group, Trip, take
 from echelon.collectives import Ledger
 from echelon.collectives.boundary import HostBoundary
@@ -26,7 +27,7 @@ class Carrier:
     """Stores groups behind the forward pass, one at a time, and fetches them ahead of the backward pass.
 
     `going_back`: the stages of which the backward pass follows at once, so that what the last layer and the
-    loss save stays.
+    loss save stays; and how many layers each of them calls.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class Carrier:
         ledger: Ledger,
         device: torch.device,
         pool: HostPool,
-        going_back: Collection[int] = (),
+        going_back: Mapping[int, int] | None = None,
     ) -> None:
         self.boundary, self.device, self.pool = boundary, device, pool
-        self._ledger, self._going_back = ledger, going_back
+        self._ledger, self._going_back = ledger, going_back or {}
         self.trip: Trip | None = None  # of the forward pass that runs
-        self._trips: dict[Slot, Trip] = {}
-        self._leaving: deque[Group] = deque()  # whose copies to the host have begun
+        self._trips: WeakValueDictionary[Slot, Trip] = WeakValueDictionary()  # while autograd has any of it
+        self._leaving: deque[list[Parcel]] = deque()  # of groups whose copies to the host have begun
         boundary.account(_SUBJECT, lambda: self.pool.pieces)
 
     @contextmanager
@@ -51,7 +52,7 @@ class Carrier:
             yield
             return
         storages = {t.untyped_storage()._cdata for t in standing if t.layout is torch.strided}
-        trip = self.trip = Trip(self, storages)
+        trip = self.trip = Trip(self, storages, self._going_back.get(slot[0]))
         pack = trip.pack  # one object, which hooks are known by
         try:
             with replace(pack, take, current_observer()):
@@ -63,11 +64,21 @@ class Carrier:
 
     def store(self, slot: Slot) -> None:
         """The forward pass is over: what it has saved since the last layer goes too."""
-        self._trips[slot].leave_layer(stays=slot[0] in self._going_back)
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.end_group(stays=slot[0] in self._going_back)
 
     def fetch(self, slot: Slot) -> None:
-        """The backward pass comes next: begin to bring what it needs first."""
-        self._trips.pop(slot).begin_backward()
+        """The backward pass, or a part of it, comes next: begin to bring what it needs first."""
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.begin_backward()
+
+    def set_aside(self, slot: Slot) -> None:
+        """The first part of the backward pass is over, and the second comes later."""
+        trip = self._trips.get(slot)
+        if trip is not None:
+            trip.set_aside()
 
     def forget(self) -> None:
         """No backward pass comes for what is under way."""
@@ -80,13 +91,12 @@ class Carrier:
         begins = _begins([parcel.num_bytes for parcel in leaving])
         piece = self.pool.take(begins[-1]) if leaving else None
         if piece is None:  # nothing is to be stored, or there is no memory for it
-            group.marks = []
             return
         room = Room(self.pool, piece)
         with self._ledger.about(_SUBJECT):
             for parcel, begin in zip(leaving, begins, strict=False):
                 parcel.store(room, begin)
-        self._leaving.append(group)
+        self._leaving.append(leaving)
         self.settle(but=1)
 
     def bring(self, group: Group) -> None:
@@ -99,13 +109,8 @@ class Carrier:
     def settle(self, *, but: int = 0) -> None:
         """Let go of what the host has, but for the last groups."""
         while len(self._leaving) > but:
-            group = self._leaving.popleft()
-            for parcel in group.parcels:
-                if parcel.group == group.number:
-                    parcel.drop()
-            for mark in group.marks:
-                mark.finish()
-            group.marks = []
+            for parcel in self._leaving.popleft():
+                parcel.drop()
 
 
 def _begins(sizes: list[int]) -> list[int]:

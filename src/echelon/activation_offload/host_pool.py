@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from echelon.collectives.boundary import HostBoundary
+from echelon.collectives.boundary import HostBoundary, HostMemoryError
 from echelon.quantities import show_bytes
 
 _SIZES = 8  # of pieces, for each power of two
@@ -48,7 +48,11 @@ class HostPool:
                 f"holds, and the host has {show_bytes(max(0, free))} left"
             )
             return None
-        piece = self._boundary.empty(size, torch.uint8)
+        try:
+            piece = self._boundary.empty(size, torch.uint8)
+        except HostMemoryError as error:
+            self.refusal = self.refusal or str(error)
+            return None
         self.pieces.append(piece)
         return piece
 

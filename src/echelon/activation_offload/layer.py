@@ -15,18 +15,15 @@ from echelon.wrapping import Wrapper
 class OffloadedLayer(Wrapper):
     """Says where a layer begins and ends. A copy of a model is called as if it were not there.
 
-    `weights`: the storages of its parameters and buffers now. `stays`: the backward pass follows at once.
+    `weights`: the storages of its parameters and buffers now.
     """
 
     entry: ClassVar[str] = "offload"
 
-    def __init__(
-        self, module: nn.Module, carrier: Carrier, weights: Callable[[], set[int]], *, stays: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, carrier: Carrier, weights: Callable[[], set[int]]) -> None:
         super().__init__(module)
         self._carrier: Carrier | None = carrier
         self._weights: Callable[[], set[int]] | None = weights
-        self._stays = stays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trip = None if self._carrier is None else self._carrier.trip
@@ -34,7 +31,7 @@ class OffloadedLayer(Wrapper):
             return self.inner(*args, **kwargs)
         trip.enter_layer(self._weights() | _without_gradients((args, kwargs)))
         output = self.inner(*args, **kwargs)
-        trip.leave_layer(stays=self._stays)
+        trip.leave_layer()
         return output
 
     def __getstate__(self) -> dict[str, Any]:

@@ -76,11 +76,13 @@ class Room:
 
 @final
 class Parcel:
-    """`group`: of the layer that was the first to save it. `observer`: counts what lies on the device."""
+    """`group`: of the layer that was the first to save it. `marks`: of those who saved it before its copy was
+    made. `observer`: counts what lies on the device."""
 
     def __init__(self, tensor: Tensor, group: int, boundary: HostBoundary, observer: Hooks | None) -> None:
         storage = tensor.untyped_storage()
         self.group, self.num_bytes, self.num_users = group, storage.nbytes(), 0
+        self.marks: list[Mark] = []
         self._boundary, self._observer, self._device = boundary, observer, tensor.device
         self._reference: Any = storage._weak_ref()  # its address is not used again meanwhile
         self._memory: Tensor | None = None
@@ -127,6 +129,9 @@ class Parcel:
         if self.is_stored and self._memory is not None:
             self._wait()
             self._memory = self._counted = None
+            for mark in self.marks:
+                mark.finish()
+            self.marks = []
 
     def forget_address(self) -> None:
         """The forward pass is over: nobody else will save this storage."""
@@ -140,6 +145,7 @@ class Parcel:
         if self.num_users == 0:
             self._wait()
             self._memory = self._counted = None
+            self.marks = []
             if self._room is not None:
                 self._room.leave()
                 self._room = None

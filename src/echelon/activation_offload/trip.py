@@ -33,15 +33,16 @@ class Group:
     def __init__(self, number: int) -> None:
         self.number = number
         self.parcels: list[Parcel] = []
-        self.marks: list[Mark] = []
 
 
 @final
 class Trip:
-    """`standing`: storages that are there anyway."""
+    """`standing`: storages that are there anyway. `staying`: the number of the call of a layer, counted from 1,
+    after which the backward pass comes at once; None if it comes later."""
 
-    def __init__(self, carrier: "Carrier", standing: set[int]) -> None:
-        self._carrier, self._standing = carrier, standing
+    def __init__(self, carrier: "Carrier", standing: set[int], staying: int | None = None) -> None:
+        self._carrier, self._standing, self._staying = carrier, standing, staying
+        self._num_calls = 0
         self._hooks, self._observer = current_hooks(), current_observer()
         # Hooks of others decide themselves what is kept, and how.
         self._keeps_all = self._hooks is not None and self._observer is None
@@ -56,16 +57,18 @@ class Trip:
     def enter_layer(self, standing: set[int]) -> None:
         self._of_layer = standing
 
-    def leave_layer(self, *, stays: bool) -> None:
-        """`stays`: the backward pass comes at once."""
+    def leave_layer(self) -> None:
         self._of_layer = set()
+        self._num_calls += 1
+        self.end_group(stays=self._num_calls == self._staying)
+
+    def end_group(self, *, stays: bool) -> None:
+        """`stays`: the backward pass comes at once."""
         group = self._open
         if group.parcels:
             self._groups.append(group)
             self._open = Group(len(self._groups))
-            if stays:
-                group.marks = []  # those who ask for a tensor have them too
-            else:
+            if not stays:
                 self._carrier.send(group)
 
     def finish_forward(self) -> None:
@@ -84,7 +87,7 @@ class Trip:
         if parcel.is_stored:
             mark.finish()
         else:
-            group.marks.append(mark)
+            parcel.marks.append(mark)
         return Packed(self, group.number, parcel, View.of(tensor), mark)
 
     def _parcel(self, tensor: Tensor) -> Parcel:
@@ -116,6 +119,13 @@ class Trip:
         """Begin to bring what the last layer has saved."""
         if self._groups:
             self._come_to(len(self._groups) - 1)
+
+    def set_aside(self) -> None:
+        """The rest of the backward pass comes later: let go of what the host has."""
+        self._place = None
+        for group in self._groups:
+            for parcel in group.parcels:
+                parcel.drop()
 
     def need(self, parcel: Parcel, number: int) -> Tensor:
         """What a layer has saved, for its backward pass."""

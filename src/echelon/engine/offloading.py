@@ -20,7 +20,11 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping) -> C
     """If the plan says so, let what layers save go to host memory."""
     if "activations" not in mesh.plan.offload:
         return None
-    going_back = [stage for stage in local.stages if _goes_back(local.program, stage)]
+    going_back = {
+        number: len(listed_layers(stage.module))
+        for number, stage in local.stages.items()
+        if _goes_back(local.program, number)
+    }
     pool = HostPool(mesh.boundary, _free_bytes)
     carrier = Carrier(mesh.boundary, mesh.ledger, mesh.device, pool, going_back)
     for stage in local.stages.values():
@@ -32,8 +36,7 @@ def offload_activations(local: LocalStages, mesh: Mesh, wrapping: Wrapping) -> C
             )
         for layer in layers:
             weights = partial(weight_storages, list(layer.modules()))
-            stays = layer is layers[-1] and stage.index in going_back
-            wrapping.wrap(OffloadedLayer(layer, carrier, weights, stays=stays))
+            wrapping.wrap(OffloadedLayer(layer, carrier, weights))
         _refuse_later(stage, mesh, carrier)
     return carrier
 

@@ -299,6 +299,10 @@ class StepRunner(ABC):
         if self._carrier is not None:
             self._carrier.fetch(slot)
 
+    def set_aside(self, slot: Slot) -> None:
+        if self._carrier is not None:
+            self._carrier.set_aside(slot)
+
     def reduce(self, stage: Stage) -> None:
         self._meter.sample()
         stage.reduce()

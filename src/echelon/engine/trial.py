@@ -195,6 +195,9 @@ class _TrialRuntime:
     def fetch(self, slot: tuple[int, int]) -> None:
         raise AssertionError(f"a trial keeps nothing of {slot}")
 
+    def set_aside(self, slot: tuple[int, int]) -> None:
+        raise AssertionError(f"a trial keeps nothing of {slot}")
+
     def reduce(self, stage: Stage) -> None:
         raise AssertionError(f"stage {stage.index} has no gradients in a trial")
 

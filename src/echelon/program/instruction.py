@@ -10,7 +10,8 @@
     GATHER  gather the stage's weights (ZeRO 3)                   replicas that use them
     FREE    free the gathered weights                    STASH2   keep the current weights as version 2
     S3      store what F3 saved in host memory           POP2     free version 2
-    T3      fetch it again, before B3
+    T3      fetch it again, before B3; before I3, and
+            once more before W3
 
 A rank that holds several stages names the stage: `F3@5` is stage 5. TIE, NORM, UPDATE and PUBLISH concern the
 whole rank; their stage is the rank's first. A computation that does not use the newest weights names their

@@ -4,7 +4,7 @@ add_transfers     sends right after what they send; receives before their use, i
 add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all else
 fill_update       those of TIE, NORM and PUBLISH that a program with UPDATEs of its own leaves out
 add_gathers       GATHER before a stage is used (before what it waits for), FREE after
-add_copies        S after a forward and its send, T before a backward (before what it waits for)
+add_copies        S after a forward and its send, T before each part of a backward (before what it waits for)
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from echelon.program.instruction import COMPUTE, RECEIVES, Instruction, Op, Program
-from echelon.program.readiness import GRADIENT, Channel, counterpart, input_need
+from echelon.program.readiness import BACKWARDS, GRADIENT, Channel, counterpart, input_need
 
 Transfer = Instruction | None  # that belongs to a computation
 
@@ -172,7 +172,8 @@ def add_gathers(program: Program) -> Program:
 
 
 def add_copies(program: Program) -> Program:
-    """Add S and T of every microbatch: what its forward saves is in host memory until its backward."""
+    """Add S and T of every microbatch: what its forward saves is in host memory until its backward, and
+    between the two parts of one."""
 
     def lowered(_: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         store: Instruction | None = None
@@ -185,7 +186,7 @@ def add_copies(program: Program) -> Program:
             if op in RECEIVES:
                 receives.append(instruction)
                 continue
-            if op in GRADIENT:
+            if op in BACKWARDS:
                 yield Instruction(Op.FETCH, instruction.stage, instruction.microbatch)
             yield from receives
             receives = []

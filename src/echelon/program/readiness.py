@@ -18,6 +18,7 @@ from typing import NamedTuple
 from echelon.program.instruction import SENDS, Instruction, Op, Program
 
 GRADIENT = (Op.BACKWARD, Op.BACKWARD_INPUT)  # either makes the gradient that the stage before waits for
+BACKWARDS = (*GRADIENT, Op.BACKWARD_WEIGHT)  # each takes what the forward saved
 
 Position = tuple[int, int]  # rank, index in its list
 Event = tuple[int, int, tuple[Position, ...]]  # rank and index of what runs, and what it waited for

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from echelon.errors import UserError
 from echelon.program.instruction import COPIES, Op, Program
-from echelon.program.readiness import GRADIENT, Position, walk
+from echelon.program.readiness import BACKWARDS, Position, walk
 from echelon.program.timeline import Seconds, Timeline
 
 Cost = Seconds | Sequence[Seconds]  # of every stage, or of each
@@ -92,7 +92,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             starts[rank].append(start)
             ends[rank].append(end)
             continue
-        if op in GRADIENT:
+        if op in BACKWARDS:
             now = max(now, lanes[rank].fetched((stage, microbatch)))
         if causes:
             if peer is None:

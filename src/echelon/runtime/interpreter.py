@@ -39,6 +39,7 @@ class StageRuntime(Protocol):
     def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]: ...
     def store(self, slot: Slot) -> None: ...
     def fetch(self, slot: Slot) -> None: ...
+    def set_aside(self, slot: Slot) -> None: ...
     def reduce(self, stage: Stage) -> None: ...
     def tie(self) -> None: ...
     def norm(self, tally: Tensor) -> None: ...
@@ -77,7 +78,7 @@ class Interpreter:
             Op.SEND_GRADIENT: self._send_gradient,
             Op.RECV_GRADIENT: self._recv_gradient,
             Op.STORE: lambda instruction: self._runtime.store(slot_of(instruction)),
-            Op.FETCH: lambda instruction: self._runtime.fetch(slot_of(instruction)),
+            Op.FETCH: self._fetch,
             Op.GATHER: self._gather,
             Op.FREE: lambda instruction: self._stages[instruction.stage].free(),
             Op.REDUCE: self._reduce,
@@ -196,6 +197,8 @@ class Interpreter:
         flight.split = SplitBackward(*flight.known(gradients), flight.inputs, is_hooked=flight.is_hooked)
         self._stages[instruction.stage].start_early_backward()
         self._pass_back(instruction, flight, Gradients(flight.split.for_inputs(), gradients.tally))
+        if flight.inputs:
+            self._runtime.set_aside(slot_of(instruction))
         self._add_up(gradients.tally)
 
     def _backward_weight(self, instruction: Instruction) -> None:
@@ -243,6 +246,15 @@ class Interpreter:
 
     def _recv_gradient(self, instruction: Instruction) -> None:
         self._gradients[slot_of(instruction)] = self._mailbox.receive_gradients(instruction)
+
+    # Copies.
+
+    def _fetch(self, instruction: Instruction) -> None:
+        slot = slot_of(instruction)
+        following = self._script.instructions[self._at :]
+        use = next(later.op for later in following if later.op in COMPUTE and slot_of(later) == slot)
+        if use is not Op.BACKWARD_INPUT or self._flights[slot].inputs:  # else nothing is computed
+            self._runtime.fetch(slot)
 
     # Weights.
 

@@ -14,6 +14,11 @@ END = "REDUCE NORM UPDATE PUBLISH"
     [
         ("F0 S0 B0", "what its forward saved is in host memory: put T0 before it"),
         ("F0 S0 I0 W0", "what its forward saved is in host memory: put T0 before it"),
+        ("F0 S0 T0 I0 W0", "what its forward saved is in host memory: put T0 before it"),
+        ("F0 S0 T0 I0 T0 T0 W0", "T0 has been done before: keep one"),
+        ("F0 S0 T0 I0 T0 W0 T0", "its backward stands before it: nothing is left to copy"),
+        ("F0 I0 S0 T0 W0", "its backward stands before it: nothing is left to copy"),
+        ("F0 S0 F1 B1", "is never fetched: put its T before the backward"),
         ("F0 T0 B0", "needs S0 before it"),
         ("S0 F0 T0 B0", "needs F0 before it"),
         ("F0 S0 B0 T0", "its backward stands before it: nothing is left to copy"),
@@ -24,6 +29,12 @@ END = "REDUCE NORM UPDATE PUBLISH"
 def test_errors(work: str, reason: str) -> None:
     errors = find_errors(program_of(f"rank 0: {work} {END}"))
     assert any(reason in error.reason for error in errors), [error.reason for error in errors]
+
+
+def test_each_part_of_a_backward_has_a_fetch() -> None:
+    assert find_errors(program_of(f"rank 0: F0 S0 T0 I0 T0 W0 {END}")) == []
+    (error,) = find_errors(program_of(f"rank 0: F0 S0 T0 I0 {END}"))
+    assert "W0 is missing" in error.reason
 
 
 def test_a_microbatch_may_stay() -> None:

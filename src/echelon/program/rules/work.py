@@ -106,7 +106,8 @@ _SAME = dict.fromkeys(GRADIENT, Op.BACKWARD)  # a whole backward or its first pa
 
 
 def find_duplicates(program: Program) -> Iterator[ProgramError]:
-    """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both."""
+    """Nothing that is about a microbatch stands twice; a backward is whole or in two parts, not both. Each of
+    the parts may have a T of its own."""
     for rank, instructions in enumerate(program.ranks):
         done = _Done()
         for index, instruction in enumerate(instructions):
@@ -118,6 +119,8 @@ def find_duplicates(program: Program) -> Iterator[ProgramError]:
                 again = word(program, rank, instruction)
                 yield ProgramError(rank, index, f"{again} has been done before: keep one")
             microbatches.add(k)
+            if op is Op.BACKWARD_INPUT:
+                done.of(Op.FETCH, stage).discard(k)
 
 
 def find_unmet_needs(program: Program) -> Iterator[ProgramError]:
