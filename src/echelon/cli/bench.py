@@ -11,13 +11,17 @@ from echelon.launching.torchrun import is_under_torchrun
 
 NAMES = (
     "launch, collectives, step, data-parallel, pipeline, tensor, start, memory, selective-costs, one-gpu, "
-    "kernels, recompute, optimizer-step, largest-model; the last five need a GPU"
+    "kernels, recompute, optimizer-step, largest-model, gist, gist-accuracy, offload-optimizer, "
+    "offload-activations; the last nine need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that it runs, not to measure.")]
 Only = Annotated[
-    str, typer.Option("--only", help="Of recompute, largest-model: rows whose names have this text.")
+    str,
+    typer.Option(
+        "--only", help="Of recompute and what comes after optimizer-step: rows whose names have this text."
+    ),
 ]
 
 
