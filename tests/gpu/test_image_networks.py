@@ -1,12 +1,14 @@
 """The published networks on a GPU: a step of each, and equality with one device."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import echelon
 from echelon.models import build_image, cross_entropy, image_preset
 from echelon.verify import assert_equal
-from tests.cases import adamw
+from tests.cases import adamw, sgd
 from tests.models.image_cases import NETWORKS, image_case
 
 pytestmark = [
@@ -21,7 +23,10 @@ def num_right(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_small_networks_are_equal_to_plain_torch(name: str) -> None:
-    assert_equal(image_case(name, dropout=0.3), "data=1 recompute=full")
+    """With SGD: kernels of a GPU add in any order, and AdamW makes large what differs in the last bits of
+    gradients near zero."""
+    case = dataclasses.replace(image_case(name, dropout=0.3), make_optimizer=sgd)
+    assert_equal(case, "data=1 recompute=full")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
