@@ -1,13 +1,17 @@
 """What a forward pass saves comes back as it was, whoever shares, changes or never asks for it."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.activation_offload.order import StepOrder
 from echelon.activation_offload.parcel import Parcel
-from echelon.collectives.boundary import HostMemoryError
+from echelon.collectives.boundary import Copy, HostBoundary, HostMemoryError
 from tests.activation_offload.chains import Chain, Function, gradients
 
 WIDTH, ROWS = 32, 16
@@ -313,6 +317,40 @@ def test_a_missing_wait_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Parcel, "_wait", forgetful)
     found = torch.autograd.grad(y, x)[0]
     assert not found.isfinite().all()
+
+
+def test_copies_are_in_the_order_of_the_step_whoever_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where streams differ, a wait under another one than the step's would not hold for the step."""
+    inside: list[bool] = [False]
+    seen: list[str] = []
+
+    @contextmanager
+    def entered(_: StepOrder) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def watched(name: str, own: Any) -> Any:
+        def call(*args: Any) -> Any:
+            assert inside[0], name
+            seen.append(name)
+            return own(*args)
+
+        return call
+
+    monkeypatch.setattr(StepOrder, "entered", entered)
+    for owner, name in ((HostBoundary, "store"), (HostBoundary, "fetch"), (Copy, "wait")):
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    chain = Chain(*(nn.Sequential(linear(), nn.Tanh()) for _ in range(3)))
+    held = [chain.forward(hidden().requires_grad_()).square().sum()]
+    chain.fetch()
+    before = seen.count("wait")
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert chain.is_idle
+    assert (seen.count("store"), seen.count("fetch")) == (3, 3)
+    assert seen.count("wait") == before + 3
 
 
 def test_at_most_two_layers_are_on_the_device() -> None:

@@ -1,5 +1,6 @@
 """offload=activations over a real boundary: copy streams and pinned memory."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import echelon
-from echelon.collectives.boundary import FETCH, STORE
+from echelon.activation_offload import Carrier, HostPool
+from echelon.collectives import Ledger
+from echelon.collectives.boundary import FETCH, STORE, make_boundary
 from echelon.models import ModelConfig, build, cross_entropy
 
 pytestmark = [
@@ -90,6 +93,66 @@ def test_recurrent_kernels() -> None:
     assert found == pytest.approx(expected, rel=1e-4)
     for one, other in zip(weights, others, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [gpt, recurrent])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.filterwarnings("ignore")  # of kernels that may add in any order
+def test_the_same_to_the_last_bit(
+    make: Callable[[], nn.Module], microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels that add in one order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    plan = f"precision=fp32 microbatches={microbatches}"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        expected, weights, _ = trained(make, plan)
+        found, others, moved = trained(make, f"{plan} offload=activations")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert moved > 0
+    assert found == expected
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+
+
+@pytest.mark.parametrize("make", [gpt, recurrent])
+def test_a_step_under_another_stream(make: Callable[[], nn.Module]) -> None:
+    expected, weights, _ = trained(make, "precision=fp32")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found, others, moved = trained(make, "precision=fp32 offload=activations")
+    torch.cuda.current_stream().wait_stream(stream)
+    assert moved > 0
+    assert found == pytest.approx(expected, rel=1e-3)
+    for one, other in zip(weights, others, strict=True):
+        assert torch.allclose(one, other, atol=2e-3)
+
+
+def test_memory_is_let_go_in_the_order_of_the_step() -> None:
+    """The copies are long, and who frees what autograd saved is another thread under another stream."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ledger, step = Ledger(), torch.cuda.Stream()
+    boundary = make_boundary(device, ledger)
+    carrier = Carrier(boundary, ledger, device, HostPool(boundary, lambda: None))
+    size = 64 << 20
+    for _ in range(3):
+        with torch.cuda.stream(step):
+            x = torch.ones(size, device=device, requires_grad=True)
+            with carrier.passing((0, 0), [x]):
+                held = [(x * 2).square()]
+            carrier.store((0, 0))
+            carrier.settle()
+            carrier.fetch((0, 0))
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        with torch.cuda.stream(step):  # one of them in the memory of the fetch, which must be over
+            zeros = [torch.zeros(size, device=device) for _ in range(3)]
+            torch.cuda.synchronize()
+            assert not any(bool(each.any()) for each in zeros)
+        del x, zeros
+    boundary.close()
 
 
 def peak(plan: str, layers: int) -> int:

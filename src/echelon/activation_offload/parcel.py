@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.activation_offload.host_pool import HostPool
+from echelon.activation_offload.order import StepOrder
 from echelon.collectives.boundary import Copy, HostBoundary
 from echelon.saved_tensors import Hooks, KeptTensor, check_unchanged
 
@@ -79,10 +80,13 @@ class Parcel:
     """`group`: of the layer that was the first to save it. `marks`: of those who saved it before its copy was
     made. `observer`: counts what lies on the device."""
 
-    def __init__(self, tensor: Tensor, group: int, boundary: HostBoundary, observer: Hooks | None) -> None:
+    def __init__(
+        self, tensor: Tensor, group: int, boundary: HostBoundary, order: StepOrder, observer: Hooks | None
+    ) -> None:
         storage = tensor.untyped_storage()
         self.group, self.num_bytes, self.num_users = group, storage.nbytes(), 0
         self.marks: list[Mark] = []
+        self._order = order
         self._boundary, self._observer, self._device = boundary, observer, tensor.device
         self._reference: Any = storage._weak_ref()  # its address is not used again meanwhile
         self._memory: Tensor | None = None
@@ -107,21 +111,24 @@ class Parcel:
         assert self._memory is not None
         self._room, self._host = room, room.piece[begin : begin + self.num_bytes]
         room.enter()
-        self._copy = self._boundary.store(self._host, self._memory)
+        with self._order.entered():
+            self._copy = self._boundary.store(self._host, self._memory)
 
     def fetch(self) -> None:
         """Begin to bring it to the device, if it is not there."""
         if self._memory is None:
             assert self._host is not None
-            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+            with self._order.entered():
+                memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+                self._copy = self._boundary.fetch(memory, self._host)
             self._hold(memory)
-            self._copy = self._boundary.fetch(memory, self._host)
 
     def value(self) -> Tensor:
         """Its bytes on the device."""
         self.fetch()
         self._wait()
         assert self._memory is not None
+        self._order.lend(self._memory)
         return self._memory
 
     def drop(self) -> None:
@@ -154,10 +161,11 @@ class Parcel:
         self._memory, self._counted = memory, KeptTensor(memory, self._observer)
 
     def _wait(self) -> None:
-        """What the device is given from now on finds the copy done."""
+        """What the step gives to the device from now on finds the copy done."""
         copy, self._copy = self._copy, None
         if copy is not None:
-            copy.wait()
+            with self._order.entered():
+                copy.wait()
 
     def __del__(self) -> None:
         self.forget_address()

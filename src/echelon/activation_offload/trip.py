@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from echelon.activation_offload.order import StepOrder
 from echelon.activation_offload.parcel import Mark, Parcel, View
 from echelon.saved_tensors import KeptTensor, current_hooks, current_observer
 from echelon.tracing import untraced
@@ -37,11 +38,12 @@ class Group:
 
 @final
 class Trip:
-    """`standing`: storages that are there anyway. `staying`: the number of the call of a layer, counted from 1,
-    after which the backward pass comes at once; None if it comes later."""
+    """`standing`: storages that are there anyway. `staying`: after how many calls of layers the backward pass
+    comes at once; None if it comes later."""
 
     def __init__(self, carrier: "Carrier", standing: set[int], staying: int | None = None) -> None:
         self._carrier, self._standing, self._staying = carrier, standing, staying
+        self._order = StepOrder(carrier.device)
         self._num_calls = 0
         self._hooks, self._observer = current_hooks(), current_observer()
         # Hooks of others decide themselves what is kept, and how.
@@ -96,7 +98,7 @@ class Trip:
         # A copy that has begun does not see changes, and other tensors may have changed the storage.
         if known is not None and known.num_users and (not known.is_stored or tensor._version == 0):
             return known
-        parcel = Parcel(tensor, self._open.number, self._carrier.boundary, self._observer)
+        parcel = Parcel(tensor, self._open.number, self._carrier.boundary, self._order, self._observer)
         if known is not None:
             known.forget_address()
         self._known[address] = parcel
