@@ -18,7 +18,7 @@ def compress(model: nn.Module, compress: str) -> Compression:
         wrapping.wrap(CompressedModule(module, compression))
     for layer in listed_layers(model) or [model]:
         if not can_compress(layer):
-            wrapping.wrap(CompressedLayer(layer, compression, lambda: None))
+            wrapping.wrap(CompressedLayer(layer, compression))
     return compression
 
 

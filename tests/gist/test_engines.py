@@ -1,13 +1,17 @@
 """compress in engines of one rank: what is left of an engine, how a model is divided, what it warns of."""
 
 import copy
+import warnings
+from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import echelon
-from echelon.gist import CompressedLayer, CompressedModule
+from echelon.engine.compressing import CompressionReport
+from echelon.gist import CompressedLayer, CompressedModule, Compression
 from echelon.wrapping import find_wrapper
 from tests.gist.nets import gradients, is_same
 
@@ -18,7 +22,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -72,5 +76,39 @@ def test_what_is_rounded_does_not_depend_on_other_fields_of_the_plan() -> None:
         tokens = torch.randint(50, (2, 16))
         with echelon.parallelize(model, plan, optimizer=sgd, audit="off") as engine:
             engine.step((tokens, tokens))
-        results.append(list(model.parameters()))
+        results.append([p.detach() for p in model.parameters()])
     assert is_same(*results)
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.pool = nn.Linear(32, 32), nn.AvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.pool(self.linear(x)[None])[0]
+        return output
+
+
+@pytest.mark.parametrize(
+    ("make", "num"), [(Average, 0), (lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU()), 1)]
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_warning_if_the_first_step_encodes_nothing(
+    make: Callable[[], nn.Module], num: int, microbatches: int
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with engine_of(make(), f"compress=gist microbatches={microbatches}") as engine:
+            for _ in range(2):
+                engine.step((inputs(), inputs()))
+    messages = [str(each.message) for each in caught if "saves no memory" in str(each.message)]
+    assert len(messages) == num
+    assert not any("MiB" in message for message in messages)
+
+
+def test_the_warning_names_the_bound_of_cuda_devices() -> None:
+    plan = echelon.Plan.parse("compress=gist-fp8")
+    report = CompressionReport(Compression.of("gist-fp8"), plan, torch.device("cuda"))
+    with pytest.warns(UserWarning, match="below 8 MiB stay as they are on a CUDA device"):
+        report.after_step()

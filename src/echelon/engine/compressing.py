@@ -2,33 +2,37 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import final
 
+import torch
 from torch import nn
 
 from echelon.gist import CompressedLayer, CompressedModule, Compression, can_compress
+from echelon.gist.settings import SMALLEST
 from echelon.layering import listed_layers
 from echelon.mesh import Mesh
 from echelon.plan import Plan
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper, unwrap
 
 
-def compress_layers(stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping) -> None:
+def compress_layers(
+    stages: Sequence[nn.Module], mesh: Mesh, wrapping: Wrapping
+) -> "CompressionReport | None":
     """If the plan says so, let the layers that the stages list encode what they save; a model that lists
-    none, as a whole."""
+    none, as a whole. Returns who says, on rank 0, that there was nothing to encode."""
     _unwrap_earlier(stages)
     if mesh.plan.compress == "none":
-        return
+        return None
     compression = Compression.of(mesh.plan.compress)
-    layers: list[nn.Module] = []
     for stage in stages:
         inside = list(stage.modules())
         for module in filter(can_compress, inside):
             wrapping.wrap(CompressedModule(module, compression))
         listed = [layer for layer in listed_layers(stage) if layer in inside]
-        layers += [layer for layer in dict.fromkeys(listed or [stage]) if not can_compress(layer)]
-    report = _FirstCalls(len(layers), compression, mesh)
-    for layer in layers:
-        wrapping.wrap(CompressedLayer(layer, compression, report))
+        for layer in dict.fromkeys(listed or [stage]):
+            if not can_compress(layer):
+                wrapping.wrap(CompressedLayer(layer, compression))
+    return CompressionReport(compression, mesh.plan, mesh.device) if mesh.rank == 0 else None
 
 
 def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
@@ -40,20 +44,31 @@ def _unwrap_earlier(stages: Sequence[nn.Module]) -> None:
                 unwrap(previous)
 
 
-class _FirstCalls:
-    """Warns if nothing was found to encode, when each layer was called."""
+@final
+class CompressionReport:
+    """Warns at the end of the first step if nothing was found to encode."""
 
-    def __init__(self, num_layers: int, compression: Compression, mesh: Mesh) -> None:
-        self._num_left, self._compression = num_layers, compression
-        self._plan: Plan = mesh.plan
-        self._warns = mesh.rank == 0
+    def __init__(self, compression: Compression, plan: Plan, device: torch.device) -> None:
+        self._compression, self._plan, self._device = compression, plan, device
+        self._is_over = False
 
-    def __call__(self) -> None:
-        self._num_left -= 1
-        if self._num_left == 0 and self._warns and not self._compression.found:
+    def after_step(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if not self._compression.found:
             warnings.warn(
                 f"plan '{self._plan}': the layers of this rank save nothing that compress="
                 f"{self._plan.compress} encodes, so it saves no memory; compress=gist is for models with "
-                "ReLU and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others",
-                stacklevel=2,
+                "ReLU and pooling, and compress=gist-fp16, gist-fp10 or gist-fp8 also for others"
+                f"{self._bound()}",
+                stacklevel=3,
             )
+
+    def _bound(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        return (
+            f". Tensors below {SMALLEST['cuda'] >> 20} MiB stay as they are on a CUDA device: a microbatch "
+            "of more samples saves larger ones"
+        )

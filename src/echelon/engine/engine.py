@@ -23,6 +23,7 @@ from echelon.engine.agreement import check_same_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
+from echelon.engine.compressing import CompressionReport
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import AuditSettings, make_audit
@@ -65,6 +66,7 @@ class Engine:
         reader: BatchReader,
         audit: AuditSettings,
         carrier: Carrier | None = None,
+        compression: CompressionReport | None = None,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = names, local, layers
@@ -85,6 +87,7 @@ class Engine:
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
+        self._compression = compression
         self._is_closed = False
 
     # What a training loop needs.
@@ -178,6 +181,8 @@ class Engine:
         self._meter.sample()
         self._counter.add(numbers)
         self._drift.after_step(number)
+        if self._compression is not None:
+            self._compression.after_step()
         timer.stop()
         beat()
         if not self._update.deferred:

@@ -99,12 +99,12 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
         compile_layers(local.modules, plan, wrapping)
         accumulate_gradients(local, plan, wrapping)
-        compress_layers(local.modules, mesh, wrapping)
+        report = compress_layers(local.modules, mesh, wrapping)
         recompute_layers(local, mesh, layers.view, wrapping)
         carrier = offload_activations(local, mesh, wrapping)
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
         engine = Engine(
-            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier
+            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier, report
         )
         undo.pop_all()
     return engine

@@ -74,7 +74,7 @@ def max_pool2d(x: Tensor, window: Window, compression: Compression) -> Tensor:
     return output
 
 
-def avg_pool2d(x: Tensor, module: nn.AvgPool2d) -> Tensor:
+def avg_pool2d(x: Tensor, module: nn.AvgPool2d, compression: Compression) -> Tensor:
     """As the forward of `module`."""
     settings = [
         _pair(module.kernel_size),
@@ -88,6 +88,7 @@ def avg_pool2d(x: Tensor, module: nn.AvgPool2d) -> Tensor:
         return _aten.avg_pool2d(x, *settings)  # type: ignore[no-any-return]
     function: Any = _AvgPool
     output: Tensor = function.apply(x, settings)
+    compression.found.add("avg_pool2d")
     return output
 
 
@@ -162,7 +163,7 @@ class CompressedModule(Wrapper):
         if isinstance(module, nn.ReLU):
             return relu(input, compression, inplace=module.inplace)
         if isinstance(module, nn.AvgPool2d):
-            return avg_pool2d(input, module)
+            return avg_pool2d(input, module, compression)
         assert isinstance(module, nn.MaxPool2d)
         window = Window.of(
             module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode

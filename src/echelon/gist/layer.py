@@ -8,7 +8,6 @@ integers, what is small, and what must not be rounded (statistics.py). Memory th
 encoded once.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -33,11 +32,9 @@ class CompressedLayer(Wrapper):
 
     entry: ClassVar[str] = "compress"
 
-    def __init__(self, module: nn.Module, compression: Compression, report: Callable[[], None]) -> None:
-        """`report` is called when the layer was called for the first time."""
+    def __init__(self, module: nn.Module, compression: Compression) -> None:
         super().__init__(module)
         self._compression: Compression | None = compression
-        self._report: Callable[[], None] | None = report
         self._calls_functions: bool | None = None  # relu or max_pool2d; None: not known yet
         self._with_buffers = [each for each in module.modules() if each._buffers]
 
@@ -57,11 +54,9 @@ class CompressedLayer(Wrapper):
             saver.close()
             if self._calls_functions is None and calls is not None:
                 self._calls_functions = calls.seen
-                if self._report is not None:
-                    self._report()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compression": None, "_report": None}
+        return self.__dict__ | {"_compression": None}
 
     def _held(self, inputs: list[Tensor]) -> set[int]:
         """Storages that others hold: buffers, and inputs without gradients."""
