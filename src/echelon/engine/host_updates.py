@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from echelon.data_parallel import Sharing, Zero
-from echelon.data_parallel.new_weights import NewWeights
+from echelon.data_parallel.new_weights import NewWeights, ResidentWeights
 from echelon.errors import UserError
 from echelon.hardware import usable_cores
 from echelon.mesh import Mesh
@@ -79,6 +79,17 @@ def make_host_stepper(
             each.arrive(arrived)
 
     stepper.weights.on_expect, stepper.weights.on_arrive = expect, arrive
+    resident = [
+        ResidentWeights(sharing.resident_parameters(), stepper.check)
+        for sharing in local.sharings
+        if isinstance(sharing, Zero)
+    ]
+
+    def hide_all() -> None:
+        for each in (*watched, *resident):
+            each.hide()
+
+    stepper.on_failure = hide_all
     for sharing in local.sharings:
         sharing.wait_for_weights = stepper.wait
     return stepper
