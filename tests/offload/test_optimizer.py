@@ -19,6 +19,7 @@ from echelon.errors import UserError
 from echelon.offload.host_ring import HostRing
 from echelon.offload.host_twins import HostTwins
 from echelon.offload.optimizer import HostStepper
+from echelon.ownership import ENGINE
 from echelon.runtime import SynchronousUpdate
 from tests.cases import adamw, mean_loss, sgd, vectors
 
@@ -281,6 +282,21 @@ def test_loaded_state_reaches_the_host() -> None:
             return engine.full_state_dict()
 
     assert_same(continued("offload=optimizer"), continued("data=1"))
+
+
+def test_the_counter_of_rounded_updates_is_owned() -> None:
+    def counters(plan: str) -> dict[str, float]:
+        with echelon.parallelize(
+            Layers(), f"precision=bf16 masters=false {plan}", optimizer=adamw, loss=mean_loss
+        ) as engine:
+            for step in range(3):
+                engine.step(vectors(step))
+            engine.synchronize()
+            return {
+                each.slice.part: float(each.tensor) for each in engine.owned() if each.slice.name == ENGINE
+            }
+
+    assert counters("offload=optimizer") == counters("data=1")
 
 
 # One step late.
