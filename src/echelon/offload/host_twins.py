@@ -10,13 +10,12 @@ Twins have memory from the first update on. Until then they are what the weights
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from echelon.collectives import HostBoundary
-from echelon.data_parallel.host_weights import HostRun
 from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out
 from echelon.precision.flat_memory import dense_strides
@@ -25,6 +24,16 @@ from echelon.precision.rounding import KeyedRounding, Placement
 # Bytes of optimizer state for each byte of what it updates, of optimizers that keep less than two moments.
 _STATE = {"SGD": 1, "Adafactor": 0, "SM3": 1, "Muon": 1, "Adagrad": 1, "RMSprop": 1}
 _MOMENTS = 2
+
+
+class Standing(Protocol):
+    """A local parameter that stands in host memory, which the host updates."""
+
+    def join(self) -> None:
+        """Return when no copy reads or writes it. Any thread may call this."""
+
+    @property
+    def memory(self) -> Tensor: ...
 
 
 @final
@@ -37,7 +46,7 @@ class Twin:
     weights: Tensor
     version: tuple[int, int] | None = None  # of the model's weight whose values it has; None: it has none
     is_watched: bool = False  # whether another version says that the user has changed the weight
-    standing: HostRun | None = None  # where the weight stands on the host, with offload=parameters
+    standing: Standing | None = None  # where the weight stands on the host, with offload=parameters
 
     def current_version(self) -> tuple[int, int]:
         """Another one, if somebody has changed the weight, or given it other memory."""
@@ -63,7 +72,7 @@ class HostTwins:
         masters: bool,
         rounding: KeyedRounding | None = None,
         placements: Mapping[nn.Parameter, Placement] | None = None,
-        standing: Mapping[nn.Parameter, HostRun] | None = None,
+        standing: Mapping[nn.Parameter, Standing] | None = None,
         in_place: bool = True,
     ) -> None:
         """`placements`: of the elements of each local parameter, for `rounding`. `standing`: local parameters
