@@ -194,7 +194,7 @@ def _change_a_weight(plan: str) -> list[str]:
             for step in range(2):
                 engine.step(engine.local(vectors(step)))
             with torch.no_grad():
-                if engine.mesh.position.pipeline == engine.mesh.plan.pipeline - 1:
+                if engine.mesh.position.pipeline == engine.mesh.group("pipeline").size - 1:
                     model[-1].bias.add_(0.1)  # type: ignore[operator]
             try:
                 getattr(engine, name)(engine.local(vectors(2)))

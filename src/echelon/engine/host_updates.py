@@ -86,8 +86,10 @@ def make_host_stepper(
     ]
 
     def hide_all() -> None:
-        for each in (*watched, *resident):
-            each.hide()
+        for of_set in watched:
+            of_set.hide()
+        for of_zero in resident:
+            of_zero.hide()
 
     stepper.on_failure = hide_all
     for sharing in local.sharings:
