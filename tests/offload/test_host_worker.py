@@ -23,8 +23,10 @@ def test_jobs_run_one_after_the_other() -> None:
 
 
 def test_an_error_is_raised_to_everyone_and_no_later_job_runs() -> None:
-    worker, done, told = HostWorker(CPU), list[int](), list[int]()
-    worker.on_error = lambda: told.append(1)
+    worker, done = HostWorker(CPU), list[int]()
+    told, raised = list[threading.Thread](), list[threading.Thread]()
+    worker.on_error = lambda: told.append(threading.current_thread())
+    worker.on_raise = lambda: raised.append(threading.current_thread())
 
     def fail() -> None:
         raise ValueError("a bad rate")
@@ -35,7 +37,8 @@ def test_an_error_is_raised_to_everyone_and_no_later_job_runs() -> None:
             wait()
         assert isinstance(caught.value.__cause__, ValueError)
     assert not done
-    assert told
+    assert [each.name for each in told] == ["echelon-host-update"]
+    assert set(raised) == {threading.current_thread()}
     worker.close()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.data_parallel.freed import FreedParameter
 from echelon.engine.engine import Engine
 from echelon.errors import UserError
+from echelon.offload.host_ring import HostRing
 from echelon.offload.host_twins import HostTwins
 from echelon.offload.optimizer import HostStepper
+from echelon.ownership import ENGINE
 from echelon.runtime import SynchronousUpdate
 from tests.cases import adamw, mean_loss, sgd, vectors
 
@@ -280,6 +284,21 @@ def test_loaded_state_reaches_the_host() -> None:
     assert_same(continued("offload=optimizer"), continued("data=1"))
 
 
+def test_the_counter_of_rounded_updates_is_owned() -> None:
+    def counters(plan: str) -> dict[str, float]:
+        with echelon.parallelize(
+            Layers(), f"precision=bf16 masters=false {plan}", optimizer=adamw, loss=mean_loss
+        ) as engine:
+            for step in range(3):
+                engine.step(vectors(step))
+            engine.synchronize()
+            return {
+                each.slice.part: float(each.tensor) for each in engine.owned() if each.slice.name == ENGINE
+            }
+
+    assert counters("offload=optimizer") == counters("data=1")
+
+
 # One step late.
 
 
@@ -444,6 +463,51 @@ def test_an_error_on_the_host_is_raised_by_every_later_read(
     assert not threads()
     with pytest.raises(UserError):
         engine.module.blocks[0].weight.sum()  # type: ignore[index,union-attr,operator]
+
+
+def test_a_failure_on_the_host_changes_no_parameter_in_its_own_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward pass may be under way in the thread of the step."""
+    engine = make("offload=optimizer")
+    train(engine, range(1))
+    engine.synchronize()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    worker = stepper_of(engine)._worker
+    worker.submit(fail)
+    while not worker.has_failed:
+        time.sleep(0.001)
+    assert all(type(parameter) is nn.Parameter for parameter in engine.module.parameters())
+    with pytest.raises(UserError, match="no more memory"):
+        engine.step(batch(1))
+    assert all(type(parameter) is FreedParameter for parameter in engine.module.parameters())
+    with contextlib.suppress(UserError):
+        engine.close()
+
+
+def test_a_failure_lets_no_backward_pass_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, has_room = threading.Event(), HostRing.take
+
+    def fail(*_: Any) -> None:
+        assert begun.wait(30)
+        raise MemoryError("no memory for state")
+
+    def take(ring: HostRing, num_bytes: int) -> Tensor:
+        if ring._find(num_bytes) is None:  # this unit waits for those before it
+            begun.set()
+        return has_room(ring, num_bytes)
+
+    monkeypatch.setattr(HostTwins, "update", fail)
+    monkeypatch.setattr(HostRing, "take", take)
+    engine = make("offload=optimizer update=backward", smallest_unit=0)
+    with pytest.raises(UserError, match="MemoryError: no memory for state"):
+        engine.step(batch(0))
+    assert begun.is_set()
+    with contextlib.suppress(UserError):
+        engine.close()
 
 
 def test_a_step_that_fails_changes_nothing_and_the_next_is_right() -> None:

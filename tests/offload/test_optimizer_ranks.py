@@ -1,5 +1,6 @@
 """offload=optimizer and delay=1 on real ranks, equal to one device; the bytes of each rank."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from echelon.offload.host_twins import HostTwins
 from echelon.optim import SM3, Adafactor
 from echelon.verify import assert_equal, verify
 from tests.cases import adamw, mean_loss, perceptron_case, sgd, vectors
@@ -192,7 +194,7 @@ def _change_a_weight(plan: str) -> list[str]:
             for step in range(2):
                 engine.step(engine.local(vectors(step)))
             with torch.no_grad():
-                if engine.mesh.position.pipeline == engine.mesh.plan.pipeline - 1:
+                if engine.mesh.position.pipeline == engine.mesh.group("pipeline").size - 1:
                     model[-1].bias.add_(0.1)  # type: ignore[operator]
             try:
                 getattr(engine, name)(engine.local(vectors(2)))
@@ -246,3 +248,34 @@ def test_a_look_changes_no_training_at_any_level(
     plan: str, offload: str, options: dict[str, int], warm_ranks: Callable[[int], Ranks]
 ) -> None:
     _check_looks(f"{plan} offload={offload}", warm_ranks, **options)
+
+
+def _reads_after_a_failure(plan: str) -> list[str]:
+    """What reads of weights raise after an update has failed on every rank."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+    engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss)
+    engine.step(engine.local(vectors(0)))
+    engine.synchronize()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    raised = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTwins, "update", fail)
+        with pytest.raises(UserError, match="no more memory"):
+            engine.step(engine.local(vectors(1)))
+    for parameter in model.parameters():
+        try:
+            parameter.sum()
+        except UserError as error:
+            raised.append(str(error))
+    with contextlib.suppress(UserError):
+        engine.close()
+    return raised
+
+
+def test_nobody_reads_a_weight_after_a_failure(warm_ranks: Callable[[int], Ranks]) -> None:
+    for raised in warm_ranks(2).run(_reads_after_a_failure, "data=2 zero=1 offload=optimizer"):
+        assert len(raised) == 4
+        assert all("no more memory" in each for each in raised)

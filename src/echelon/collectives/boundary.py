@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -231,6 +232,8 @@ class CudaBoundary(HostBoundary):
             runtime: Any = torch.cuda.cudart()
             error = int(runtime.cudaHostRegister(host.data_ptr(), -(-num_bytes // _PAGE) * _PAGE, 0))
             if error:
+                with suppress(RuntimeError):  # CUDA would report the error to the next kernel
+                    torch.zeros(1, device=self._device)
                 raise HostMemoryError(
                     f"{show_bytes(num_bytes)} of host memory could not be pinned for copies to and from the "
                     f"GPU (cudaHostRegister: error {error}); offload less, or raise the limit of locked "

@@ -38,6 +38,10 @@ class NewWeights:
             if needed:
                 wrapping.before("offload", unit.module, self._before(needed), with_kwargs=True, prepend=True)
 
+    def hide(self) -> None:
+        """Nobody may read any of them any more."""
+        self.expect(list(self._local.values()))
+
     def expect(self, local: Sequence[LocalParameter]) -> None:
         """New weights of these will come: nobody may read the old ones."""
         for each in local:
@@ -59,3 +63,23 @@ class NewWeights:
 
     def _read(self, name: str) -> None:
         self._wait([self._names[name]])
+
+
+@final
+class ResidentWeights:
+    """Weights that are whole on every rank, and that ranks wait for together when they share them."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], check: Callable[[], None]) -> None:
+        """`check`: raises when nobody may read them any more."""
+        self._check = check
+        self._parameters = [parameter for _, parameter in parameters if parameter.numel()]
+        for name, parameter in parameters:
+            register_owner(parameter, name, self._read)
+
+    def hide(self) -> None:
+        """Nobody may read any of them any more."""
+        for parameter in self._parameters:
+            parameter.__class__ = FreedParameter
+
+    def _read(self, name: str) -> None:  # noqa: ARG002
+        self._check()

@@ -313,6 +313,10 @@ class Zero(Sharing):
     def standing(self, local: LocalParameter) -> Tensor:
         return self._flat_of_local[local.tensor].standing(local)
 
+    def resident_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters that are whole on every rank at all times."""
+        return [each for flat in self._reduced if flat.resident for each in flat.parameters]
+
     def host_run(self, local: LocalParameter) -> HostRun | None:
         return self._flat_of_local[local.tensor].host_run(local)
 

@@ -5,8 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from echelon.data_parallel import Sharing
 from echelon.data_parallel.new_weights import NewWeights
+=======
+from echelon.data_parallel import Sharing, Zero
+from echelon.data_parallel.new_weights import NewWeights, ResidentWeights
+>>>>>>> fx_opt
 from echelon.errors import UserError
 from echelon.hardware import usable_cores
 from echelon.mesh import Mesh
@@ -78,6 +83,19 @@ def make_host_stepper(
             each.arrive(arrived)
 
     stepper.weights.on_expect, stepper.weights.on_arrive = expect, arrive
+    resident = [
+        ResidentWeights(sharing.resident_parameters(), stepper.check)
+        for sharing in local.sharings
+        if isinstance(sharing, Zero)
+    ]
+
+    def hide_all() -> None:
+        for of_set in watched:
+            of_set.hide()
+        for of_zero in resident:
+            of_zero.hide()
+
+    stepper.on_failure = hide_all
     for sharing in local.sharings:
         sharing.wait_for_weights = stepper.wait
     return stepper

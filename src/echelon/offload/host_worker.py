@@ -39,7 +39,8 @@ class HostWorker:
         self._last: Ticket | None = None
         self._error: BaseException | None = None
         self._is_closed = False
-        self.on_error: Callable[[], None] = lambda: None  # called in any thread, any number of times
+        self.on_error: Callable[[], None] = lambda: None  # called in the thread of the job
+        self.on_raise: Callable[[], None] = lambda: None  # in one that is told of it, any number of times
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Run `job` after those before it."""
@@ -59,6 +60,7 @@ class HostWorker:
             job()
         except BaseException as error:
             self._fail(error)
+            self.on_raise()
             raise
         finally:
             ticket.done.set()
@@ -82,7 +84,7 @@ class HostWorker:
         """Raise if a job has failed, any number of times."""
         if self._error is not None:
             error = self._error
-            self.on_error()
+            self.on_raise()
             raise UserError(
                 f"the update of weights on the host (offload=optimizer) has failed with "
                 f"{type(error).__name__}: {error}; some weights may be those of after the step, and others "

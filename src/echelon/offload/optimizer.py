@@ -13,7 +13,7 @@ device computes step t + 1 with the weights of before, while the host updates.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -69,7 +69,8 @@ class HostStepper(LocalStepper):
         self._is_shown = False  # whether it has come up for a look
         self.weights = WeightReturn(boundary)
         self._before = KeptWeights(twins, boundary)
-        worker.on_error = self._hide_all
+        self.on_failure: Callable[[], None] = lambda: None  # nobody may read a weight any more
+        worker.on_error, worker.on_raise = self._abandon_ring, lambda: self.on_failure()
         self._watch_state_dicts()
         boundary.account("parameters", twins.parameter_storages)
         boundary.account("gradients", lambda: [] if self._ring is None else self._ring.storages())
@@ -177,9 +178,11 @@ class HostStepper(LocalStepper):
             for copy in self._stores.popleft():
                 copy.wait()
 
-    def _hide_all(self) -> None:
-        """An update has failed: nobody may read weights, of which some are new and others old."""
-        self.weights.on_expect(self._local)
+    def check(self) -> None:
+        """Raise if an update has failed: some weights are new, and others old."""
+        self._worker.check()
+
+    def _abandon_ring(self) -> None:
         if self._ring is not None:
             self._ring.abandon()
 
