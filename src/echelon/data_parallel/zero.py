@@ -314,7 +314,9 @@ class Zero(Sharing):
         return self._flat_of_local[local.tensor].standing(local)
 
     def resident_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters that are whole on every rank at all times."""
+        """Trained parameters that are whole on every rank at all times, because ranks gather them."""
+        if self._shard_group.size == 1:
+            return []
         return [each for flat in self._reduced if flat.resident for each in flat.parameters]
 
     def host_run(self, local: LocalParameter) -> HostRun | None:

@@ -5,13 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from echelon.data_parallel import Sharing
-from echelon.data_parallel.new_weights import NewWeights
-=======
 from echelon.data_parallel import Sharing, Zero
 from echelon.data_parallel.new_weights import NewWeights, ResidentWeights
->>>>>>> fx_opt
 from echelon.errors import UserError
 from echelon.hardware import usable_cores
 from echelon.mesh import Mesh

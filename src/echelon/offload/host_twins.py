@@ -27,24 +27,14 @@ _MOMENTS = 2
 
 
 class Standing(Protocol):
-<<<<<<< HEAD
-    """Weights that stand in host memory between their uses (offload=parameters)."""
-=======
-    """A local parameter that stands in host memory, which the host updates."""
+    """A local parameter that stands in host memory (offload=parameters), which the host updates."""
 
     def join(self) -> None:
         """Return when no copy reads or writes it. Any thread may call this."""
->>>>>>> fx_opt
 
     @property
     def memory(self) -> Tensor: ...
 
-<<<<<<< HEAD
-    def join(self) -> None:
-        """Return when no copy reads or writes the memory."""
-
-=======
->>>>>>> fx_opt
 
 @final
 @dataclass(eq=False)
