@@ -139,7 +139,10 @@ def test_an_engine_gives_the_weights_of_one_device_back(resident_bytes: int) -> 
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_resident_weights_that_the_host_updates_are_waited_for(update: str, resident_bytes: int) -> None:
     """Whoever reads one between two steps, or uses it in the next, finds it new."""
-    plans = {"data=1": {}, f"offload=optimizer,parameters update={update}": {"resident_bytes": resident_bytes}}
+    plans = {
+        "data=1": {},
+        f"offload=optimizer,parameters update={update}": {"resident_bytes": resident_bytes},
+    }
     seen = []
     for plan, options in plans.items():
         model = Layers()

@@ -299,7 +299,9 @@ class Zero(Sharing):
         if self._moves:
             changed = {flat: names for flat in self._unit_of if (names := flat.end_watch())}
             if changed:
-                raise lost_change([name for names in changed.values() for name in names], self._comings(changed))
+                raise lost_change(
+                    [name for names in changed.values() for name in names], self._comings(changed)
+                )
 
     def reallocate(self) -> None:
         assert not self._moves, "weights that come and go have no memory of their own"
