@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group, Ledger, RecordingGroup
 from echelon.collectives.boundary import PretendedBoundary
-from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel import Zero
+from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.host_weights import HostPlace, HostWeights
 from echelon.errors import UserError
 from echelon.wrapping import Wrapping

@@ -258,7 +258,7 @@ def test_weights_that_are_fetched_are_named_by_what_fetches_them() -> None:
     inputs, targets = vectors(0)
     total = mean_loss(model(inputs), targets)
     sharing.start_backward(last=True)
-    with pytest.raises(echelon.UserError, match="with offload=parameters .* or drop offload=parameters"):
+    with pytest.raises(echelon.UserError, match=r"with offload=parameters .* or drop offload=parameters"):
         total.backward()
 
 

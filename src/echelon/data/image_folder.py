@@ -5,8 +5,8 @@
     flowers/tulip/3.webp
 
 Which images are for validation is decided by the hash of their names: the same on every machine, and an image
-stays where it is when others are added. Only where the hashes leave no image of a class to train on, the image
-whose hash is the largest is trained on.
+stays where it is when others are added. Where the hashes leave no image of a class to train on, the one with
+the largest hash is trained on.
 """
 
 import hashlib

@@ -145,9 +145,8 @@ class Zero(Sharing):
         return [local for _, local in self._local]
 
     def kept_whole(self) -> list[LocalParameter]:
-        if self._shard_group.size > 1:  # parts are gathered, and waited for before that
-            return []
-        return [local for flat, local in self._local if flat.resident]
+        is_alone = self._shard_group.size == 1  # else parts are gathered, and waited for before that
+        return [local for flat, local in self._local if is_alone and flat.resident]
 
     def start_step(self) -> None:
         super().start_step()
