@@ -12,6 +12,7 @@ from echelon.models import ModelConfig, build, build_image
 from tests.gist.nets import compress, gradients, is_same, saved_bytes
 from tests.gist.test_kernels import check_kernels
 from tests.gist.test_networks import NETWORKS
+from tests.gpu.test_no_sync import waiting_raises
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +82,5 @@ def test_no_step_waits_for_the_device(name: str) -> None:
     compress(model, name)
     x = torch.randn(4, 3, 32, 32, device="cuda")
     model(x).sum().backward()  # kernels are compiled
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         model(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -112,7 +112,7 @@ class _HostTime:
             self._update(twins, *args)
             self.seconds += time.perf_counter() - start
 
-        HostTwins.update = measured  # type: ignore[method-assign]
+        HostTwins.update = measured  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
