@@ -49,9 +49,9 @@ def test_data_that_cannot_be_used(
 def test_a_refused_job_shows_nothing_but_its_errors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out, err = output(capsys, "train", "--plan", "compress=gist", "--set", f"out={tmp_path / 'runs'}")
+    code, out, err = output(capsys, "train", "--plan", "data=2 expert=2", "--set", f"out={tmp_path / 'runs'}")
     assert (code, out) == (2, "")
-    assert "compress=gist is not implemented yet (only compress=none)" in err
+    assert "expert=2 is not implemented yet (only expert=1)" in err
     assert not (tmp_path / "runs").exists()
 
 

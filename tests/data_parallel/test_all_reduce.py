@@ -77,7 +77,7 @@ def test_one_synchronisation_per_step_of_two_psi(warm_ranks: Warm, microbatches:
             ("all_gather", "loss counts", 1, 2 * 24),
             ("all_reduce", "checks", 1, 2 * 2 * 16 // 3),  # that samples leave out as many targets
             ("all_reduce", "gradients", 1, 2 * 2 * size // 3),
-            ("all_reduce", "metrics", 1, 2 * 2 * 48 // 3),
+            ("all_reduce", "metrics", 1, 2 * 2 * 56 // 3),
             ("all_reduce", "used parameters", 1, 2 * 2 * flags // 3),
         ]
 

@@ -128,7 +128,7 @@ def test_a_training_that_moves_nothing_proves_nothing() -> None:
 
 def test_a_plan_that_cannot_run_is_not_certified() -> None:
     with pytest.raises(ValueError, match="cannot run yet"):
-        verify(perceptron_case(), "data=2 compress=gist")
+        verify(perceptron_case(), "data=2 expert=2")
 
 
 class Captured(Exception):  # noqa: N818

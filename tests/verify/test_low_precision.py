@@ -241,6 +241,7 @@ def step_twice(engine: Engine) -> None:
 def start_from_zero(engine: Engine) -> None:
     """Masters that are not the weights at the start."""
     engine._update.stepper._make_masters()
+    engine._update.stepper._fill_masters(None)
     for master in engine._update.stepper._masters.values():
         master.data.mul_(0.5)
 

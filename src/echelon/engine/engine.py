@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.activation_offload import Carrier
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
@@ -23,12 +22,12 @@ from echelon.engine.agreement import check_same_batch
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
-from echelon.engine.compressing import CompressionReport
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import AuditSettings, make_audit
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, check_measure
+from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
@@ -65,8 +64,7 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         audit: AuditSettings,
-        carrier: Carrier | None = None,
-        compression: CompressionReport | None = None,
+        savers: MemorySavers,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = names, local, layers
@@ -79,7 +77,7 @@ class Engine:
         smallest_scale = 1.0 if scaling is None else scaling.smallest
         self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
         kind = ContinuousRunner if continuous else FlushedRunner
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier)
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, savers.carrier)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
@@ -87,7 +85,7 @@ class Engine:
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
-        self._compression = compression
+        self._compression = savers.compression
         self._is_closed = False
 
     # What a training loop needs.

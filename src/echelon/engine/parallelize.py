@@ -9,24 +9,21 @@ from torch import nn
 
 from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
-from echelon.engine.arguments import check_arguments, check_resident_bytes
+from echelon.engine.arguments import check_arguments
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.compiling import compile_layers
-from echelon.engine.compressing import compress_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.first_step import AuditSettings
-from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.memory_savers import save_memory
 from echelon.engine.model_checks import accept_model
-from echelon.engine.offloading import offload_activations
 from echelon.engine.own_loss import choose_loss
-from echelon.engine.recomputing import recompute_layers
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
-from echelon.engine.sharing import accumulate_gradients, share_stages
+from echelon.engine.sharing import share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
@@ -78,7 +75,6 @@ def parallelize(
     hold alike; 0: never.
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    check_resident_bytes(resident_bytes, plan)
     model, plan = accept_model(model, supported_plan(plan), clip, loss_scale)
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
@@ -92,19 +88,13 @@ def parallelize(
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)
-        check_host_memory({"parameters": parameter_bytes(split.modules, mesh, resident_bytes)}, mesh)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
         compile_layers(local.modules, plan, wrapping)
-        accumulate_gradients(local, plan, wrapping)
-        report = compress_layers(local.modules, mesh, wrapping)
-        recompute_layers(local, mesh, layers.view, wrapping)
-        carrier = offload_activations(local, mesh, wrapping)
+        savers = save_memory(local, mesh, layers, wrapping)  # compress, recompute, offload of activations
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(
-            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, carrier, report
-        )
+        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, savers)
         undo.pop_all()
     return engine

@@ -23,7 +23,9 @@ from echelon.data_parallel import (
     named_subset,
     synchronize_batch_norm,
 )
+from echelon.engine.arguments import check_resident_bytes
 from echelon.engine.deferred_start import take_memory
+from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import StageSplit
 from echelon.mesh import Mesh
@@ -42,6 +44,8 @@ def share_stages(
     resident_bytes: int = 0,
 ) -> LocalStages:
     """This rank's stages, each with its parameter sets shared as the plan says; all have memory then."""
+    check_resident_bytes(resident_bytes, mesh.plan)
+    check_host_memory({"parameters": parameter_bytes(split.modules, mesh, resident_bytes)}, mesh)
     take_memory(split.modules.values(), mesh)
     if mesh.plan.sync == "async":
         return _worker_stages(split, mesh)
