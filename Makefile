@@ -31,7 +31,7 @@ install: .venv/.installed   ## the library and the command into .venv
 train: .venv/.installed     ## the main job: a small GPT on 2 ranks, about 2 minutes
 	@$(BIN)/echelon train
 
-test: .venv/.installed-dev  ## the suite without slow tests, about 9 minutes on 2 cores
+test: .venv/.installed-dev  ## the suite without slow tests, about 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
