@@ -1,0 +1,58 @@
+"""The experts of a layer: many feed-forward networks whose matrices are stacked along dim 0.
+
+Names and shapes are those of transformers' models, so that what splits one splits the other:
+
+    gate_up_proj [experts, 2 · hidden, width]   down_proj [experts, width, hidden]      SwiGLU
+    up_proj [experts, hidden, width]            down_proj [experts, width, hidden]      GELU
+"""
+
+from typing import Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Activation = Literal["swiglu", "gelu"]
+
+
+@final
+class Experts(nn.Module):
+    """`num_experts` feed-forward networks; each token is computed by its own few, and their sum weighted."""
+
+    def __init__(
+        self, num_experts: int, width: int, hidden: int, activation: Activation = "swiglu", std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.activation, self.std = num_experts, activation, std
+        first = "gate_up_proj" if activation == "swiglu" else "up_proj"
+        rows = 2 * hidden if activation == "swiglu" else hidden
+        self.register_parameter(first, nn.Parameter(torch.empty(num_experts, rows, width)))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.first, std=0.02)
+        nn.init.normal_(self.down_proj, std=self.std)
+
+    @property
+    def first(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self, "gate_up_proj" if self.activation == "swiglu" else "up_proj")
+        return parameter
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum over the experts of tokens [tokens, width]; an index of `num_experts` is none."""
+        output = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            tokens, slots = torch.where(top_k_index == expert)
+            computed = self._compute(expert, hidden_states[tokens])
+            output = output.index_add(0, tokens, computed * top_k_weights[tokens, slots, None])
+        return output
+
+    def _compute(self, expert: int, x: Tensor) -> Tensor:
+        hidden = F.linear(x, self.first[expert])
+        if self.activation == "swiglu":
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+        else:
+            hidden = F.gelu(hidden)
+        return F.linear(hidden, self.down_proj[expert])

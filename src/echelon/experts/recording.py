@@ -1,0 +1,91 @@
+"""How the statistics of gates reach the loss.
+
+An auxiliary loss is a function of sums over the global batch, which no microbatch and no rank has. What the
+backward pass of a microbatch needs is the gradient of that function with respect to the sums, the same for
+all microbatches. So a gate attaches its statistics to what it returns, and the gradient is asked for when the
+backward pass arrives there:
+
+    forward     weights = record(gate, weights, statistics)     recorder.add(gate, statistics)
+    backward    gradient of weights goes on as it is;  gradient of statistics = recorder.gradient(gate)
+
+Without a recorder, gates keep their statistics, and `auxiliary_loss(model)` is added to the loss as in any
+plain training loop.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from echelon.experts.gate import Gate
+from echelon.second_run import once
+
+
+class Recorder(Protocol):
+    """Adds up the statistics of gates over microbatches and ranks."""
+
+    def add(self, gate: Gate, statistics: Tensor) -> None:
+        """A microbatch has passed the gate; not again where it is run a second time."""
+
+    def gradient(self, gate: Gate) -> Tensor:
+        """Of the gate's auxiliary loss, with respect to its statistics; in the backward pass."""
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("echelon.experts", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Around a forward pass whose statistics `recorder` adds up."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+def record(gate: Gate, weights: Tensor, statistics: Tensor) -> Tensor:
+    """`weights`, whose backward pass brings the gradient of the auxiliary loss to `statistics`."""
+    recorder = _RECORDER.get()
+    if recorder is None:
+        if gate.training and torch.is_grad_enabled():
+            gate.pending.append(statistics)
+        return weights
+    once(lambda: recorder.add(gate, statistics.detach()))
+    if not gate.has_loss:
+        return weights
+    attached: Tensor = _Attach.apply(weights, statistics, partial(recorder.gradient, gate))  # type: ignore[no-untyped-call]
+    return attached
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, statistics: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient, ctx.dtype = gradient, statistics.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor) -> Any:
+        return grad_weights, ctx.gradient().to(ctx.dtype), None
+
+
+def gates_of(model: nn.Module) -> list[Gate]:
+    """The gates of a model, in the order in which it lists its modules."""
+    return [module for module in model.modules() if isinstance(module, Gate)]
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | float:
+    """The auxiliary losses of all forward passes since the last call, for a training loop of your own:
+
+    loss = cross_entropy(model(inputs), targets) + auxiliary_loss(model)
+    """
+    total: Tensor | float = 0.0
+    for gate in gates_of(model):
+        pending, gate.pending = gate.pending, []
+        if pending:
+            total = total + gate.auxiliary_loss(torch.stack(pending).sum(0))
+    return total
