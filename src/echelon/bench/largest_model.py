@@ -11,7 +11,6 @@ are tried.
 
 import dataclasses
 import gc
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from echelon import optim
 from echelon.bench.compare import Row, Spread
 from echelon.bench.footprint import largest_pieces, peak_bytes
+from echelon.bench.harness import tell
 from echelon.data import Batches, open_corpus
 from echelon.engine import Engine, parallelize
 from echelon.fingerprint import fingerprint
@@ -233,7 +233,7 @@ def _on_device() -> str:
 
 
 def _tell(text: str) -> None:
-    print(f"largest-model: {text}", file=sys.stderr, flush=True)
+    tell("largest-model", text)
 
 
 def _adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
