@@ -87,7 +87,8 @@ def test_no_tokens_have_gradients_of_zero() -> None:
     x = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
     output = experts(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.float64))
     output.sum().backward()
-    assert output.shape == (0, WIDTH) and x.grad is not None
+    assert output.shape == (0, WIDTH)
+    assert x.grad is not None
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 

@@ -6,7 +6,7 @@
 The gather and the activation run again in the backward pass. A row's weight is multiplied into the hidden
 values and not into the output: so the output of single slots is needed for no gradient.
 
-Both functions compute gradients for rows and for matrices apart, if a backward pass asks for one of them only.
+A backward pass that asks for gradients of rows only, or of matrices only, computes only those.
 """
 
 from collections.abc import Callable

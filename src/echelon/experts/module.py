@@ -47,5 +47,5 @@ class Experts(nn.Module):
         )
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [rows, width] sorted by expert, of which `counts` [experts], on the device, has the numbers."""
+        """Rows [rows, width] sorted by expert; `counts` [experts], on the device, are the rows of each."""
         return grouped_experts(rows, counts, self.first, self.down_proj, self.activation)
