@@ -4,6 +4,7 @@ Nothing here communicates. `expert_parallel` spreads experts over ranks; the eng
 are computed of over the global batch.
 """
 
+from echelon.experts.compute import grouped_experts, routed_experts
 from echelon.experts.gate import Gate
 from echelon.experts.layer import MixtureOfExperts
 from echelon.experts.module import Experts
@@ -20,6 +21,8 @@ __all__ = [
     "SoftmaxGate",
     "auxiliary_loss",
     "gates_of",
+    "grouped_experts",
     "record",
     "recording",
+    "routed_experts",
 ]
