@@ -8,7 +8,14 @@ from echelon.experts.compute import grouped_experts, routed_experts
 from echelon.experts.gate import Gate
 from echelon.experts.layer import MixtureOfExperts
 from echelon.experts.module import Experts
-from echelon.experts.recording import Recorder, auxiliary_loss, gates_of, record, recording
+from echelon.experts.recording import (
+    Recorder,
+    auxiliary_loss,
+    current_recorder,
+    gates_of,
+    record,
+    recording,
+)
 from echelon.experts.routing import Routing
 from echelon.experts.softmax_gate import SoftmaxGate
 
@@ -20,6 +27,7 @@ __all__ = [
     "Routing",
     "SoftmaxGate",
     "auxiliary_loss",
+    "current_recorder",
     "gates_of",
     "grouped_experts",
     "record",
