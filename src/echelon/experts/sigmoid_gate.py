@@ -88,5 +88,7 @@ class SigmoidGate(Gate):
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
         if after.dtype.itemsize < 4:
-            self.e_score_correction_bias = before.to(after.device, torch.promote_types(before.dtype, torch.float32))
+            self.e_score_correction_bias = before.to(
+                after.device, torch.promote_types(before.dtype, torch.float32)
+            )
         return self
