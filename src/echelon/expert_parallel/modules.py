@@ -1,6 +1,6 @@
 """What experts do whose other parts are on other ranks: send tokens to them, compute, and get them back."""
 
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -8,20 +8,12 @@ from torch.autograd.function import once_differentiable
 
 from echelon.collectives import Group
 from echelon.expert_parallel.dispatch import Dispatch, plan_dispatch
-from echelon.expert_parallel.journey import Journey
-from echelon.expert_parallel.slots import Slots, put_back, sort_slots, take_rows
+from echelon.expert_parallel.slots import counts_of, inverse_of, mix_rows, permute, take_rows
+from echelon.experts import Experts
+from echelon.experts.overlap import run_beside
+from echelon.experts.sorting import sort_slots
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, find_wrapper
-
-
-class Mixing(NamedTuple):
-    """What experts have computed is on its way back to the ranks of its tokens."""
-
-    journey: Journey
-    arriving: Tensor
-    slots: Slots
-    weights: Tensor
-    dtype: torch.dtype
 
 
 @final
@@ -38,35 +30,35 @@ class SpreadExperts(Wrapper):
         super().__init__(module)
         self.group, self.num_experts = group, num_experts
 
+    @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.finish(self.start(hidden_states, top_k_index, top_k_weights))
-
-    @untraced
-    def start(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Mixing:
-        """Compute what this rank's experts have to; `finish` returns the sums of its own tokens. Whatever is
-        computed in between need not wait for them."""
         slots = sort_slots(top_k_index, self.num_experts)
-        dispatch = plan_dispatch(slots.counts, self.group)
-        there = dispatch.journey
-        rows = there.wait(there.start(take_rows(hidden_states, slots, dispatch.sent)))
-        back = there.reversed()
-        arriving = back.start(self._compute(rows, dispatch))
-        return Mixing(back, arriving, slots, top_k_weights, hidden_states.dtype)
-
-    @untraced
-    def finish(self, mixing: Mixing) -> Tensor:
-        """The weighted sum over the experts of each token."""
-        rows = put_back(mixing.journey.wait(mixing.arriving), mixing.slots)
-        return (rows * mixing.weights[..., None]).sum(1).to(mixing.dtype)
+        dispatch = plan_dispatch(counts_of(slots), self.group)
+        there, back = dispatch.journey, dispatch.journey.reversed()
+        arriving = there.start(take_rows(hidden_states, slots, dispatch.sent))
+        run_beside()
+        arriving = back.start(self._compute(there.wait(arriving), dispatch))
+        return mix_rows(back.wait(arriving), top_k_weights, slots)
 
     def _compute(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """What the expert of each row makes of it."""
         if dispatch.received == 0:
             unused: Tensor = _Unused.apply(rows, *self.module.parameters())  # type: ignore[no-untyped-call]
             return unused
+        if isinstance(self.module, Experts):
+            return self._compute_sorted(self.module, rows, dispatch)
         index = dispatch.expert_of_row[:, None]
         computed: Tensor = self.inner(rows, index, rows.new_ones(index.shape))
         return computed
+
+    def _compute_sorted(self, module: Experts, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        """Rows come from one rank after the other; experts compute those of all ranks together."""
+        counts = dispatch.counts.sum(0)
+        if len(counts) == 1:
+            return module.compute(rows, counts)
+        order = dispatch.expert_of_row.argsort(stable=True)
+        inverse = inverse_of(order)
+        return permute(module.compute(permute(rows, order, inverse), counts), inverse, order)
 
 
 class _Unused(torch.autograd.Function):
