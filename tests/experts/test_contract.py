@@ -1,18 +1,10 @@
 """Every gate trains as on one device, wherever its experts are."""
 
-import dataclasses
-from functools import partial
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
-from echelon.models import cross_entropy
-from echelon.verify import Case, assert_equal
-from tests.cases import adamw
+from echelon.verify import assert_equal
+from tests.experts.cases import case
 from tests.experts.gates import GATES
-from tests.experts.models import SEQUENCE, VOCAB, make_model
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -32,19 +24,6 @@ COMPOSED = [
     "data=2 expert=2 update=backward",
 ]
 ALONG_SEQUENCE = ["context=2", "data=2 expert=2 context=2", "data=2 expert=2 tensor=2 sequence=true"]
-
-
-def tokens(step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randint(VOCAB, (2, samples, SEQUENCE), generator=generator)
-    targets[0, : 3 + step % 3] = -100
-    return inputs, targets
-
-
-def case(gate: str, plan: str = "", **changes: Any) -> Case:
-    whole = Case(partial(make_model, GATES[gate]), tokens, cross_entropy, adamw, steps=6)
-    given = {"clip": None} if "backward" in plan else {}
-    return dataclasses.replace(whole, **(given | changes))
 
 
 @pytest.mark.parametrize(
