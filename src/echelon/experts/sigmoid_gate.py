@@ -57,7 +57,7 @@ class SigmoidGate(Gate):
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.e_score_correction_bias)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
         scores = logits.sigmoid()
         indices = largest(self._allowed(scores.detach() + self.e_score_correction_bias), self.top_k)
