@@ -1,10 +1,10 @@
 """The bench `moe-layer`: a mixture of experts beside dense feed-forward parts of equal active FLOPs, and
 beside transformers' Mixtral block.
 
-A sample is a forward and a backward pass, with gradients of the input and of all weights, in bfloat16. `dense`
-is the feed-forward part of echelon's Llama; `dense, fused` has the kernels of the experts for its activation,
-so that what is left of the difference is what routing costs. Before anything is timed, experts must give what
-they give one after the other in float32.
+A sample is a forward and a backward pass, with gradients of the input and of all weights, in bfloat16.
+`dense` is the feed-forward part of echelon's Llama; `dense, fused` has the kernels of the experts for its
+activation, so that what is left of the difference is what routing costs. Before anything is timed, experts
+must give what they give one after the other in float32.
 """
 
 import dataclasses
