@@ -107,6 +107,7 @@ def test_autocast_multiplies_in_its_type() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of a graph that breaks
 def test_compiled_experts() -> None:
     layer = make_layer()
     x, gradient = (tensor.detach().flatten(0, 1) for tensor in draw())
