@@ -20,6 +20,7 @@ from echelon.engine.hidden_padding import HiddenPadding, SplitOutput
 from echelon.engine.loss_check import LossCheck
 from echelon.engine.padding import LocalTargets, Padding, has_positions
 from echelon.engine.sequence_checks import (
+    check_gate_padding,
     check_heads,
     check_masks,
     check_positions,
@@ -29,6 +30,7 @@ from echelon.engine.sequence_checks import (
 )
 from echelon.engine.step_program import step_program
 from echelon.errors import UserError
+from echelon.experts import gates_of
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
 from echelon.ownership import OwnedSlice
@@ -62,6 +64,7 @@ class LayerSharding:
         check_heads(model, mesh.plan)
         check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
+        self._before, self._has_gates = frozenset(before), bool(gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         if mesh.plan.sequence:
@@ -116,6 +119,10 @@ class LayerSharding:
     def counts_loss(self) -> bool:
         """Whether losses are this rank's to count: the ranks along `tensor` compute the same."""
         return self._mesh.position.tensor == 0
+
+    def sees_part(self, module: nn.Module) -> bool:
+        """Whether the ranks along `tensor` call the module with different positions."""
+        return self._mesh.plan.sequence and module not in self._before
 
     def shared_gradients(self, module: nn.Module) -> list[SharedGradient]:
         """What tensor ranks sum among themselves: gradients of which each has a part."""
@@ -188,7 +195,8 @@ class LayerSharding:
         if not plan.sequence or plan.context > 1:
             return None
         assert self.sharded is not None
-        return HiddenPadding(plan, self._view, not_causal, self.sharded.by_heads)
+        by_heads = self.sharded.by_heads
+        return HiddenPadding(plan, self._view, not_causal, by_heads, has_gates=self._has_gates)
 
     def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
         """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
@@ -196,6 +204,8 @@ class LayerSharding:
         if length is not None:
             by_heads = [] if self.sharded is None else self.sharded.by_heads
             check_weight_masks(by_heads, self._mesh.plan, length)
+            if self._has_gates:
+                check_gate_padding(self._mesh.plan, length)
             batch = self._padding.pad(batch, length)
         inputs, targets = batch
         if self._context.size > 1:

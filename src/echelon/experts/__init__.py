@@ -12,7 +12,14 @@ from echelon.experts.layer import MixtureOfExperts
 from echelon.experts.module import Experts
 from echelon.experts.noisy_gate import NoisyTopKGate
 from echelon.experts.positions import Positions
-from echelon.experts.recording import Recorder, auxiliary_loss, gates_of, record, recording
+from echelon.experts.recording import (
+    Recorder,
+    auxiliary_loss,
+    current_recorder,
+    gates_of,
+    record,
+    recording,
+)
 from echelon.experts.routing import Routing
 from echelon.experts.sigmoid_gate import SigmoidGate
 from echelon.experts.softmax_gate import SoftmaxGate
@@ -33,6 +40,7 @@ __all__ = [
     "SoftmaxGate",
     "SwitchGate",
     "auxiliary_loss",
+    "current_recorder",
     "gates_of",
     "record",
     "recording",
