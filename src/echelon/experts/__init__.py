@@ -4,6 +4,7 @@ Nothing here communicates. `expert_parallel` spreads experts over ranks; the eng
 are computed of over the global batch.
 """
 
+from echelon.experts.compute import grouped_experts, routed_experts
 from echelon.experts.expert_choice_gate import ExpertChoiceGate
 from echelon.experts.gate import Gate
 from echelon.experts.gshard_gate import GShardGate
@@ -42,6 +43,8 @@ __all__ = [
     "auxiliary_loss",
     "current_recorder",
     "gates_of",
+    "grouped_experts",
     "record",
     "recording",
+    "routed_experts",
 ]
