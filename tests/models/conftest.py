@@ -49,8 +49,21 @@ MIXTURES = {
     "echelon": replace(
         _SMALL_MOE, tied=True, experts=ExpertsConfig(4, 2, hidden=24, shared=16, shared_gate=True)
     ),
+    "noisy-top-k": replace(_SMALL_MOE, experts=ExpertsConfig(4, 2, hidden=24, gate="noisy-top-k", load=0.1)),
+    "gshard": replace(_SMALL_MOE, experts=ExpertsConfig(4, 2, hidden=24, gate="gshard", capacity=1.5)),
+    "sigmoid": replace(
+        _SMALL_MOE,
+        experts=ExpertsConfig(
+            8, 3, hidden=8, gate="sigmoid", scale=2.5, groups=4, group_top_k=2, bias_rate=0.01
+        ),
+    ),
+    "hierarchical": replace(
+        _SMALL_MOE,
+        experts=ExpertsConfig(8, 4, hidden=8, gate="hierarchical", groups=4, group_top_k=2, load=0.1),
+    ),
     "gpt-experts": replace(
-        SMALL["gpt"], experts=ExpertsConfig(4, 1, hidden=24, shared=8, first_dense=1, z_loss=0.001)
+        SMALL["gpt"],
+        experts=ExpertsConfig(4, 1, hidden=24, gate="switch", shared=8, first_dense=1, z_loss=0.01),
     ),
 }
 

@@ -222,8 +222,8 @@ def _family_fit_errors(config: ModelConfig) -> list[str]:
         errors.append("rope_scaling: GPT has learned positions; leave it out, or use family='llama'")
     if config.head_width is not None and config.head_width * config.heads != config.width:
         errors.append(
-            f"width={config.width} heads={config.heads} head_width={config.head_width}: GPT's heads take equal "
-            "parts of the width; leave head_width out, or use family='llama'"
+            f"width={config.width} heads={config.heads} head_width={config.head_width}: GPT's heads take "
+            "equal parts of the width; leave head_width out, or use family='llama'"
         )
     if config.qk_norm:
         errors.append(
@@ -244,7 +244,7 @@ def _expert_errors(config: ModelConfig) -> list[str]:
         )
     if config.ffn is not None and not experts.first_dense:
         errors.append(
-            f"ffn={config.ffn} experts.first_dense=0: no layer has a dense feed-forward part; leave ffn out (the "
-            f"width of an expert is experts.hidden={experts.hidden}), or set first_dense"
+            f"ffn={config.ffn} experts.first_dense=0: no layer has a dense feed-forward part; leave ffn out "
+            f"(the width of an expert is experts.hidden={experts.hidden}), or set first_dense"
         )
     return errors

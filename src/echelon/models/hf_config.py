@@ -12,7 +12,7 @@ from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.models.config import ModelConfig, RopeScaling
 from echelon.models.experts_config import ExpertsConfig
 from echelon.models.hf_dialects import DIALECTS, OWN_TYPE, Dialect, dialect_of
-from echelon.models.hf_experts import read_experts, without_weights, write_experts
+from echelon.models.hf_experts import computed_with, read_experts, write_experts
 
 T = TypeVar("T")
 
@@ -89,11 +89,11 @@ def config_differences(config: ModelConfig, raw: Mapping[str, Any]) -> list[str]
         return [f"config.json: {each}" for each in error.errors] or [error.title]
     names = _COMPARED if config.family == stored.family == "gpt" else _COMPARED + _COMPARED_ROPE
     different = [name for name in names if getattr(stored, name) != getattr(config, name)]
-    if without_weights(stored.experts) != without_weights(config.experts):
+    if computed_with(stored.experts) != computed_with(config.experts):
         different.append("experts")
     return [
-        f"config.json says {name}={getattr(stored, name)!r}, the model has {getattr(config, name)!r}; build the "
-        "model from the folder's config, read_hf_config(folder)"
+        f"config.json says {name}={getattr(stored, name)!r}, the model has {getattr(config, name)!r}; build "
+        "the model from the folder's config, read_hf_config(folder)"
         for name in different
     ]
 

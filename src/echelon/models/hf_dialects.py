@@ -41,7 +41,7 @@ def _has_softmax_gate(config: ModelConfig) -> bool:
     experts = config.experts
     if config.family != "llama" or experts is None or experts.shared_gate:
         return False
-    return experts.gate == "softmax" and experts.scale == 1.0 and experts.capacity is None
+    return experts.gate == "softmax" and experts.capacity is None and not experts.jitter
 
 
 def _fits_mixtral(config: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The tensors of mixtures of experts in Hugging Face files, which have one tensor for each matrix of an expert.
+"""The tensors of mixtures of experts in Hugging Face files: one tensor for each matrix of each expert.
 
 ours                                        Mixtral                            Qwen3-MoE, DeepSeek-MoE
 mlp.gate.weight                             block_sparse_moe.gate.weight       mlp.gate.weight

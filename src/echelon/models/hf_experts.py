@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.models.config import ModelConfig
-from echelon.models.experts_config import ExpertsConfig
+from echelon.models.experts_config import TRAINING_FIELDS, ExpertsConfig
 from echelon.models.hf_dialects import Dialect
 
 # transformers 4 writes the first of a Qwen3-MoE, transformers 5 the second.
@@ -51,7 +51,10 @@ def write_experts(model_type: str, dialect: Dialect, config: ModelConfig) -> dic
     return raw
 
 
-def without_weights(experts: ExpertsConfig | None) -> tuple[object, ...]:
-    """What a model computes with: all but what is only trained with."""
-    trained = ("balance", "importance", "load", "z_loss", "bias_rate")
-    return () if experts is None else tuple(v for name, v in vars(experts).items() if name not in trained)
+def computed_with(experts: ExpertsConfig | None) -> dict[str, object]:
+    """What a model computes with: all but what it is only trained with."""
+    return {
+        name: value
+        for name, value in (vars(experts) if experts else {}).items()
+        if name not in TRAINING_FIELDS
+    }

@@ -1,5 +1,4 @@
-"""The Llama family (2, 3, 3.1, Qwen3, Mixtral): rotary positions, RMSNorm, SwiGLU, grouped key/value heads, no
-biases."""
+"""The Llama family (Mixtral, Qwen3): rotary positions, RMSNorm, SwiGLU, grouped key/value heads, no biases."""
 
 from functools import partial
 

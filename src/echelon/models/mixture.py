@@ -6,10 +6,21 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from echelon.experts import Experts, Gate, MixtureOfExperts, SoftmaxGate
+from echelon.experts import (
+    Experts,
+    Gate,
+    GShardGate,
+    HierarchicalGate,
+    MixtureOfExperts,
+    NoisyTopKGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+)
+from echelon.experts.module import Activation
 from echelon.models.blocks import Linear, residual_std
 from echelon.models.config import ModelConfig
-from echelon.models.experts_config import ExpertsConfig
+from echelon.models.experts_config import GATE_FIELDS, ExpertsConfig
 
 Dense = Callable[[ModelConfig, int], nn.Module]  # of a hidden width
 
@@ -20,22 +31,42 @@ def feed_forward(config: ModelConfig, layer: int, dense: Dense) -> nn.Module:
     if experts is None or not config.has_experts(layer):
         return dense(config, config.ffn_width)
     gate = make_gate(config.width, experts)
-    activation = "gelu" if config.family == "gpt" else "swiglu"
+    activation: Activation = "gelu" if config.family == "gpt" else "swiglu"
     routed = Experts(experts.num_experts, config.width, experts.hidden, activation, std=residual_std(config))
     return MixtureOfExperts(gate, routed, _shared(config, experts, dense))
 
 
 def make_gate(width: int, config: ExpertsConfig) -> Gate:
-    return _GATES[config.gate](width, config)
+    """The gate of one layer. A field of the config is the argument of the same name, or of `_ARGUMENTS`."""
+    if config.gate == "hierarchical":
+        return _hierarchical(width, config)
+    top_k = () if config.gate in ("switch", "gshard") else (config.top_k,)  # which choose 1 and 2
+    fields = {name: getattr(config, name) for name in GATE_FIELDS[config.gate]}
+    arguments = {_ARGUMENTS.get(name, name): value for name, value in fields.items()}
+    return _GATES[config.gate](width, config.num_experts, *top_k, **arguments)
 
 
-def _softmax(width: int, config: ExpertsConfig) -> Gate:
-    return SoftmaxGate(
-        width, config.num_experts, config.top_k, normalize=config.normalize, balance=config.balance
+def _hierarchical(width: int, config: ExpertsConfig) -> Gate:
+    return HierarchicalGate(
+        width,
+        config.groups,
+        config.num_experts // config.groups,
+        top_groups=config.num_chosen_groups,
+        top_experts=config.top_k // config.num_chosen_groups,
+        importance=config.importance,
+        load=config.load,
+        capacity=config.capacity,
     )
 
 
-_GATES: dict[str, Callable[[int, ExpertsConfig], Gate]] = {"softmax": _softmax}
+_GATES: dict[str, Callable[..., Gate]] = {
+    "softmax": SoftmaxGate,
+    "noisy-top-k": NoisyTopKGate,
+    "switch": SwitchGate,
+    "gshard": GShardGate,
+    "sigmoid": SigmoidGate,
+}
+_ARGUMENTS = {"group_top_k": "top_groups"}
 
 
 def _shared(config: ModelConfig, experts: ExpertsConfig, dense: Dense) -> nn.Module | None:

@@ -1,5 +1,4 @@
-"""Named model sizes: the published GPT-2, GPT-3 and Llama models, three with experts, and three that a laptop can
-train.
+"""Named model sizes: the published GPT-2, GPT-3 and Llama models, mixtures of experts, three for a laptop.
 
 A preset is only a `ModelConfig`; change one with `dataclasses.replace(preset("gpt-small"), layers=6)`.
 """
