@@ -116,7 +116,7 @@ class Balance:
     """Adds up the statistics of gates, one step after the other."""
 
     def __init__(self, gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> None:
-        self._mesh, self._places = mesh, gates.places
+        self._mesh, self._group, self._places = mesh, mesh.group("all"), gates.places
         in_stages = {module for stage in local.modules for module in stage.modules()}
         self._here = {place.gate: place for place in gates.places if place.gate in in_stages}
         self._with_loss = [place for place in self._here.values() if place.gate.has_loss]
@@ -140,9 +140,8 @@ class Balance:
         """The part of each auxiliary loss that is this rank's to count: as many ranks compute the same."""
         held = [float(place.gate in self._here) for place in self._places]
         holders = torch.tensor(held, dtype=torch.float64, device=self._mesh.device)
-        group = self._mesh.group("all")
-        with group.ledger.about("checks"):
-            group.all_reduce(holders)
+        with self._group.ledger.about("checks"):
+            self._group.all_reduce(holders)
         return [own / max(count, 1.0) for own, count in zip(held, holders.tolist(), strict=True)]
 
     # One step.
@@ -177,9 +176,8 @@ class Balance:
             return
         self._is_exchanged = True
         self._row[:2] = tally[1:3]
-        group = self._mesh.group("all")
-        with group.ledger.about("gate statistics"):
-            group.all_reduce(self._row)
+        with self._group.ledger.about("gate statistics"):
+            self._group.all_reduce(self._row)
         not_finite = (~self._sums.isfinite()).double()
         self._broken = not_finite.new_zeros(len(self._places)).index_add_(0, self._owners, not_finite)
         self._differentiate()
@@ -249,9 +247,7 @@ def recording_of(balance: Balance | None, weight: int) -> AbstractContextManager
     return nullcontext() if balance is None else balance.recording(weight)
 
 
-def make_balance(
-    gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding
-) -> Balance | None:
+def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
     plan = mesh.plan
     if not gates.places or plan.sync == "async" or plan.schedule in ASYNCHRONOUS_SCHEDULES:

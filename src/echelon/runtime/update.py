@@ -190,9 +190,7 @@ class SynchronousUpdate(Update):
             self._scaling = scale_on_device(summed, self._clip, scaled=is_scaled)
             self._count: Number = summed[1]
             found = [_on_device(each, summed) for each in self._found()]
-            values: Tensor | list[float] = torch.cat(
-                [summed[:2], torch.stack(found), summed[4:], auxiliary]
-            )
+            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale_on_host(sums, self._clip, scaled=is_scaled)
