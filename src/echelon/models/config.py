@@ -124,6 +124,11 @@ class ModelConfig:
         """How many of them one token is computed with: of the experts, those that its gate chooses."""
         return self._count(self.experts.top_k if self.experts else 0)
 
+    @property
+    def num_routed_parameters(self) -> int:
+        """How many of them are experts that gates choose from: what `expert` ranks divide."""
+        return self.num_parameters - self._count(0)
+
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward part of this block is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.first_dense
