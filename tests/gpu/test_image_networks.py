@@ -34,8 +34,8 @@ def test_small_networks_are_equal_to_plain_torch(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_published_size_trains_and_evaluates_in_bf16(name: str) -> None:
-    """A few steps on one batch bring its loss down, whatever it began with: images of noise make the outputs of
-    networks without norms large."""
+    """A few steps on one batch bring its loss down, whatever it began with: images of noise make the outputs
+    of networks without norms large."""
     torch.manual_seed(0)
     size = image_preset(name).image_size
     model = echelon.deferred(lambda: build_image(dataclasses.replace(image_preset(name), dropout=0.0)))
