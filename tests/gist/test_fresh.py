@@ -38,10 +38,11 @@ def test_the_output_of_a_relu_is_read_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(encoded) == first - 1
 
 
+@pytest.mark.parametrize("name", ["gist-fp16", "gist-fp8"])
 @pytest.mark.parametrize("between", [nn.Identity(), nn.MaxPool2d(2), nn.Dropout(0.0), nn.Sigmoid()])
-def test_every_step_is_that_of_the_first(between: nn.Module) -> None:
+def test_every_step_is_that_of_the_first(between: nn.Module, name: str) -> None:
     model = network(between)
-    compress(model, "gist-fp16")
+    compress(model, name)
     x = torch.randn(2, 3, 12, 12)
     expected, saved = gradients(model, x), saved_bytes(model, x)
     for _ in range(3):

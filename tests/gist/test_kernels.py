@@ -48,11 +48,15 @@ def check_kernels(device: str) -> None:
         output, mask, layout = kernels.relu_and_mask(flat.to(device), inplace=False)
         assert torch.equal(output.cpu().nan_to_num(7.0), flat.relu().nan_to_num(7.0))
         assert torch.equal(mask.cpu(), bits.pack(~(flat.relu() <= 0), 1))
-        again, same_mask, _, (half,) = kernels.relu_mask_and_half(flat.to(device))
-        assert torch.equal(again.nan_to_num(7.0), output.nan_to_num(7.0))
-        assert torch.equal(same_mask, mask)
-        expected_half = floats.encode(flat.relu(), "fp16")[0]
-        assert torch.equal(half.cpu().nan_to_num(7.0), expected_half.nan_to_num(7.0))
+        for name in ("fp16", "fp8"):
+            again, same_mask, _, parts = kernels.encoded_relu(flat.to(device), name)
+            assert torch.equal(again.nan_to_num(7.0), output.nan_to_num(7.0))
+            assert torch.equal(same_mask, mask)
+            written, expected = parts[0].cpu(), floats.encode(flat.relu(), name)[0]
+            if name == "fp8":  # of which sign NaN is, nobody asks
+                written, expected = (each.view(torch.float8_e4m3fn).float() for each in (written, expected))
+                assert torch.equal(parts[1].cpu(), floats.encode(flat.relu(), name)[1])
+            assert torch.equal(written.nan_to_num(7.0), expected.nan_to_num(7.0))
         gradient = torch.randn(num)
         again = kernels.masked(gradient.to(device), mask, layout).cpu()
         assert torch.equal(again, backend.masked(gradient, mask.cpu(), layout))

@@ -25,13 +25,13 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
     return output, bits.pack(~(flat <= 0), 1), layout  # NaN passes gradients
 
 
-def relu_mask_and_half(x: Tensor) -> tuple[Tensor, Tensor, Layout, floats.Parts]:
-    """The same, and the output in fp16."""
+def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, floats.Parts]:
+    """The same, and the output in fp16 or fp8."""
     kernels = _kernels(x)
     if kernels is not None:
-        return kernels.relu_mask_and_half(x)  # type: ignore[no-any-return]
+        return kernels.encoded_relu(x, name)  # type: ignore[no-any-return]
     output, mask, layout = relu_and_mask(x, inplace=False)
-    return output, mask, layout, floats.encode(flatten(output)[0], "fp16")
+    return output, mask, layout, floats.encode(flatten(output)[0], name)
 
 
 def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:

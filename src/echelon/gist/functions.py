@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from echelon.gist import backend
 from echelon.gist.dense import Layout
+from echelon.gist.floats import Parts, format_for
 from echelon.gist.fresh import Maker
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.wrapping import Wrapper, replaced_forward
@@ -28,16 +29,29 @@ def relu(x: Tensor, compression: Compression, *, inplace: bool = False, maker: M
     """As F.relu. `maker`: of whom it is known whether outputs are saved."""
     if not _applies(x) or (inplace and (x.is_leaf or x._base is not None)):
         return F.relu(x, inplace)
-    shows = maker is not None and compression.format == "fp16" and not inplace
-    halves: list[Tensor] | None = [] if shows and maker is not None and maker.is_read else None
+    name = None if maker is None or inplace else _written_format(x, compression)
+    encoding = _Encoding(name) if name is not None and maker is not None and maker.is_read else None
     function: Any = _ReLU
-    output: Tensor = function.apply(x, inplace, halves)
+    output: Tensor = function.apply(x, inplace, encoding)
     compression.found.add("relu")
-    if shows and maker is not None:
-        compression.fresh.show(output, maker, tuple(halves) if halves else None)
+    if name is not None and maker is not None:
+        compression.fresh.show(output, maker, None if encoding is None else encoding.parts)
     elif compression.format is None and not x.is_cuda:
         compression.marks.mark(output)  # others do not ask
     return output
+
+
+class _Encoding:
+    """What a ReLU writes along with its output."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.parts = name, ()  # type: tuple[str, Parts]
+
+
+def _written_format(x: Tensor, compression: Compression) -> str | None:
+    """In which a ReLU can write its output too."""
+    name = None if compression.format is None else format_for(x.dtype, compression.format)
+    return name if name in ("fp16", "fp8") else None
 
 
 class Window(NamedTuple):
@@ -110,11 +124,9 @@ def _pair(value: Any) -> Any:
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool, halves: list[Tensor] | None) -> Tensor:
-        """`halves`: gets the output in fp16."""
-        if halves is not None and x.dtype == torch.float32:
-            output, mask, ctx.layout, half = backend.relu_mask_and_half(x)
-            halves += half
+    def forward(ctx: Any, x: Tensor, inplace: bool, encoding: _Encoding | None) -> Tensor:
+        if encoding is not None:
+            output, mask, ctx.layout, encoding.parts = backend.encoded_relu(x, encoding.name)
         else:
             output, mask, ctx.layout = backend.relu_and_mask(x, inplace=inplace)
         if inplace:
