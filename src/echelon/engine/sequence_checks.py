@@ -6,6 +6,7 @@ read, so modules that mix positions are known by class. A model in which no modu
 modules that work on each position separately.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 from torch import nn
@@ -194,6 +195,16 @@ def check_weight_masks(by_heads: Collection[nn.Module], plan: Plan, length: int)
         f"plan '{plan}': a sequence of {length} positions would be padded, and dropout of attention weights, "
         "[positions, positions], would then drop others than on one device; use sequences of a multiple of "
         f"{plan.tensor}, or set that dropout to 0"
+    )
+
+
+def check_gate_padding(plan: Plan, length: int) -> None:
+    """Refuse to pad where gates route tokens: they would count those of the padding."""
+    multiple = math.lcm(2 * plan.context if plan.context > 1 else 1, plan.tensor if plan.sequence else 1)
+    multiple = math.lcm(multiple, plan.context * plan.tensor) if plan.sequence else multiple
+    raise UserError(
+        f"plan '{plan}': a sequence of {length} positions would be padded, and the gates of experts would "
+        f"route the padding too, and balance by it; use sequences of a multiple of {multiple}"
     )
 
 
