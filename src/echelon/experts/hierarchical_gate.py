@@ -93,7 +93,7 @@ class HierarchicalGate(Gate):
         return self.noise.normal(like.shape, like, self.positions.numbers(like.shape[1]))
 
     def _by_group(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.groups, -1))
+        return x.view(*x.shape[:-1], self.groups, self.num_experts // self.groups)
 
     def _join(
         self, groups: Tensor, group_weights: Tensor, experts: Tensor, weights: Tensor
