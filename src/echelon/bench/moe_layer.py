@@ -116,7 +116,7 @@ def _mixtral(size: _Size, implementation: str) -> nn.Module | None:
         return None
     if has_choice:
         config._experts_implementation = implementation
-    block: nn.Module = MixtralSparseMoeBlock(config)
+    block: nn.Module = MixtralSparseMoeBlock(config)  # type: ignore[no-untyped-call, unused-ignore]
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     return block
@@ -147,7 +147,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return activation_gradients(gradient, *ctx.saved_tensors, None, "swiglu", with_hidden=False).rows
+        (rows,) = ctx.saved_tensors
+        return activation_gradients(gradient, rows, None, "swiglu", with_hidden=False).rows
 
 
 @torch.no_grad()
