@@ -91,6 +91,8 @@ class GradientSums:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             self._replicas.all_reduce(weight.grad)
 
+    def start_backwards(self, tally: Tensor) -> None: ...
+
     def tie(self) -> None: ...
 
     def norm(self, tally: Tensor) -> None:

@@ -31,7 +31,7 @@ from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, LossScaling, MasterStepper
-from echelon.runtime import Outcome, Push, StepNumbers, Update
+from echelon.runtime import GateNumbers, Outcome, Push, StepNumbers, Update
 from echelon.runtime.numbers import HostCopy, check_counted
 
 
@@ -95,7 +95,7 @@ class AsyncUpdate(Update):
         self._gradients.start_step()
         self._is_empty = False
 
-    def norm(self, tally: Tensor) -> None:
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:  # noqa: ARG002 (none has any)
         """The server sums: a worker has its own numbers alone."""
         total, count, scaled = HostCopy(
             tally

@@ -88,7 +88,7 @@ def _case(size: _Size) -> str:
 def _modules(size: _Size) -> dict[str, nn.Module]:
     hidden = size.top_k * size.hidden
     modules: dict[str, nn.Module] = {
-        _DENSE: SwiGLU(ModelConfig("llama", 1, size.width, 1, vocab=8, sequence=8, ffn=hidden)),
+        _DENSE: SwiGLU(ModelConfig("llama", 1, size.width, 1, vocab=8, sequence=8), hidden),
         _FUSED: FusedSwiGLU(size.width, hidden),
         _ECHELON: MixtureOfExperts(
             SoftmaxGate(size.width, size.experts, size.top_k), Experts(size.experts, size.width, size.hidden)

@@ -19,6 +19,7 @@ from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
+from echelon.engine.balance import Balance, ExpertLoad
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
@@ -65,6 +66,7 @@ class Engine:
         reader: BatchReader,
         audit: AuditSettings,
         savers: MemorySavers,
+        balance: Balance | None = None,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = names, local, layers
@@ -77,7 +79,8 @@ class Engine:
         smallest_scale = 1.0 if scaling is None else scaling.smallest
         self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
         kind = ContinuousRunner if continuous else FlushedRunner
-        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, savers.carrier)
+        carrier, self._balance = savers.carrier, balance
+        self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
@@ -356,6 +359,18 @@ class Engine:
     def spans(self) -> list[Span]:
         """When each instruction of the last step was executed on this rank."""
         return self._runner.spans
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """What the experts of each gate got in the last step, over the global batch, the same on every rank;
+        by the name of the gate. Empty without gates, and where workers or microbatches update by themselves.
+
+        Waits for the device, as a look at metrics does.
+        """
+        return self.later_expert_load()()
+
+    def later_expert_load(self) -> Callable[[], dict[str, ExpertLoad]]:
+        """The same of the step that was queued last; only the call of what is returned waits for the device."""
+        return dict if self._balance is None else self._balance.later_load()
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""

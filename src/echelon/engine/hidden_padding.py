@@ -15,7 +15,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from echelon.engine.padding import next_multiple, pad_to, true_pair
-from echelon.engine.sequence_checks import check_weight_masks
+from echelon.engine.sequence_checks import check_gate_padding, check_weight_masks
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.sequence import View
@@ -27,10 +27,17 @@ class HiddenPadding:
     """How hidden states are padded. While a forward pass runs, `view` has their true length."""
 
     def __init__(
-        self, plan: Plan, view: View, not_causal: Sequence[str], by_heads: Collection[nn.Module]
+        self,
+        plan: Plan,
+        view: View,
+        not_causal: Sequence[str],
+        by_heads: Collection[nn.Module],
+        *,
+        has_gates: bool = False,
     ) -> None:
         """`not_causal`: classes of modules that may let positions attend to padding behind them; `by_heads`:
-        dropouts of attention weights."""
+        dropouts of attention weights; `has_gates`: some would route padding."""
+        self._has_gates = has_gates
         self._plan, self._view, self._not_causal, self._by_heads = plan, view, not_causal, by_heads
 
     def pad(self, hidden: Tensor) -> Tensor:
@@ -46,6 +53,8 @@ class HiddenPadding:
                 "= echelon.sequence.WHOLE: docs/context.md; modules that mix no positions can have one too)"
             )
         check_weight_masks(self._by_heads, self._plan, length)
+        if self._has_gates:
+            check_gate_padding(self._plan, length)
         self._view.true_length = length
         return pad_to(hidden, next_multiple(length, ranks))
 

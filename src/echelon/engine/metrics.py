@@ -46,7 +46,8 @@ class StepTimer:
 class Metrics:
     """One training step, over the global batch.
 
-    `loss` is the mean over everything the loss counted, `grad_norm` the norm of its gradient before
+    `loss` is the mean over everything the loss counted, with the `auxiliary_loss` of all gates, which are
+    functions of the global batch too; `grad_norm` the norm of its gradient before
     clipping, `tokens` that count, `seconds` this rank's time. `skipped`: gradients were not finite under
     precision=fp16, so that the step left weights and optimizer state as they are, on all ranks; `grad_norm`
     is infinite then. `loss_scale` is what fp16 multiplied the loss by; elsewhere 1.
@@ -64,7 +65,12 @@ class Metrics:
     @property
     def loss(self) -> float:
         outcome = self._numbers.read()
-        return outcome.total / outcome.counted
+        return outcome.total / outcome.counted + outcome.auxiliary
+
+    @property
+    def auxiliary_loss(self) -> float:
+        """What the gates of a mixture of experts have added to `loss`; 0 without any."""
+        return self._numbers.read().auxiliary
 
     @property
     def grad_norm(self) -> float:

@@ -11,6 +11,7 @@ from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
 from echelon.engine.arguments import check_arguments
 from echelon.engine.auto import resolve
+from echelon.engine.balance import GateList, make_balance
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.compiling import compile_layers
@@ -83,8 +84,9 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
+        gates = GateList.of(model, plan)  # of all of it
         names, settings = StateNames.of(model), AuditSettings.of(model, audit, check_every)  # of all of it
-        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
+        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)
@@ -94,7 +96,10 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
         compile_layers(local.modules, plan, wrapping)
         savers = save_memory(local, mesh, layers, wrapping)  # compress, recompute, offload of activations
+        balance = make_balance(gates, mesh, local, layers)  # experts: losses and statistics of gates
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, savers)
+        engine = Engine(
+            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, savers, balance
+        )
         undo.pop_all()
     return engine

@@ -14,12 +14,13 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.activation_offload import Carrier
 from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients, measure_gradient
 from echelon.engine.arguments import check_loss
+from echelon.engine.balance import Balance, recording_of
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.buffer_snapshot import BufferSnapshot
@@ -27,7 +28,7 @@ from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, Measuring
 from echelon.engine.missing_operation import missing_operation
-from echelon.engine.normaliser import LossNormaliser
+from echelon.engine.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
@@ -86,14 +87,16 @@ class StepRunner(ABC):
         meter: Meter,
         scopes: Scopes,
         carrier: Carrier | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
         self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
+        self._balance = balance
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
-        talks = local.lockstep or any(map(talks_in_forward, local.modules))
+        talks = local.lockstep or any(map(talks_in_forward, local.modules)) or plan.expert > 1
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
         self._failure = _LOST  # why
@@ -213,11 +216,18 @@ class StepRunner(ABC):
         feed = self._feed(batch, "training", self._scopes.of_step(step, samples), begin)
         normaliser = self._normaliser.of_step(batch, samples, count_before)
         if self._update.units is not None:
-            self._update.units.skip = lambda: normaliser.is_empty
+            self._update.units.skip = lambda: self._skips_units(normaliser)
         scale = self._update.loss_scale
         feed = {n: each._replace(normaliser=normaliser, loss_scale=scale) for n, each in feed.items()}
         self._upload = Upload(batch, self._mesh.device)
         return feed
+
+    def _skips_units(self, normaliser: StepNormaliser) -> bool | Tensor:
+        """Whether units that are updated in the backward pass must not change."""
+        if self._balance is None:
+            return normaliser.is_empty
+        is_broken = self._balance.is_broken()
+        return normaliser.is_empty | (is_broken if self._update.deferred else bool(is_broken))
 
     def _feed(
         self,
@@ -280,9 +290,14 @@ class StepRunner(ABC):
             self._meter.activations(),
             self._offload(microbatch, slot, value),
             self._recompute(),
+            self._recording(microbatch),
             microbatch.scope(),
         ):
             yield
+
+    def _recording(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        """In training, gates tell what they have seen."""
+        return recording_of(None if microbatch.normaliser is None else self._balance, microbatch.weight)
 
     def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
         """What the forward pass saves goes to host memory; what it is given stays."""
@@ -303,6 +318,10 @@ class StepRunner(ABC):
         if self._carrier is not None:
             self._carrier.set_aside(slot)
 
+    def start_backwards(self, tally: Tensor) -> None:
+        if self._balance is not None and self._balance.is_early:
+            self._balance.exchange(tally)
+
     def reduce(self, stage: Stage) -> None:
         self._meter.sample()
         stage.reduce()
@@ -311,7 +330,11 @@ class StepRunner(ABC):
         self._update.tie()
 
     def norm(self, tally: Tensor) -> None:
-        self._update.norm(tally)
+        if self._balance is None:
+            self._update.norm(tally)
+            return
+        self._balance.exchange(tally)
+        self._update.norm(tally, self._balance.numbers())
 
     def update(self) -> None:
         sharded = self._layers.sharded
@@ -333,6 +356,8 @@ class FlushedRunner(StepRunner):
     def _prepare(self) -> None:
         self._buffers = BufferSnapshot(self._local.modules)
         self.first_step = FirstStepChecks(self._mesh, self._local)
+        if self._balance is not None:
+            self.first_step.check_gates = self._balance.check_gradients
         self._is_rehearsed = self._update.units is None
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
@@ -372,8 +397,11 @@ class FlushedRunner(StepRunner):
         for stage in self._local.stages.values():
             stage.start_step()
         self._buffers.take()
+        if self._balance is not None:
+            self._balance.start_step()
         try:
             feed = self._training_feed(batch, step, count_before)
+            self._record_statistics(feed)
             script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
             with self.first_step.watch():
                 self._run(script, feed)
@@ -381,6 +409,23 @@ class FlushedRunner(StepRunner):
             self._buffers.restore(refused=True)
             raise
         return self._update.numbers
+
+    def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
+        """Take all microbatches forward once, without a trace, where the gradient of an auxiliary loss is
+        asked for before the last of them has passed the gates."""
+        if self._balance is None or not self._balance.needs_pass:
+            return
+        modules = [each for module in self._local.modules for each in module.modules()]
+        # Their messages have another form: nothing wants a gradient. A model may change its inputs.
+        copies = {
+            number: each._replace(look="statistics " + each.look, inputs=_copied(each.inputs))
+            for number, each in feed.items()
+        }
+        with torch.no_grad(), untouched(self._local.modules, modules, self._mesh.device):
+            tally = self._run(self.forward_script(len(copies)), copies)
+        self._balance.exchange(tally)
+        for stage in self._local.stages.values():
+            stage.start_step()
 
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()
@@ -393,6 +438,9 @@ class FlushedRunner(StepRunner):
 
     def publish(self) -> None:
         self._buffers.restore(self._update.refuses)
+        is_rehearsed = self._update.units is not None and self._update.units.rehearsal is not None
+        if self._balance is not None and not is_rehearsed:
+            self._balance.after_step(self._update.skips)
         super().publish()
 
     def _program(self, number: int) -> Program:
@@ -506,6 +554,10 @@ class ContinuousRunner(StepRunner):
         with _unsafe_preserve_version_counter(buffers):
             super().publish()
         self._update.start_step()
+
+
+def _copied(structure: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
 
 
 def _as_row(number: Number, like: Tensor) -> Tensor:

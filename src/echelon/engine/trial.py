@@ -198,6 +198,9 @@ class _TrialRuntime:
     def set_aside(self, slot: tuple[int, int]) -> None:
         raise AssertionError(f"a trial keeps nothing of {slot}")
 
+    def start_backwards(self, tally: Tensor) -> None:
+        raise AssertionError(f"a trial has no backward passes, and no {tally}")
+
     def reduce(self, stage: Stage) -> None:
         raise AssertionError(f"stage {stage.index} has no gradients in a trial")
 

@@ -38,8 +38,13 @@ class Recorder(Protocol):
 _RECORDER: ContextVar[Recorder | None] = ContextVar("echelon.experts", default=None)
 
 
+def current_recorder() -> Recorder | None:
+    """That of the forward pass that runs, for whoever runs it again in another thread."""
+    return _RECORDER.get()
+
+
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: Recorder | None) -> Iterator[None]:
     """Around a forward pass whose statistics `recorder` adds up."""
     token = _RECORDER.set(recorder)
     try:

@@ -3,6 +3,7 @@
 from echelon.program.build import build
 from echelon.program.check import check
 from echelon.program.instruction import (
+    AFTER_FORWARDS,
     COMPUTE,
     COPIES,
     RANK_LEVEL,
@@ -21,6 +22,7 @@ from echelon.program.text import parse, show
 from echelon.program.timeline import Span, Timeline
 
 __all__ = [
+    "AFTER_FORWARDS",
     "COMPUTE",
     "COPIES",
     "RANK_LEVEL",

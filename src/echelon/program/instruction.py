@@ -55,6 +55,10 @@ COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEI
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 COPIES = frozenset({Op.STORE, Op.FETCH})  # of activations, beside the computation
+# What a rank does when it has run all its forwards, where these come first.
+AFTER_FORWARDS = frozenset(
+    {Op.RECV_GRADIENT, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.REDUCE, Op.TIE, Op.NORM}
+)
 RANK_LEVEL = frozenset({Op.TIE, Op.NORM, Op.UPDATE, Op.PUBLISH})  # concern all stages of the rank at once
 
 
@@ -99,6 +103,12 @@ class Program:
         """Whether any instruction names a version of the weights: stages then update at different times."""
         return any(instruction.version is not None for rank in self.ranks for instruction in rank)
 
+    @cached_property
+    def forwards_first(self) -> bool:
+        """Whether every rank runs all its forwards, and passes their outputs on, before its first
+        backward."""
+        return not any(_turns_back(rank) for rank in self.ranks)
+
     def holder(self, stage: int, microbatch: int) -> int:
         """The rank that works on `microbatch` at `stage`."""
         replicas = self.placement[stage]
@@ -130,3 +140,10 @@ class Program:
             for rank in dict.fromkeys(ranks):
                 held[rank] = (*held.get(rank, ()), stage)
         return held
+
+
+def _turns_back(instructions: tuple[Instruction, ...]) -> bool:
+    """Whether a forward comes after a backward."""
+    turn = next((n for n, each in enumerate(instructions) if each.op in AFTER_FORWARDS), len(instructions))
+    forwards = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+    return any(each.op in forwards for each in instructions[turn:])

@@ -1,5 +1,5 @@
 """What is around a call and decides what it computes: the position in the training, generators of random
-numbers, autocast, the modes of modules, and the view of the sequence."""
+numbers, autocast, the modes of modules, the view of the sequence, and who records statistics of gates."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from echelon.dropout import current, restore
+from echelon.experts import current_recorder, recording
 from echelon.generators import GeneratorStates
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module], settings: "SegmentSettings") -> None:
         self._position = current()
         self._autocast = _Autocast.current()
+        self._recorder = current_recorder()
         self._modes = _Modes.of(modules)
         self._modules, self._view = modules, settings.view
         self._length, self._shared = self._view.true_length, self._view.shared
@@ -40,6 +42,7 @@ class Surroundings:
         with ExitStack() as around:
             around.enter_context(restore(self._position))
             around.enter_context(self._autocast.restored())
+            around.enter_context(recording(self._recorder))
             around.enter_context(self._modes.restored(self._modules))
             for states in self._generators:
                 around.enter_context(_drawing_from(states))

@@ -5,7 +5,7 @@ It runs every plan; a model in one stage is the smallest pipeline.
 
 from echelon.runtime.interpreter import Interpreter, StageRuntime
 from echelon.runtime.microbatch import Microbatch, MicrobatchLoss
-from echelon.runtime.numbers import Outcome, StepNumbers
+from echelon.runtime.numbers import GateNumbers, Outcome, StepNumbers
 from echelon.runtime.parameters_stepper import ParametersStepper
 from echelon.runtime.scaling import Number
 from echelon.runtime.script import Script, Slot
@@ -16,6 +16,7 @@ from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
 __all__ = [
+    "GateNumbers",
     "Interpreter",
     "LocalStages",
     "Microbatch",

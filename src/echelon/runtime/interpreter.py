@@ -40,6 +40,7 @@ class StageRuntime(Protocol):
     def store(self, slot: Slot) -> None: ...
     def fetch(self, slot: Slot) -> None: ...
     def set_aside(self, slot: Slot) -> None: ...
+    def start_backwards(self, tally: Tensor) -> None: ...
     def reduce(self, stage: Stage) -> None: ...
     def tie(self) -> None: ...
     def norm(self, tally: Tensor) -> None: ...
@@ -105,6 +106,8 @@ class Interpreter:
         self._timer.start_step(script.rank, script.instructions)
         for self._at, instruction in enumerate(script.instructions):
             at_instruction(script.labels[self._at])
+            if self._at == script.turn:
+                self._runtime.start_backwards(self._tally)
             with explain_second_order():
                 self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
@@ -162,9 +165,8 @@ class Interpreter:
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._runtime.counts_loss:
-                counted[0] += total.detach()
-                counted[1] += count
-                counted[2] += count * normaliser
+                for place, number in enumerate((total.detach(), count, count * normaliser)):
+                    counted[place].add_(number)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         mean = total / normaliser

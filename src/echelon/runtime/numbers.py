@@ -28,6 +28,16 @@ class Outcome(NamedTuple):
     norm: float
     loss_scale: float = 1.0
     num_skipped: float = 0.0
+    auxiliary: float = 0.0  # losses of gates, which are no part of the total
+
+
+class GateNumbers(NamedTuple):
+    """What gates add to the numbers of an update: this rank's share of their losses, for each gate whether
+    its statistics are not finite, and what the user reads then."""
+
+    auxiliary: Tensor
+    is_broken: Tensor
+    errors: Sequence[str]
 
 
 @final
@@ -60,13 +70,20 @@ class StepNumbers:
     """Loss total, count, norm and problems of one update, the same on every rank."""
 
     def __init__(
-        self, values: Tensor | Sequence[float], *, may_be_empty: bool = False, of_worker: bool = False
+        self,
+        values: Tensor | Sequence[float],
+        *,
+        may_be_empty: bool = False,
+        of_worker: bool = False,
+        gate_errors: Sequence[str] | None = None,
     ) -> None:
-        """`values`: those of `Outcome`, and flags for each `Problem` where there may be any.
+        """`values`: the first five of `Outcome`, and flags for each `Problem` where there may be any.
 
         `may_be_empty`: an update of no samples is no error. `of_worker`: it is of one worker's samples.
+        `gate_errors`: of each gate; then its flag follows among `values`, and at the end the auxiliary loss.
         """
         self._values = values  # until they are read
+        self._gate_errors = gate_errors
         self._may_be_empty, self._of_worker = may_be_empty, of_worker
         self._copy = HostCopy(values) if isinstance(values, Tensor) else None
         self._outcome: Outcome | None = None
@@ -75,7 +92,7 @@ class StepNumbers:
     @classmethod
     def known(cls, outcome: Outcome, *, of_worker: bool = False) -> "StepNumbers":
         """Numbers that are on the host already."""
-        return cls(outcome, of_worker=of_worker)
+        return cls(outcome, of_worker=of_worker, gate_errors=())
 
     @property
     def norm(self) -> float | Tensor:
@@ -93,8 +110,9 @@ class StepNumbers:
         if self._outcome is None:
             values = self._values if self._copy is None else self._copy.wait()
             total, counted, norm, scale, skipped, *flags = map(float, values)
+            auxiliary = 0.0 if self._gate_errors is None else flags.pop()
             norm = math.inf if skipped and math.isnan(norm) else norm  # a difference of two infinities
-            self._outcome = Outcome(total, counted, norm, scale, skipped)
+            self._outcome = Outcome(total, counted, norm, scale, skipped, auxiliary)
             self._error = self._first_error(self._outcome, flags)
             self._values, self._copy = self._outcome, None  # gives pinned memory back to torch
         return self._outcome
@@ -112,8 +130,12 @@ class StepNumbers:
         return self.outcome
 
     def _first_error(self, outcome: Outcome, flags: Sequence[float]) -> str | None:
-        if any(flags):
-            return next(problem.value for problem, flag in zip(Problem, flags, strict=True) if flag)
+        errors = self._gate_errors or ()
+        of_gates, of_problems = flags[len(flags) - len(errors) :], flags[: len(flags) - len(errors)]
+        if any(of_gates):
+            return next(error for error, flag in zip(errors, of_gates, strict=True) if flag)
+        if any(of_problems):
+            return next(problem.value for problem, flag in zip(Problem, of_problems, strict=True) if flag)
         if outcome.counted != 0 or self._may_be_empty:
             return None
         return _NO_SAMPLE_HERE if self._of_worker else _NO_SAMPLE

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from echelon.program import RECEIVES, SENDS, Instruction, Op, Program
+from echelon.program import AFTER_FORWARDS, RECEIVES, SENDS, Instruction, Op, Program
 from echelon.program.readiness import counterpart
 
 Slot = tuple[int, int]  # stage, microbatch
@@ -20,6 +20,8 @@ class Script:
         self.splits_backward = any(i.op is Op.BACKWARD_INPUT for i in self.instructions)
         self.labels = [_label(instruction) for instruction in self.instructions]
         self.lasts = frozenset(self._last_backwards())
+        # Where the first backward pass begins, or what follows it on other ranks; None: there is none.
+        self.turn = next((place for place, i in enumerate(self.instructions) if i.op in AFTER_FORWARDS), None)
         self.receives: dict[int, list[Instruction]] = {}
         for instruction in self.instructions:
             if instruction.op in RECEIVES:

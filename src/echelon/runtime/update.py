@@ -15,7 +15,7 @@ from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
 from echelon.precision import LossScaling, Stepper
-from echelon.runtime.numbers import StepNumbers, check_counted
+from echelon.runtime.numbers import GateNumbers, StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
 from echelon.runtime.unit_updates import UnitUpdates
@@ -65,8 +65,9 @@ class Update(ABC):
         """Sum the gradients of weights that several stages hold."""
 
     @abstractmethod
-    def norm(self, tally: Tensor) -> None:
-        """All gradients are summed: sum this rank's tally of losses and the norm over all ranks."""
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:
+        """All gradients are summed: sum this rank's tally of losses, and the norm, over all ranks; also what
+        `gates` add, if the model has any."""
 
     @property
     def skips(self) -> bool | Tensor:
@@ -172,14 +173,17 @@ class SynchronousUpdate(Update):
     def tie(self) -> None:
         self._stages.sum_tied_gradients()
 
-    def norm(self, tally: Tensor) -> None:
+    def norm(self, tally: Tensor, gates: GateNumbers | None = None) -> None:
         square = squared_norm(self._stages.norm_share(), tally.device)
         if self.units is not None:
             square = square + self.units.square(tally.device)
         flags = self._stages.problem_flags(tally.device)
-        flags[list(Problem).index(Problem.LOST_CHANGE)] += float(self._loses_change)
-        summed = torch.cat([tally, square.view(1), flags])
+        if self._loses_change:
+            flags[list(Problem).index(Problem.LOST_CHANGE)] += 1.0
+        of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
+        summed = torch.cat([tally, square.view(1), flags, *of_gates])
         _sum(summed, self._group)
+        summed, auxiliary = (summed, summed[:0]) if gates is None else (summed[:-1], summed[-1:])
         if self.units is not None:
             _flag_wrong_count(summed, self.units)
         is_scaled = self.loss_scaling is not None
@@ -187,13 +191,14 @@ class SynchronousUpdate(Update):
             self._scaling = scale_on_device(summed, self._clip, scaled=is_scaled)
             self._count: Number = summed[1]
             found = [_on_device(each, summed) for each in self._found()]
-            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:]])
+            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale_on_host(sums, self._clip, scaled=is_scaled)
             self._count = sums[1]
-            values = [*sums[:2], *map(float, self._found()), *sums[4:]]
-        self.numbers = StepNumbers(values, may_be_empty=not self._steady)
+            values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
+        gate_errors = None if gates is None else gates.errors
+        self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
     def _found(self) -> tuple[Number, Number, bool | Tensor]:
         """What `StepNumbers` tells beside sums: norm, loss scale, whether the update is skipped."""

@@ -1,8 +1,9 @@
 """The reference: the same training on one device, written in plain torch.
 
 It must stay independent of the code that it judges, so it repeats in the plainest way what a step means. Of
-echelon's code it uses only the dropout masks, and says itself which step and samples they are for; and the
-hashes that stochastic rounding draws, and the settings of a loss scale, which it applies itself.
+echelon's code it uses only the dropout masks, and says itself which step and samples they are for; the hashes
+that stochastic rounding draws, and the settings of a loss scale, which it applies itself; and the gates of
+experts, whose losses it adds as any plain loop does.
 """
 
 import copy
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import key_dropout, scope
+from echelon.experts import Gate, auxiliary_loss, gates_of
 from echelon.precision import DynamicScale
 from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
@@ -83,6 +85,7 @@ class ReferenceModel:
         self._case, self._dtype = case, dtype
         self._keeps_masters = keeps_masters or dtype.itemsize >= 4
         self._num_updates = 0
+        self._statistics: dict[Gate, Tensor] = {}  # of the last samples
         self.model = case.build(dtype=dtype)
         key_dropout(self.model, Wrapping())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -96,6 +99,18 @@ class ReferenceModel:
         with scope(seed=self._case.seed, step=step, first_sample=first_sample):
             return self._loss(batch)
 
+    def auxiliary_loss(self) -> Tensor | float:
+        """That of all gates, for the samples since the last call."""
+        self._statistics = {
+            gate: torch.stack(gate.pending).sum(0).detach() for gate in gates_of(self.model) if gate.pending
+        }
+        return auxiliary_loss(self.model)
+
+    def balance(self) -> None:
+        """An update was made of these samples."""
+        for gate, statistics in self._statistics.items():
+            gate.after_step(statistics)
+
     def pop_gradients(self, scale: float = 1.0) -> list[Tensor | None]:
         """The gradients of all parameters, in the type that the optimizer works in; of a loss times `scale`,
         without that."""
@@ -105,6 +120,8 @@ class ReferenceModel:
         ]
         for parameter in self.parameters:
             parameter.grad = None
+        for gate in gates_of(self.model):  # of layers that ran again in the backward pass
+            gate.pending.clear()
         return gradients
 
     def update(self, gradients: Sequence[Tensor | None]) -> float:
@@ -197,6 +214,7 @@ def train_on_one_device(
         if delay:
             reference.load(before)
         loss = mean(reference.loss(batch, step)).to(torch.promote_types(dtype, torch.float32))
+        loss = loss + reference.auxiliary_loss()
         gradients = _gradients(reference, loss, scale.value)
         skips = (step, 0) in overflows
         if scale.is_used:
@@ -207,6 +225,8 @@ def train_on_one_device(
             reference.load(newest)
             before = newest
         grad_norms.append(math.inf if skips else reference.update(gradients))
+        if not skips:
+            reference.balance()
         losses.append(float(loss.detach()))
         skipped.append(skips)
         loss_scales.append(scale.value)
