@@ -1,4 +1,4 @@
-"""Experts as their functions are used by plans: backward passes in two, second runs, weights that come and go.
+"""Experts under plans: backward passes in two, second runs, weights that come and go.
 
 The gates here have no balancing loss.
 """
