@@ -82,4 +82,5 @@ class ExpertChoiceGate(Gate):
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         _, _, _, probability, z = statistics
-        return self.z_loss * z.sum() / probability.detach().sum()
+        loss: Tensor = self.z_loss * z.sum() / probability.detach().sum()
+        return loss

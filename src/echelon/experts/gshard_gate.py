@@ -72,4 +72,5 @@ class GShardGate(Gate):
         _, _, _, probability, z, first = statistics
         num_tokens = first.sum()
         balance = switch_balance(first, probability, num_tokens)
-        return self.balance * balance + self.z_loss * z.sum() / num_tokens
+        loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
+        return loss

@@ -116,7 +116,8 @@ class HierarchicalGate(Gate):
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         _, _, _, importance, group_load, load, group_tokens = statistics
         load = group_load * load / group_tokens.clamp_min(1.0)
-        return self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        loss: Tensor = self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        return loss
 
 
 def _level_errors(groups: int, experts_per_group: int, top_groups: int, top_experts: int) -> Iterator[str]:

@@ -71,5 +71,6 @@ class NoisyTopKGate(Gate):
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         tokens, _, _, importance, load, z = statistics
-        mean_z = z.sum() * self.top_k / tokens.sum()
-        return self.importance * cv_squared(importance) + self.load * cv_squared(load) + self.z_loss * mean_z
+        balance = self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        loss: Tensor = balance + self.z_loss * z.sum() * self.top_k / tokens.sum()
+        return loss

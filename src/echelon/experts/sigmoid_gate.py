@@ -76,7 +76,8 @@ class SigmoidGate(Gate):
         best = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
         is_allowed = torch.zeros_like(best, dtype=torch.bool)
         is_allowed.scatter_(-1, largest(best, self.top_groups), True)
-        return by_group.masked_fill(~is_allowed[..., None], -torch.inf).flatten(-2)
+        allowed: Tensor = by_group.masked_fill(~is_allowed[..., None], -torch.inf).flatten(-2)
+        return allowed
 
     @torch.no_grad()
     def after_step(self, statistics: Tensor) -> None:
@@ -86,7 +87,7 @@ class SigmoidGate(Gate):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """A conversion of the model moves the bias, but does not round it."""
         before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.e_score_correction_bias
         if after.dtype.itemsize < 4:
             self.e_score_correction_bias = before.to(

@@ -70,7 +70,8 @@ class SoftmaxRouter(Gate):
         tokens, _, _, probability, z = statistics
         num_tokens = tokens.sum() / self.top_k
         balance = switch_balance(tokens, probability, num_tokens)
-        return self.balance * balance + self.z_loss * z.sum() / num_tokens
+        loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
+        return loss
 
 
 @final
