@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of
-from echelon.experts.choice import Choice, finish, router_logits
+from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import no_row, z_row
-from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.positions import as_samples
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 from echelon.second_run import once
 
@@ -53,7 +54,7 @@ class ExpertChoiceGate(Gate):
                 f"ExpertChoiceGate: experts choose among the positions of a sample, and the input "
                 f"{list(x.shape)} has none; give it [samples, positions, width]"
             )
-        logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
+        logits = router_logits(as_samples(x), self.weight)
         probabilities = logits.softmax(-1)
         is_chosen = once(partial(self._choose, probabilities.detach()))
         experts = torch.arange(self.num_experts, device=x.device).expand_as(logits)

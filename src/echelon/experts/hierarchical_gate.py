@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import KeyedNoise
-from echelon.experts.choice import Choice, finish, router_logits
+from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import cv_squared
 from echelon.experts.noisy_choice import choose_noisily
 from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 

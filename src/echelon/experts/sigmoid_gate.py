@@ -6,10 +6,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from echelon.experts.choice import Choice, finish, largest, router_logits
+from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import group_errors, weight_errors
-from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.positions import as_samples
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -58,7 +59,7 @@ class SigmoidGate(Gate):
         nn.init.zeros_(self.e_score_correction_bias)
 
     def route(self, x: Tensor) -> Routing:
-        logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
+        logits = router_logits(as_samples(x), self.weight)
         scores = logits.sigmoid()
         indices = largest(self._allowed(scores.detach() + self.e_score_correction_bias), self.top_k)
         weights = scores.gather(-1, indices)
