@@ -248,6 +248,7 @@ LAYERS = (
         ("expert_parallel",),
         "strategies",
     ),
+    Layer(("experts",), (), "gates and experts on one device"),
     Layer(
         ("precision", "memory", "dropout", "initialization", "assembly"),
         (),
@@ -277,7 +278,7 @@ BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 864, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 907, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row
