@@ -1,6 +1,7 @@
 """One unit, split and unsplit: the same inputs, weights and masks, and the same gradient of the output."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,6 +22,7 @@ from echelon.audit.texts import gather_rows
 from echelon.audit.unit_runs import Modes, Run, draw_gradient, gradients_of, in_modes, is_real, run
 from echelon.audit.units import AuditUnit
 from echelon.audit.whole_values import Division, ValueGroups, cut
+from echelon.expert_parallel import Spread
 from echelon.fingerprint import measures, near
 from echelon.mesh import Mesh
 from echelon.quantities import show_bytes
@@ -55,6 +57,7 @@ class LayerComparison:
         values: ValueGroups,
         view: View,
         sharded: Sharded | None,
+        spread: Spread | None,
         parameters: Mapping[str, nn.Parameter],
         make_weights: Callable[[], WholeWeights],
         free_bytes: Callable[[], float],
@@ -64,6 +67,7 @@ class LayerComparison:
         self._parameters, self._make_weights, self._free_bytes = parameters, make_weights, free_bytes
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self._shards = {} if sharded is None else sharded.shards
+        self._experts = {} if spread is None else spread.shards
         self._partial = set() if sharded is None else set(sharded.partial)
         self._agreement = StageAgreement(mesh.group("stage"), mesh.device)
         floats = [tolerance_of(p) for p in parameters.values() if p.is_floating_point()]
@@ -117,11 +121,16 @@ class LayerComparison:
         places = {}
         for parameter in weights:
             name = self._weights.name(parameter)
-            shard = self._shards.get(name)
-            places[parameter] = Place(self._parameters[name], _all_of if shard is None else shard.take)
+            places[parameter] = Place(self._parameters[name], partial(self._take, name))
         num_missing = self._agreement.count([not place.has_memory for place in places.values()])
         held = zip(places.items(), num_missing, strict=True)
         return {parameter: place for (parameter, place), missing in held if missing == 0}
+
+    def _take(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank has of a weight."""
+        for shard in (self._experts.get(name), self._shards.get(name)):
+            whole = whole if shard is None else shard.take(whole)
+        return whole
 
     # The comparison.
 
@@ -210,14 +219,16 @@ class LayerComparison:
         return compare("the gradient of its input", cut(self._values.join(local, division), whole), whole)
 
     def _compare_weight(self, parameter: nn.Parameter, local: Tensor, whole: Tensor) -> Difference:
-        """Ranks along `context` each have a part of every gradient, those along `tensor` of some."""
+        """Ranks along `context` each have a part of every gradient, those along `tensor` of some. Those along
+        `expert` all have the same samples, which experts have seen once for each."""
         summed = local.detach().clone(memory_format=torch.contiguous_format)
         add_over(summed, self._values.context)
         if parameter in self._partial:
             add_over(summed, self._values.tensor)
         name = self._name_of[parameter]
-        shard = self._shards.get(name)
-        return compare(f"the gradient of {name}", summed, whole if shard is None else shard.take(whole))
+        if name in self._experts:
+            summed /= self._experts[name].ranks
+        return compare(f"the gradient of {name}", summed, self._take(name, whole))
 
     def _copy_arguments(self, unit: AuditUnit, args: Any, kwargs: Any, *, whole: bool) -> Arguments:
         def whole_input(local: Tensor) -> Tensor:

@@ -178,4 +178,9 @@ def _causes(plan: Plan) -> str:
         )
     if plan.context > 1 or plan.sequence:
         causes.append("look for positions that are mixed by other means than the view (docs/context.md)")
+    if plan.expert > 1:
+        causes.append(
+            "look for experts that do more with the weight of a token than to multiply what they return, or "
+            "that mix tokens"
+        )
     return f"{'; '.join(causes)}; if it is meant, use audit='off'"

@@ -14,6 +14,7 @@ from echelon.bench import (
     largest_model,
     launching,
     memory_settings,
+    moe_layer,
     offload_activations,
     offload_optimizer,
     one_gpu,
@@ -39,6 +40,7 @@ _NEED_GPU = (
     "gist-accuracy",
     "offload-optimizer",
     "offload-activations",
+    "moe-layer",
 )
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
@@ -73,6 +75,7 @@ def benches() -> dict[str, Bench]:
         "gist-accuracy": gist_accuracy.bench,
         "offload-optimizer": offload_optimizer.bench,
         "offload-activations": offload_activations.bench,
+        "moe-layer": moe_layer.bench,
     }
 
 

@@ -84,8 +84,9 @@ def _choose(
     inputs, targets = take_part(take_part(sample_batch, 0, plan.data), 0, plan.microbatches)
     inputs = cast(to_device(inputs, device), DTYPES[plan.precision])
     measured = profile(model, (inputs, targets))
-    # Weight versions and gathered weights are each rank's own: those stages have no replicas.
-    straight = plan.schedule in ASYNCHRONOUS_SCHEDULES or plan.zero == 3
+    # Weight versions and gathered weights are each rank's own, and ranks with different experts compute
+    # together: those stages have no replicas.
+    straight = plan.schedule in ASYNCHRONOUS_SCHEDULES or plan.zero == 3 or plan.expert > 1
     split = partition(measured, workers, bandwidth, straight=straight)
     return {"replicas": split.replicas, "layers": split.layer_counts}
 

@@ -16,7 +16,7 @@ forwards have found: it comes out as that of the loss itself, whatever was expec
 loss scale, which is a part of n.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, final
 
@@ -239,10 +239,15 @@ class Balance:
             gate.after_step(self._here[gate].of(self._sums))
         self._buffers.restore(skipped)
 
-    def load(self) -> dict[str, ExpertLoad]:
-        """Of the last step, by the name of the gate. Waits for the device."""
-        sums = self._sums.cpu() if self._is_exchanged else torch.zeros_like(self._sums, device="cpu")
-        return {place.name: _load(place.gate, place.of(sums)) for place in self._places}
+    def later_load(self) -> Callable[[], dict[str, ExpertLoad]]:
+        """Of the last step, by the name of the gate. The call of what is returned waits for the device."""
+        sums, places = self._sums if self._is_exchanged else torch.zeros_like(self._sums), self._places
+
+        def load() -> dict[str, ExpertLoad]:
+            read = sums.cpu()
+            return {place.name: _load(place.gate, place.of(read)) for place in places}
+
+        return load
 
 
 @final

@@ -19,6 +19,7 @@ from torch.utils import swap_tensors
 from echelon.data_parallel import Sharing
 from echelon.engine.restore import mark_filled
 from echelon.errors import UserError
+from echelon.expert_parallel import experts_of
 from echelon.initialization import WeightSource, is_deferred, named_tensors
 from echelon.launching.group import check_on_every_rank
 from echelon.mesh import Mesh
@@ -72,12 +73,18 @@ def take_memory(modules: Iterable[nn.Module], mesh: Mesh) -> None:
     Where ZeRO shards them it gives them memory, unit by unit; until then they take none.
     """
     modules = list(modules)
-    is_sharded = mesh.plan.zero == 3 and mesh.group("weights").size > 1
-    is_sharded = is_sharded or "parameters" in mesh.plan.offload
+    experts = {p for module in modules for p in experts_of(module)}
     with _without_weak_references(modules):
         for parameter in {p: None for module in modules for p in module.parameters() if p.is_meta}:
+            is_sharded = _is_sharded(mesh, "expert_shard" if parameter in experts else "shard")
             memory = _stand_in(parameter, mesh.device) if is_sharded else None
             _become(parameter, torch.empty_like(parameter, device=mesh.device) if memory is None else memory)
+
+
+def _is_sharded(mesh: Mesh, axis: str) -> bool:
+    """Whether ZeRO gives parameters memory that the ranks along `axis` share out."""
+    by_ranks = mesh.plan.zero == 3 and mesh.group(axis).size > 1
+    return by_ranks or "parameters" in mesh.plan.offload
 
 
 def _become(parameter: nn.Parameter, memory: Tensor) -> None:

@@ -366,7 +366,11 @@ class Engine:
 
         Waits for the device, as a look at metrics does.
         """
-        return {} if self._balance is None else self._balance.load()
+        return self.later_expert_load()()
+
+    def later_expert_load(self) -> Callable[[], dict[str, ExpertLoad]]:
+        """The same of the step that was queued last; only the call of what is returned waits for the device."""
+        return dict if self._balance is None else self._balance.later_load()
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""

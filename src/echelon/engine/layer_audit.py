@@ -35,7 +35,7 @@ def layer_audits(
 ) -> list[AuditEntry]:
     """One entry, if the plan splits layers."""
     plan = mesh.plan
-    if plan.tensor == 1 and plan.context == 1:
+    if plan.tensor == 1 and plan.context == 1 and plan.expert == 1:
         return []
     if isinstance(skeleton, str):
         return [partial(_skip, skeleton)]
@@ -57,7 +57,9 @@ def layer_audits(
     def free() -> float:  # of a host, an equal share for every rank
         return free_bytes(mesh.device) / (plan.ranks if mesh.device.type == "cpu" else 1)
 
-    compare = LayerComparison(mesh, values, layers.view, layers.sharded, parameters, make_weights, free)
+    compare = LayerComparison(
+        mesh, values, layers.view, layers.sharded, layers.spread, parameters, make_weights, free
+    )
     return [LayerAudit(stages, compare, forward, mesh)]
 
 

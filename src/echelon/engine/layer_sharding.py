@@ -1,5 +1,5 @@
-"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, and the
-sequence over `context`. Which of them there are is known here alone; layers, losses and dropout only see it.
+"""What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, the
+sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers, losses and dropout only see it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,9 @@ from echelon.engine.sequence_checks import (
     classes_not_causal,
 )
 from echelon.engine.step_program import step_program
+from echelon.engine.token_positions import SharedPositions
 from echelon.errors import UserError
+from echelon.expert_parallel import spread_experts
 from echelon.experts import gates_of
 from echelon.layering import how_to_list, listed_layers
 from echelon.mesh import Mesh
@@ -66,6 +68,7 @@ class LayerSharding:
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
         self._before, self._has_gates = frozenset(before), bool(gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
+        self.spread = spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else None
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
         if mesh.plan.sequence:
             assert self.sharded is not None
@@ -77,6 +80,8 @@ class LayerSharding:
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)
+        if self.by_layers:
+            self._place_gates(model, before, wrapping)
 
     # Tensor.
 
@@ -151,13 +156,24 @@ class LayerSharding:
         )
 
     def shard_of(self, name: str) -> Shard | None:
-        """Which part of a parameter this rank has; None if it is whole."""
+        """Which part of a parameter this rank has along `tensor`; None if it has all of it there."""
         return None if self.sharded is None else self.sharded.shards.get(name)
+
+    def shards_of(self, name: str) -> list[Shard]:
+        """Which part of a parameter this rank has: of the whole one the first, of what that is the next."""
+        experts, matrices = self.experts_of(name), self.shard_of(name)
+        return [shard for shard in (experts, matrices) if shard is not None]
+
+    def experts_of(self, name: str) -> Shard | None:
+        """Which experts of a parameter this rank has; None if it has all, or it is of no experts."""
+        return None if self.spread is None else self.spread.shards.get(name)
 
     def in_whole(self, owned: OwnedSlice) -> list[OwnedSlice]:
         """What this rank owns of its part of a tensor, as boxes of the whole tensor."""
-        shard = self.shard_of(owned.slice.name)
-        return [owned] if shard is None else shard.in_whole(owned)
+        boxes = [owned]
+        for shard in reversed(self.shards_of(owned.slice.name)):
+            boxes = [whole for box in boxes for whole in shard.in_whole(box)]
+        return boxes
 
     # The sequence.
 
@@ -235,7 +251,7 @@ class LayerSharding:
         finally:
             self._view.true_length, self._view.shared = None, {}
 
-    # Dropout.
+    # Dropout and gates.
 
     def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
         """Masks are those of one device: a dropout is told which part of the whole it is given."""
@@ -247,6 +263,13 @@ class LayerSharding:
             elif self.by_layers:
                 split = self._mesh.plan.sequence and module not in before and module not in inner
                 set_global_indices(module, self._stream if split else self._positions)
+
+    def _place_gates(self, model: nn.Module, before: Sequence[nn.Module], wrapping: Wrapping) -> None:
+        """Noise and capacity are those of one device: a gate is told which part of a sequence it sees."""
+        for gate in gates_of(model):
+            split = self._mesh.plan.sequence and gate not in before
+            numbers, stream = (self._stream, self._mesh.group("tensor")) if split else (self._positions, None)
+            wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self._view))
 
     def _heads(self, count: int) -> Tensor:
         return torch.arange(count, device=self._mesh.device) + count * self._mesh.position.tensor

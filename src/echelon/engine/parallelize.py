@@ -86,7 +86,7 @@ def parallelize(
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
         gates = GateList.of(model, plan)  # of all of it
         names, settings = StateNames.of(model), AuditSettings.of(model, audit, check_every)  # of all of it
-        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context
+        layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)

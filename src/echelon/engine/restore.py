@@ -69,7 +69,7 @@ def mark_filled(model: nn.Module, plan: Plan) -> None:
 
 
 def _splits(plan: Plan) -> bool:
-    return plan.frees_weights or plan.tensor > 1 or plan.stages > 1
+    return plan.frees_weights or plan.tensor > 1 or plan.stages > 1 or plan.expert > 1
 
 
 def check_whole(model: nn.Module) -> None:

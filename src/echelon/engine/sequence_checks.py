@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.context_parallel import head_errors
-from echelon.dropout import is_keyed, unkeyed_dropout
+from echelon.dropout import is_keyed, noises, unkeyed_dropout
 from echelon.errors import UserError, raise_errors
 from echelon.huggingface import draws_by_head, find_family
 from echelon.plan import Plan
@@ -234,5 +234,11 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
         errors.append(
             f"{', '.join(inside)} draw at random inside (dropout, router_jitter_noise), and ranks along "
             "tensor would draw different numbers for states that must be equal; set their rates to 0"
+        )
+    unkeyed = [name or "the model" for name, noise in noises(model).items() if noise.name is None]
+    if unkeyed:
+        errors.append(
+            f"noise of {', '.join(unkeyed)} is drawn by torch (seed=None), and ranks along tensor would "
+            "route the same tokens to different experts; give parallelize a seed"
         )
     raise_errors(f"tensor={plan.tensor}", errors)

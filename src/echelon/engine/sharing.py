@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from echelon.async_training import WorkerGradients
-from echelon.collectives import RecordingGroup
+from echelon.collectives import Group, RecordingGroup
 from echelon.data_parallel import (
     AllReduce,
     Buffers,
@@ -28,6 +28,7 @@ from echelon.engine.deferred_start import take_memory
 from echelon.engine.host_memory_check import check_host_memory, parameter_bytes
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import StageSplit
+from echelon.expert_parallel import experts_of
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.runtime import LocalStages, Stage
@@ -94,28 +95,42 @@ def parameter_sets(
     norm_elsewhere: Collection[nn.Parameter],
     smallest_unit: int,
 ) -> list[ParameterSet]:
-    """The sets of a stage: all of its parameters, over the ranks that hold the same weights."""
-    group, offload = mesh.group("weights"), mesh.plan.offload
-    by_unit = "parameters" in offload or "optimizer" in offload or mesh.plan.update != "step"
-    by_unit = by_unit or (mesh.plan.zero > 0 and group.size > 1)
-    shards = ShardGroups(mesh.group("shard"), mesh.group("copies"))
-    if "parameters" in offload and mesh.plan.zero == 0:  # each rank has a copy of its own
-        shards = ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
-    units = divide_units(module, smallest_unit) if by_unit else []
-    parameters = named_subset(module)
-    return [
-        ParameterSet(
-            "dense",
-            parameters,
+    """The sets of a stage: experts, over the ranks that hold the same ones, and all other parameters, over
+    the ranks that hold the same weights. Gradients of experts, which are larger, are reduced first."""
+    experts = frozenset(experts_of(module))
+    dense = frozenset(module.parameters()) - experts
+
+    def make(name: str, parameters: frozenset[nn.Parameter], axes: tuple[str, str, str]) -> ParameterSet:
+        group, *shards = map(mesh.group, axes)
+        return ParameterSet(
+            name,
+            named_subset(module, parameters),
             group,
-            units,
-            shared_gradients,
+            divide_units(module, smallest_unit, only=parameters) if _by_unit(mesh.plan, group) else [],
+            [each for each in shared_gradients if each.parameter in parameters],
             norm_elsewhere=frozenset(norm_elsewhere),
             sum_in_float32=mesh.plan.gradients == "fp32",
-            shards=shards,
+            shards=_own_copies(group) if _is_held_whole(mesh.plan) else ShardGroups(*shards),
             separate_shards=tied,
         )
-    ]
+
+    sets = [make("experts", experts, ("experts", "expert_shard", "expert_copies"))] if experts else []
+    return [*sets, make("dense", dense, ("weights", "shard", "copies"))]
+
+
+def _by_unit(plan: Plan, group: Group) -> bool:
+    """Whether a set over these ranks is gathered, reduced or updated unit by unit."""
+    by_unit = "parameters" in plan.offload or "optimizer" in plan.offload or plan.update != "step"
+    return by_unit or (plan.zero > 0 and group.size > 1)
+
+
+def _is_held_whole(plan: Plan) -> bool:
+    """Whether each rank has a copy of its own in host memory."""
+    return "parameters" in plan.offload and plan.zero == 0
+
+
+def _own_copies(group: Group) -> ShardGroups:
+    return ShardGroups(RecordingGroup("shard", ledger=group.ledger), group)
 
 
 def share(
@@ -129,7 +144,8 @@ def share(
     in_backward, is_single = plan.update != "step", parameter_set.group.size == 1
     # Replicas of a stage that take microbatches in turn are in different backward passes.
     waits = set(plan.replicas) == {1}
-    if host or (not is_single and (plan.zero == 3 or (plan.zero and parameter_set.trained))):
+    is_shared_out = parameter_set.shard_groups.shard.size > 1
+    if host or (is_shared_out and (plan.zero == 3 or (plan.zero and parameter_set.trained))):
         return Zero(
             parameter_set,
             plan.zero or 1,

@@ -96,7 +96,7 @@ class StepRunner(ABC):
         plan = mesh.plan
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
         # Whether every replica runs exactly the plan's microbatches, also where its samples do not suffice.
-        talks = local.lockstep or any(map(talks_in_forward, local.modules))
+        talks = local.lockstep or any(map(talks_in_forward, local.modules)) or plan.expert > 1
         self.fixed_count = self._pipelined or talks or plan.schedule_is_file
         self._scripts: dict[object, Script] = {}
         self._failure = _LOST  # why

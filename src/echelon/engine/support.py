@@ -6,7 +6,6 @@ from echelon.plan.fields import FIELDS
 
 # Field → the values that run. Every strategy that is added widens its line here.
 _RUNS: dict[str, tuple[object, ...]] = {
-    "expert": (1,),
     "sync": ("all-reduce", "parameter-server", "async"),
     "zero": (0, 1, 2, 3),
     "precision": ("fp64", "fp32", "bf16", "fp16"),

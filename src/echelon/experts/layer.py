@@ -2,22 +2,36 @@
 
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from echelon.experts.gate import Gate
 from echelon.experts.module import Experts
+from echelon.experts.overlap import beside
+from echelon.experts.routing import Routing
 
 
 @final
 class MixtureOfExperts(nn.Module):
-    """y = shared(x) + Σ over the experts that the gate chose, weighted."""
+    """y = shared(x) + Σ over the experts that the gate chose, weighted.
+
+    The shared expert may compute while tokens are on their way to the others.
+    """
 
     def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.gate, self.experts, self.shared = gate, experts, shared
 
     def forward(self, x: Tensor) -> Tensor:
-        routing = self.gate(x)
+        routing, shared = self.gate(x), self.shared
+        if shared is None:
+            return self._mix(x, routing)
+        if torch.compiler.is_compiling():  # which orders operations itself
+            return self._mix(x, routing) + shared(x)
+        with beside(lambda: shared(x)) as work:
+            mixed = self._mix(x, routing)
+        return mixed + work.result()
+
+    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         mixed: Tensor = self.experts(x.flatten(0, -2), routing.indices, routing.weights)
-        mixed = mixed.view_as(x)
-        return mixed if self.shared is None else mixed + self.shared(x)
+        return mixed.view_as(x)

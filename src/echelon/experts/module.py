@@ -9,8 +9,9 @@ Names and shapes are those of transformers' models, so that what splits one spli
 from typing import Literal, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from echelon.experts.compute import grouped_experts, routed_experts
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -41,18 +42,10 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum over the experts of tokens [tokens, width]; an index of `num_experts` is none."""
-        output = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            tokens, slots = torch.where(top_k_index == expert)
-            computed = self._compute(expert, hidden_states[tokens])
-            output = output.index_add(0, tokens, computed * top_k_weights[tokens, slots, None])
-        return output
+        return routed_experts(
+            hidden_states, top_k_index, top_k_weights, self.first, self.down_proj, self.activation
+        )
 
-    def _compute(self, expert: int, x: Tensor) -> Tensor:
-        hidden = F.linear(x, self.first[expert])
-        if self.activation == "swiglu":
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * up
-        else:
-            hidden = F.gelu(hidden)
-        return F.linear(hidden, self.down_proj[expert])
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [rows, width] sorted by expert; `counts` [experts], on the device, are the rows of each."""
+        return grouped_experts(rows, counts, self.first, self.down_proj, self.activation)

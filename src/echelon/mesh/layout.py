@@ -15,7 +15,7 @@ A stage with more replicas than the others has a longer data axis. `pipeline=3-1
     data        0  1  2  0
 
 Experts are spread over neighbouring data ranks: the ranks along `expert` hold different experts, those along
-`expert_data` the same ones.
+`expert_data` the same ones, and so do those along `experts`, at all positions along `context`.
 
 The ranks that hold the same weights (along `data` and `context`) are cells of their stage, numbered in rank
 order. Hybrid sharding divides them into groups of neighbours: the ranks along `shard` hold different parts of
@@ -27,7 +27,7 @@ one copy of what is sharded, those along `copies` the same part of different cop
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -38,6 +38,8 @@ from echelon.plan import Plan
 AXES = ("pipeline", "data", "context", "tensor")
 # Each is several axes in one, or what `shard=` of the plan makes of them.
 COMBINED_AXES = ("weights", "stage", "all", "shard", "copies")
+# The same for the weights of experts: the ranks with the same experts, and how they divide a copy of them.
+EXPERT_AXES = ("experts", "expert_shard", "expert_copies")
 
 # Ranks are in the same group along an axis when these coordinates are equal.
 _EQUAL_COORDINATES = {
@@ -52,6 +54,9 @@ _EQUAL_COORDINATES = {
     "tensor": ("pipeline", "data", "context"),
     "expert": ("pipeline", "expert_data", "context", "tensor"),
     "expert_data": ("pipeline", "expert", "context", "tensor"),
+    "experts": ("pipeline", "expert", "tensor"),  # the ranks with the same experts, at any context
+    "expert_shard": ("pipeline", "expert", "copy", "tensor"),
+    "expert_copies": ("pipeline", "expert", "expert_part", "tensor"),
 }
 
 
@@ -68,14 +73,19 @@ class Position(NamedTuple):
     expert_data: int
     part: int
     copy: int
+    expert_part: int  # the same as `part`, of experts: among the ranks of a copy with the same ones
 
 
 class Extent(NamedTuple):
     """The ranks of a group: in each of its stages all combinations of these coordinates."""
 
     stages: range
-    cells: tuple[range, ...]  # in each of the stages
+    cells: tuple[Sequence[int], ...]  # in each of the stages
     tensor: range
+
+    def same(self, other: "Extent") -> bool:
+        ours, theirs = ([tuple(cells) for cells in each.cells] for each in (self, other))
+        return self.stages == other.stages and self.tensor == other.tensor and ours == theirs
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,22 @@ class Layout:
         replicas = plan.replicas[stage]
         replica, expert, expert_data = data // replicas, data % plan.expert, data // plan.expert
         copy, part = divmod(cell, self._shard_size(replicas))
-        return Position(stage, data, context, tensor, replica, expert, expert_data, part, copy)
+        expert_part = self._expert_part(cell, part)
+        return Position(stage, data, context, tensor, replica, expert, expert_data, part, copy, expert_part)
+
+    def _expert_part(self, cell: int, part: int) -> int:
+        """How many ranks with the same experts come before this one in its copy."""
+        expert = self._expert(cell)
+        return self._num_before(cell, expert) - self._num_before(cell - part, expert)
+
+    def _num_before(self, cell: int, expert: int) -> int:
+        """How many of the cells before this one hold these experts."""
+        contexts = self.plan.context
+        rounds, rest = divmod(cell, contexts * self.plan.expert)
+        return rounds * contexts + min(max(rest - expert * contexts, 0), contexts)
+
+    def _expert(self, cell: int) -> int:
+        return cell // self.plan.context % self.plan.expert
 
     @property
     def positions(self) -> Iterator[Position]:
@@ -156,7 +181,7 @@ class Layout:
         """Whether the groups along two axes are the same. The groups of one stage have one shape, so that
         its first rank answers for all."""
         firsts = [self.position(rank) for rank in self._first_ranks]
-        return all(self._extent(axis, first) == self._extent(other, first) for first in firsts)
+        return all(self._extent(axis, first).same(self._extent(other, first)) for first in firsts)
 
     @property
     def even(self) -> bool:
@@ -185,11 +210,13 @@ class Layout:
         tensor = _along(range(plan.tensor), position.tensor, fixed="tensor" in equal)
         return Extent(stages, cells, tensor)
 
-    def _cells(self, equal: Collection[str], position: Position, replicas: int) -> range:
+    def _cells(self, equal: Collection[str], position: Position, replicas: int) -> Sequence[int]:
         """The cells, in a stage with so many replicas, of ranks whose `equal` coordinates are those of
         `position`."""
         size, contexts = self._shard_size(replicas), self.plan.context
         everyone = range(replicas * self.plan.data * contexts)
+        if "expert" in equal and "context" not in equal:
+            return tuple(self._expert_cells(equal, position, everyone, size))
         if "copy" in equal:
             return everyone[position.copy * size : (position.copy + 1) * size]
         if "part" in equal:
@@ -199,6 +226,18 @@ class Layout:
         if "context" in equal:
             return everyone[begin + position.context : end : data.step * contexts]
         return everyone[begin:end]  # all data ranks, or one
+
+    def _expert_cells(
+        self, equal: Collection[str], position: Position, everyone: range, size: int
+    ) -> Iterator[int]:
+        """The cells with the experts of `position`, of all contexts; in its copy alone, or with its part."""
+        begin, end = (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
+        for cell in everyone[begin:end]:
+            same_part = "expert_part" not in equal or (
+                self._expert_part(cell, cell % size) == position.expert_part
+            )
+            if self._expert(cell) == position.expert and same_part:
+                yield cell
 
     def _shard_size(self, replicas: int) -> int:
         """How many ranks share one copy of a stage that has so many replicas."""

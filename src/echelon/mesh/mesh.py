@@ -25,7 +25,7 @@ from echelon.collectives import (
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.launching.group import backend_for
-from echelon.mesh.layout import AXES, COMBINED_AXES, Layout, Position
+from echelon.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
 from echelon.mesh.process_groups import new_host_group, new_process_group
 from echelon.mesh.stream_checks import check_streams
 from echelon.plan import Plan
@@ -41,7 +41,7 @@ class Mesh:
         self._open_groups = list(groups.values())
         self._groups = groups
         self._boundary: HostBoundary | None = None
-        self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in COMBINED_AXES}
+        self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in _combined(self.layout)}
 
     @classmethod
     def join(cls, plan: Plan) -> "Mesh":
@@ -78,7 +78,8 @@ class Mesh:
     def group(self, axis: str) -> Group:
         """This rank's group along `axis`: one of the plan's, or `weights` (the ranks with the same weights),
         `shard` (those that shard one copy of them), `copies` (those with the same part of other copies),
-        `stage` (the ranks with parts of the same stages), `all`."""
+        `stage` (the ranks with parts of the same stages), `all`. With expert > 1 also `experts`,
+        `expert_shard` and `expert_copies`: what `weights`, `shard` and `copies` are for experts."""
         return self._groups[self._equal_axes.get(axis, axis)]
 
     @property
@@ -164,13 +165,17 @@ class Mesh:
 
 
 def _axes_of(layout: Layout) -> tuple[str, ...]:
-    combined = tuple(axis for axis in COMBINED_AXES if _first_equal_axis(layout, axis) == axis)
-    return (*AXES, *combined, *(("expert", "expert_data") if layout.plan.expert > 1 else ()))
+    combined = tuple(axis for axis in _combined(layout) if _first_equal_axis(layout, axis) == axis)
+    return (*AXES, *combined, *(("expert",) if layout.plan.expert > 1 else ()))
+
+
+def _combined(layout: Layout) -> tuple[str, ...]:
+    return (*COMBINED_AXES, *(("expert_data", *EXPERT_AXES) if layout.plan.expert > 1 else ()))
 
 
 def _first_equal_axis(layout: Layout, axis: str) -> str:
     """The first axis with the same groups: a combined axis often equals a single one."""
-    candidates = (*_PREFERRED_AXES, *COMBINED_AXES)
+    candidates = (*_PREFERRED_AXES, *_combined(layout))
     return next(other for other in candidates if layout.same_groups(other, axis))
 
 

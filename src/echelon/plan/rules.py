@@ -22,6 +22,29 @@ def _expert_divides_data(plan: "Plan") -> str | None:
     )
 
 
+def _experts_need_even_stages(plan: "Plan") -> str | None:
+    if plan.expert == 1 or set(plan.replicas) == {1}:
+        return None
+    return (
+        f"expert={plan.expert} pipeline={_show_stages(plan)}: ranks with different experts compute the same "
+        "layer at the same time, and replicas of a stage that take microbatches in turn do not; use the same "
+        f"replicas for every stage: pipeline={plan.stages} data=N, or expert=1"
+    )
+
+
+def _experts_are_sharded_evenly(plan: "Plan") -> str | None:
+    contexts, neighbours = plan.context, plan.expert * plan.context
+    shard = plan.shard or neighbours
+    is_even = shard % neighbours == 0 or contexts % shard == 0
+    if is_even or (shard <= neighbours and shard % contexts == 0) or plan.expert == 1:
+        return None
+    return (
+        f"shard={shard} expert={plan.expert} context={contexts}: groups of {shard} neighbouring ranks have "
+        f"different numbers of ranks with the same experts; set shard to a multiple of {neighbours} "
+        "(expert × context), or drop shard"
+    )
+
+
 def _staleness_needs_async(plan: "Plan") -> str | None:
     if plan.sync == "async" or plan.staleness == float("inf"):
         return None
@@ -199,6 +222,10 @@ def _async_workers_share_no_matrix(plan: "Plan") -> str | None:
 
 def _async_workers_share_no_sequence(plan: "Plan") -> str | None:
     return _async_workers_are_single_ranks(plan, "context", plan.context)
+
+
+def _async_workers_share_no_experts(plan: "Plan") -> str | None:
+    return _async_workers_are_single_ranks(plan, "expert", plan.expert)
 
 
 def _async_workers_are_single_ranks(plan: "Plan", axis: str, degree: int) -> str | None:
@@ -410,7 +437,7 @@ def _auto_needs_shards_within_data(plan: "Plan") -> str | None:
 
 def _may_replicate_stages(plan: "Plan") -> bool:
     """Whether the rules above leave replicas of single stages to a plan that is not yet divided into any."""
-    in_turn = plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    in_turn = plan.schedule not in ASYNCHRONOUS_SCHEDULES and plan.expert == 1
     return in_turn and plan.zero < (2 if plan.schedule == "naive" else 3)
 
 
@@ -437,6 +464,8 @@ class Rule(NamedTuple):
 
 RULES: tuple[Rule, ...] = (
     Rule(_expert_divides_data, ("data", "expert")),
+    Rule(_experts_need_even_stages, ("expert", "pipeline")),
+    Rule(_experts_are_sharded_evenly, ("expert", "shard", "context")),
     Rule(_staleness_needs_async, ("sync", "staleness")),
     Rule(_server_has_no_shards, ("sync", "zero")),
     Rule(_shard_needs_zero, ("shard", "zero")),
@@ -457,6 +486,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_attention_needs_context, ("attention", "context")),
     Rule(_async_workers_share_no_matrix, ("sync", "tensor")),
     Rule(_async_workers_share_no_sequence, ("sync", "context")),
+    Rule(_async_workers_share_no_experts, ("sync", "expert")),
     Rule(_compile_needs_whole_backwards, ("compile", "schedule")),
     Rule(_compress_needs_uncompiled_layers, ("compile", "compress")),
     Rule(_same_gradients_need_low_precision, ("gradients", "precision")),
@@ -481,7 +511,7 @@ RULES: tuple[Rule, ...] = (
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
-    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule")),
+    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule", "expert")),
     Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 

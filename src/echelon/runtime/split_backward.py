@@ -102,13 +102,19 @@ class _Graph(NamedTuple):
 
     def needs_one_pass(self) -> bool:
         """Whether a node that both halves run must not run twice: it has hooks, or is a reentrant checkpoint,
-        which computes gradients of weights itself."""
+        which computes gradients of weights itself; or ranks take part in it together, and the others may have
+        no reason to walk all of the graph again."""
         both = self.spine if self.shared else [kept.node for kept in self.kept]
-        return any(map(_is_reentrant, self.nodes)) or have_hooks(both)
+        return any(map(_is_reentrant, self.nodes)) or have_hooks(both) or any(map(_runs_once, both))
 
 
 def _is_reentrant(node: Node) -> bool:
     return type(node).__name__ == "CheckpointFunctionBackward"
+
+
+def _runs_once(node: Node) -> bool:
+    """Whether the function of a node says so of its backward pass."""
+    return getattr(getattr(type(node), "_forward_cls", None), "runs_once", False)
 
 
 def _analyse(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Graph:

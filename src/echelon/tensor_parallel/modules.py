@@ -13,7 +13,8 @@ from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.operators import check_tokens, checked_tokens
 from echelon.tensor_parallel.regions import Region
-from echelon.tensor_parallel.shards import rows_of_rank, share_of
+from echelon.shards import share_of
+from echelon.tensor_parallel.shards import rows_of_rank
 from echelon.tensor_parallel.styles import Style
 from echelon.wrapping import Wrapper, find_wrapper
 

@@ -9,6 +9,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from echelon.collectives import Group
 from echelon.dropout import split_features
 from echelon.errors import raise_errors
+from echelon.shards import Shard, part_of, replace_parameters
 from echelon.tensor_parallel.checks import find_errors
 from echelon.tensor_parallel.head_arguments import TakeHeads
 from echelon.tensor_parallel.modules import (
@@ -24,7 +25,7 @@ from echelon.tensor_parallel.modules import (
 )
 from echelon.tensor_parallel.norms import SplitNorm
 from echelon.tensor_parallel.regions import Region
-from echelon.tensor_parallel.shards import Shard, cuts
+from echelon.tensor_parallel.shards import cuts
 from echelon.tensor_parallel.styles import Style, Styles, Table
 from echelon.wrapping import Wrapping
 
@@ -98,7 +99,9 @@ def split_over(
         take = TakeHeads(module, argument, heads, group.rank, group.size)
         wrapping.before("tensor", module, take, with_kwargs=True)
     _leave_fused_paths(model, style_of, wrapping)
-    _replace(model, {parameter: _part_of(parameter, shard) for parameter, shard in parameters.split.items()})
+    replace_parameters(
+        model, {parameter: part_of(parameter, shard) for parameter, shard in parameters.split.items()}
+    )
     return Sharded(
         region,
         {names[parameter]: shard for parameter, shard in parameters.split.items()},
@@ -158,21 +161,6 @@ def _vocabulary_of_logits(style_of: dict[nn.Module, Style]) -> int | None:
     """Of the largest projection to logits that is still whole, and is to be split."""
     split = [module for module, style in style_of.items() if style.word == "vocabulary"]
     return max((num_outputs(module) for module in split if is_matrix(module)), default=None)
-
-
-def _part_of(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """This rank's share as a new parameter, because autograd remembers the shape of one that was used."""
-    part = nn.Parameter(shard.take(parameter.data), requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    return part
-
-
-def _replace(model: nn.Module, parts: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters by their parts in every module that has them: tied modules stay tied."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in parts:
-                module._parameters[name] = parts[parameter]
 
 
 def _shards(module: nn.Module, style: Style, group: Group) -> Iterator[tuple[nn.Parameter, Shard]]:

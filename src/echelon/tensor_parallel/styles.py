@@ -131,6 +131,7 @@ _ECHELON: Table = {
     "blocks.*.attention.query": "column",
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",
+    "blocks.*.attention.*_norm": "heads",
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.gate": "column",
     "blocks.*.mlp.up": "column",
