@@ -1,6 +1,6 @@
 """Which modules hold experts, and what a rank keeps of them: a slice of their stacked matrices.
 
-    8 experts, expert=4     rank 0: experts 0 and 1     rank 1: experts 2 and 3     …
+8 experts, expert=4     rank 0: experts 0 and 1     rank 1: experts 2 and 3     …
 """
 
 import inspect

@@ -231,7 +231,9 @@ class Layout:
         self, equal: Collection[str], position: Position, everyone: range, size: int
     ) -> Iterator[int]:
         """The cells with the experts of `position`, of all contexts; in its copy alone, or with its part."""
-        begin, end = (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
+        begin, end = (
+            (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
+        )
         for cell in everyone[begin:end]:
             same_part = "expert_part" not in equal or (
                 self._expert_part(cell, cell % size) == position.expert_part
