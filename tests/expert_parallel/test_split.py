@@ -75,6 +75,23 @@ def test_all_that_cannot_be_spread_is_refused_at_once() -> None:
     assert "has dropout inside" in dropout
 
 
+class Reading(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def test_weights_that_others_use_or_watch_are_refused() -> None:
+    experts = Experts(4, 4, 8)
+    experts.down_proj.register_hook(lambda gradient: gradient * 2)
+    model = nn.ModuleDict({"experts": experts, "reading": Reading(experts.gate_up_proj)})
+    with pytest.raises(UserError) as caught:
+        spread(model)
+    hooked, shared = caught.value.errors
+    assert hooked.startswith("experts.down_proj: has a hook on its gradient")
+    assert shared.startswith("reading: it has weights of experts too")
+
+
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UserError, match=r"Linear has no experts that ranks can share out.*; drop expert"):
         spread(nn.Linear(2, 2))
