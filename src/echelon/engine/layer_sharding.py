@@ -1,5 +1,6 @@
 """What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, the
-sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers, losses and dropout only see it.
+sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers,
+losses and dropout only see it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
