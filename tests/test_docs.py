@@ -305,7 +305,7 @@ def keys_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if dataclasses.is_dataclass(inner):
-            yield from keys_of(inner, f"{field.name}.")
+            yield from keys_of(inner, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, inner
 
