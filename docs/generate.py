@@ -241,15 +241,17 @@ LAYERS = (
             "pipeline_parallel",
             "tensor_parallel",
             "context_parallel",
+            "expert_parallel",
             "recompute",
             "offload",
             "gist",
         ),
-        ("expert_parallel",),
+        (),
         "strategies",
     ),
+    Layer(("experts",), (), "gates and experts, on one device"),
     Layer(
-        ("precision", "memory", "dropout", "initialization", "assembly"),
+        ("precision", "memory", "dropout", "initialization", "assembly", "shards"),
         (),
         "types; bytes; masks; first and last values",
     ),
@@ -277,7 +279,7 @@ BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 864, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 907, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

@@ -1,4 +1,4 @@
-"""Auxiliary losses of gates are those of the global batch, whatever the plan; gates balance by its statistics."""
+"""Auxiliary losses of gates are those of the global batch in every plan, and so is what they balance by."""
 
 import math
 from functools import partial
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon.collectives import RecordingGroup
 from echelon.engine import Engine
@@ -110,7 +111,8 @@ def test_the_loss_of_softmax_gates(plan: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["data=2", "microbatches=2"])
 def test_a_loss_scale_is_that_of_auxiliary_losses_too(plan: str, precision: Any) -> None:
-    verdict = verify(case(steps=2, samples=8), plan, precision=precision)
+    checked = case(steps=2, samples=8, options={"loss_scale": 256.0})
+    verdict = verify(checked, plan, precision=precision)
     assert verdict.holds, str(verdict)
 
 
@@ -244,6 +246,45 @@ def test_updates_without_a_global_batch_are_refused(plan: str, words: str, has_l
 def test_gates_that_need_no_statistics_train_asynchronously() -> None:
     model = make_model(lambda: SoftmaxGate(16, 4, 2))
     assert len(GateList.of(model, Plan.parse("data=2 sync=async")).places) == 2
+
+
+class Checkpointed(nn.Module):
+    """Runs a layer again in the backward pass, as users do."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return output
+
+
+def checkpointing_model(*, reentrant: bool) -> nn.Module:
+    model = crowded_model()
+    for block in model.blocks:
+        block.mlp = Checkpointed(block.mlp, reentrant=reentrant)
+    return model
+
+
+def checkpointed(reentrant: bool) -> str:
+    checked = case(partial(checkpointing_model, reentrant=reentrant))
+    engine = make_engine(checked, Plan.parse("data=2"))
+    try:
+        engine.step(engine.local(tokens(0)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gate_that_only_runs_in_the_backward_pass_is_refused(warm_ranks: Warm) -> None:
+    for error in warm_ranks(2).run(checkpointed, True):
+        assert "blocks.0.mlp.inner.gate (CrowdedGate): the model runs this gate again" in error
+
+
+@pytest.mark.slow
+def test_a_gate_that_also_runs_in_the_backward_pass_is_equal_to_one_device() -> None:
+    prove("data=2", model=partial(checkpointing_model, reentrant=False))
 
 
 def padded(plan: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -109,6 +110,9 @@ EQUAL_COORDINATES = {
     "tensor": "pipeline data context",
     "expert": "pipeline expert_data context tensor",
     "expert_data": "pipeline expert context tensor",
+    "experts": "pipeline expert tensor",
+    "expert_shard": "pipeline expert copy tensor",
+    "expert_copies": "pipeline expert expert_part tensor",
 }
 
 degrees = st.integers(1, 3)
@@ -118,11 +122,20 @@ degrees = st.integers(1, 3)
 def layouts(choice: st.DrawFn) -> Layout:
     expert, context = choice(degrees), choice(degrees)
     data = choice(degrees) * expert
-    stages = choice(degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple))
+    stages = choice(degrees | st.lists(degrees, min_size=2, max_size=4).map(tuple)) if expert == 1 else 2
     plan = Plan(data=data, expert=expert, tensor=choice(degrees), context=context, pipeline=stages, zero=1)
     ranks = math.gcd(*plan.replicas) * data * context
     groups = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    if expert > 1:
+        groups = [size for size in groups if is_even(size, expert, context)]
     return Layout(dataclasses.replace(plan, shard=choice(st.sampled_from([0, *groups]))))
+
+
+def is_even(shard: int, expert: int, context: int) -> bool:
+    """Whether all groups of so many neighbours have as many ranks of each expert, where they have any."""
+    experts = [cell // context % expert for cell in range(shard * expert * context)]
+    counts = (Counter(experts[begin : begin + shard]) for begin in range(0, len(experts), shard))
+    return len({number for count in counts for number in count.values()}) == 1
 
 
 def groups_by_search(grid: Layout, axis: str) -> list[tuple[int, ...]]:

@@ -17,6 +17,14 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
         ("expert=2", "1 is not divisible by 2", "data=2 expert=2"),
         ("data=3 expert=2", "set data to a multiple of 2", "data=4 expert=2"),
     ],
+    "experts_need_even_stages": [
+        ("data=2 expert=2 pipeline=2-1", "pipeline=2 data=N", "data=2 expert=2 pipeline=2"),
+        ("data=2 expert=2 pipeline=1-3", "or expert=1", "data=2 pipeline=1-3"),
+    ],
+    "experts_are_sharded_evenly": [
+        ("data=6 expert=2 zero=1 shard=3", "set shard to a multiple of 2", "data=6 expert=2 zero=1 shard=6"),
+        ("data=2 expert=2 context=3 zero=3 shard=2", "(expert × context)", "data=2 expert=2 context=3 zero=3"),
+    ],
     "staleness_needs_async": [
         ("staleness=2", "add sync=async", "staleness=2 sync=async"),
         ("data=2 sync=parameter-server staleness=0", "drop staleness", "data=2 sync=parameter-server"),
@@ -126,6 +134,9 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "async_workers_share_no_sequence": [
         ("data=2 sync=async context=2", "use sync=all-reduce, or context=1", "data=2 context=2"),
+    ],
+    "async_workers_share_no_experts": [
+        ("data=2 sync=async expert=2", "use sync=all-reduce, or expert=1", "data=2 expert=2"),
     ],
     "compress_needs_uncompiled_layers": [
         (
@@ -325,6 +336,10 @@ def test_stages_that_the_rule_for_measured_ones_names_are_accepted(zero: int, sc
         "pipeline=2 zero=2 schedule=pipedream",
         "pipeline=2 schedule=pipedream-2bw microbatches=2",
         "data=4 expert=4",
+        "data=4 expert=2 zero=1 shard=2",
+        "data=8 expert=4 zero=3 shard=2",  # each copy has one rank of some of the experts
+        "data=2 expert=2 context=4 zero=3 shard=2",
+        "data=4 expert=4 pipeline=2",
         "data=4 zero=1 shard=4",
         "data=2 context=3 zero=3 shard=6",
         "pipeline=4-2 zero=2 shard=2",

@@ -15,6 +15,7 @@ from echelon.bench import (
     launching,
     memory_settings,
     moe_dense,
+    moe_layer,
     offload_activations,
     offload_optimizer,
     one_gpu,
@@ -40,6 +41,7 @@ _NEED_GPU = (
     "gist-accuracy",
     "offload-optimizer",
     "offload-activations",
+    "moe-layer",
 )
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
@@ -75,6 +77,7 @@ def benches() -> dict[str, Bench]:
         "gist-accuracy": gist_accuracy.bench,
         "offload-optimizer": offload_optimizer.bench,
         "offload-activations": offload_activations.bench,
+        "moe-layer": moe_layer.bench,
     }
 
 

@@ -1,7 +1,7 @@
 """Random numbers for modules that draw by themselves (gates of experts), keyed as masks of dropout are.
 
-A module that draws has an attribute `noise`. `key_dropout` gives it the module's name; then its numbers depend
-on seed, step, name, sample and position, and not on the plan.
+A module that draws has an attribute `noise`. `key_dropout` gives it the module's name; then its numbers
+depend on seed, step, name, sample and position, and not on the plan.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ from echelon.dropout.mask import sample_keys
 from echelon.dropout.training_position import TrainingPosition, next_use
 from echelon.errors import UserError
 from echelon.hashing import WEYL, hash_of, mix_, signed
-from echelon.tracing import untraced
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
 
@@ -48,17 +47,7 @@ class KeyedNoise:
         return self._draw(shape, like, positions).to(like.dtype)
 
     def _draw(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
-        """Multiples of 2⁻³², and half of that more; in float64."""
-        # What torch.compile would record of the open scope is a constant.
-        if torch.compiler.is_compiling():
-            return self._draw_untraced(shape, like, positions)
-        return self._draw_now(shape, like, positions)
-
-    @untraced
-    def _draw_untraced(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
-        return self._draw_now(shape, like, positions)
-
-    def _draw_now(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
+        """Multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
         use_of_scope = None if self.name is None else next_use(self._layer)
         if use_of_scope is None:
             self._refuse_recomputation()
@@ -93,8 +82,8 @@ class KeyedNoise:
         """In a backward pass a second draw would differ from the first: gradients would be wrong."""
         if self.name is not None and torch._C._current_graph_task_id() != -1:
             raise UserError(
-                f"noise of {self.name or 'the model'} is drawn again in the backward pass, where its position "
-                "in the training is not known (torch.utils.checkpoint?): do not checkpoint it "
+                f"noise of {self.name or 'the model'} is drawn again in the backward pass, where its "
+                "position in the training is not known (torch.utils.checkpoint?): do not checkpoint it "
                 "(recompute=full replays noise), or leave noise to torch with parallelize(seed=None)"
             )
 

@@ -155,6 +155,7 @@ class Balance:
         self._broken: Tensor | None = None
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
+        self._asked: set[Gate] = set()  # gates whose gradient a backward pass has asked for
         for gate in self._here:  # of passes that nobody recorded
             gate.pending.clear()
 
@@ -197,7 +198,22 @@ class Balance:
             self._gradients[place.gate] = torch.where(is_used, gradient * factor, 0.0)
 
     def gradient(self, gate: Gate) -> Tensor:
+        self._asked.add(gate)
         return self._gradients[gate]
+
+    def check_gradients(self) -> None:
+        """After the passes of a step: refuse gates that ran in the backward pass alone, where nobody
+        recorded them."""
+        lost = [each for each in self._with_loss if each.gate.pending and each.gate not in self._asked]
+        raise_errors(
+            f"plan '{self._mesh.plan}'",
+            [
+                f"{name} ({type(gate).__name__}): the model runs this gate again in the backward pass "
+                "(torch.utils.checkpoint?), where its auxiliary loss gets no gradient; leave that to the "
+                "plan, by recompute=full, or use use_reentrant=False"
+                for name, gate, _ in lost
+            ],
+        )
 
     def is_broken(self) -> Tensor:
         """Whether the statistics of some gate are not finite, as far as is known; on the device."""

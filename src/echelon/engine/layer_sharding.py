@@ -29,6 +29,7 @@ from echelon.engine.sequence_checks import (
     classes_not_causal,
 )
 from echelon.engine.step_program import step_program
+from echelon.engine.token_positions import SharedPositions
 from echelon.errors import UserError
 from echelon.expert_parallel import spread_experts
 from echelon.experts import gates_of
@@ -79,6 +80,8 @@ class LayerSharding:
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)
+        if self.by_layers:
+            self._place_gates(model, before, wrapping)
 
     # Tensor.
 
@@ -248,7 +251,7 @@ class LayerSharding:
         finally:
             self._view.true_length, self._view.shared = None, {}
 
-    # Dropout.
+    # Dropout and gates.
 
     def _place_dropout(self, model: nn.Module, before: Sequence[nn.Module]) -> None:
         """Masks are those of one device: a dropout is told which part of the whole it is given."""
@@ -260,6 +263,13 @@ class LayerSharding:
             elif self.by_layers:
                 split = self._mesh.plan.sequence and module not in before and module not in inner
                 set_global_indices(module, self._stream if split else self._positions)
+
+    def _place_gates(self, model: nn.Module, before: Sequence[nn.Module], wrapping: Wrapping) -> None:
+        """Noise and capacity are those of one device: a gate is told which part of a sequence it sees."""
+        for gate in gates_of(model):
+            split = self._mesh.plan.sequence and gate not in before
+            numbers, stream = (self._stream, self._mesh.group("tensor")) if split else (self._positions, None)
+            wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self._view))
 
     def _heads(self, count: int) -> Tensor:
         return torch.arange(count, device=self._mesh.device) + count * self._mesh.position.tensor

@@ -238,7 +238,7 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
     unkeyed = [name or "the model" for name, noise in noises(model).items() if noise.name is None]
     if unkeyed:
         errors.append(
-            f"noise of {', '.join(unkeyed)} is drawn by torch (seed=None), and ranks along tensor would route "
-            "the same tokens to different experts; give parallelize a seed"
+            f"noise of {', '.join(unkeyed)} is drawn by torch (seed=None), and ranks along tensor would "
+            "route the same tokens to different experts; give parallelize a seed"
         )
     raise_errors(f"tensor={plan.tensor}", errors)

@@ -1,4 +1,4 @@
-"""How many tokens an expert takes: a capacity per sample, so that it does not depend on how a batch is divided.
+"""How many tokens an expert takes: a capacity per sample, so that no division of the batch changes it.
 
 Slots over the capacity are dropped, all first choices before all second ones, and among these by position.
 With capacity 2, of 4 positions and 2 choices each:

@@ -15,7 +15,6 @@ from echelon.experts.gate import Gate
 from echelon.experts.recording import record
 from echelon.experts.routing import Routing
 from echelon.second_run import once
-from echelon.tracing import untraced
 
 
 class Choice(NamedTuple):
@@ -44,12 +43,6 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 def finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor] = ()) -> Routing:
     """The routing of `x`, as the gate was given it. `rows`: the gate's own, of each token."""
-    # Capacity may ask other ranks, and what records the statistics is another one in each step.
-    compute = _finish_untraced if torch.compiler.is_compiling() else _finish
-    return compute(gate, x, choice, rows)
-
-
-def _finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor]) -> Routing:
     indices, none = choice.indices, gate.num_experts
     is_true = gate.positions.is_true(indices.shape[1])
     if is_true is not None:
@@ -66,9 +59,6 @@ def _finish(gate: Gate, x: Tensor, choice: Choice, rows: Sequence[Tensor]) -> Ro
     statistics = torch.stack([tokens.to(entropy.dtype), dropped.to(entropy.dtype), *sums])
     weights = choice.weights.masked_fill(kept == none, 0.0).flatten(0, 1)
     return Routing(kept.flatten(0, 1), record(gate, weights, statistics).to(x.dtype))
-
-
-_finish_untraced = untraced(_finish)
 
 
 def _late_slots(gate: Gate, indices: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class ExpertChoiceGate(Gate):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         if x.ndim < 3:
             raise UserError(
                 f"ExpertChoiceGate: experts choose among the positions of a sample, and the input "

@@ -1,6 +1,5 @@
 """The gate: which experts see which token. The interface of all of them."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -12,9 +11,10 @@ from echelon.errors import raise_errors
 from echelon.experts.gate_checks import gate_errors
 from echelon.experts.positions import WHOLE, Positions
 from echelon.experts.routing import Routing
+from echelon.tracing import untraced
 
 
-class Gate(nn.Module, ABC):
+class Gate(nn.Module):
     """Routes tokens to `top_k` of `num_experts` experts.
 
     What its balancing losses are computed of are sums over tokens, the `rows` of a matrix with a column for
@@ -43,9 +43,18 @@ class Gate(nn.Module, ABC):
         self.num_experts, self.top_k, self.capacity = num_experts, top_k, capacity
         self.pending: list[Tensor] = []  # statistics that nobody records; see `auxiliary_loss`
 
-    @abstractmethod
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of x [samples, positions, width]; of [samples, width], one of each sample."""
+        # Noise, capacity and what records the statistics are others in each step: nothing to be compiled.
+        return self._route_untraced(x) if torch.compiler.is_compiling() else self.route(x)
+
+    def route(self, x: Tensor) -> Routing:
+        """What a gate computes. A gate with a `forward` of its own needs none."""
+        raise NotImplementedError
+
+    @untraced
+    def _route_untraced(self, x: Tensor) -> Routing:
+        return self.route(x)
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         """What is added to the loss for these `rows`, summed over the global batch; one number."""

@@ -44,7 +44,7 @@ class GShardGate(Gate):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
         probabilities = logits.softmax(-1)
         indices = largest(probabilities, 2)

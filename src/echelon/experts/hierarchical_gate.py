@@ -61,7 +61,7 @@ class HierarchicalGate(Gate):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         inputs = as_samples(x).to(router_dtype(x))
         outer = router_logits(inputs, self.group_weight)
         outer_spread = router_logits(inputs, self.group_noise_weight)

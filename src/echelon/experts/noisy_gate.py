@@ -49,7 +49,7 @@ class NoisyTopKGate(Gate):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.noise_weight)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         inputs = as_samples(x).to(router_dtype(x))
         clean, spread = router_logits(inputs, self.weight), router_logits(inputs, self.noise_weight)
         noisy = choose_noisily(clean, spread, self._draw(clean), self.top_k)

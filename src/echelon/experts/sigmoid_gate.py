@@ -57,7 +57,7 @@ class SigmoidGate(Gate):
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.e_score_correction_bias)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
         scores = logits.sigmoid()
         indices = largest(self._allowed(scores.detach() + self.e_score_correction_bias), self.top_k)
@@ -88,5 +88,7 @@ class SigmoidGate(Gate):
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
         if after.dtype.itemsize < 4:
-            self.e_score_correction_bias = before.to(after.device, torch.promote_types(before.dtype, torch.float32))
+            self.e_score_correction_bias = before.to(
+                after.device, torch.promote_types(before.dtype, torch.float32)
+            )
         return self

@@ -42,7 +42,7 @@ class SoftmaxRouter(Gate):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         logits = router_logits(self._jittered(as_samples(x).to(router_dtype(x))), self.weight)
         probabilities = logits.softmax(-1)
         indices = largest(probabilities, self.top_k)

@@ -178,7 +178,8 @@ class SynchronousUpdate(Update):
         if self.units is not None:
             square = square + self.units.square(tally.device)
         flags = self._stages.problem_flags(tally.device)
-        flags[list(Problem).index(Problem.LOST_CHANGE)] += float(self._loses_change)
+        if self._loses_change:
+            flags[list(Problem).index(Problem.LOST_CHANGE)] += 1.0
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
         summed = torch.cat([tally, square.view(1), flags, *of_gates])
         _sum(summed, self._group)
