@@ -17,6 +17,8 @@ from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 from echelon.second_run import once
 
+_STEPS = 2**20  # in which scores from 0 to 1 are told apart
+
 
 @final
 class ExpertChoiceGate(Gate):
@@ -72,7 +74,9 @@ class ExpertChoiceGate(Gate):
         whole = self.positions.gather(scores)
         positions = self.positions.whole_length(length)
         count = min(positions, capacity_of(self.chosen_per_token, positions, 1, self.num_experts))
-        best = whole.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        # A sample that begins with the same token twice has two equal positions, whose scores differ by
+        # rounding alone: the earlier one comes first.
+        best = (whole * _STEPS).round().sort(dim=1, descending=True, stable=True).indices[:, :count]
         is_chosen = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, best, True)
         return self.positions.here(is_chosen, length)
 
