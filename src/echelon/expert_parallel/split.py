@@ -84,8 +84,8 @@ def _errors(model: nn.Module, found: dict[str, nn.Module], ranks: int) -> Iterat
         if module not in found.values():
             shared = [inside[p] for p in module._parameters.values() if p is not None and p in inside]
             yield from (
-                f"{path}: it has weights of {name} too, of which each rank keeps its experts; give it weights "
-                "of its own"
+                f"{path}: it has weights of {name} too, of which each rank keeps its experts; give it "
+                "weights of its own"
                 for name in shared[:1]
             )
 
