@@ -19,6 +19,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "recompute",
         "optimizer-step",
         "selective-costs",
+        "moe-dense",
         "largest-model",
         "gist",
         "gist-accuracy",
