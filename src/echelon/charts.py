@@ -5,6 +5,7 @@ draw.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +23,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', 
 
 _MARGIN, _BOTTOM = 24, 54
 _LEGEND_ROW = 20
+_GAP = 12  # between charts
 _CHARACTER = 6.8  # mean width of a character of 12 pixels: SVG cannot measure text
 _MAX_NAME = 40
 _MAX_POINTS = 1000
@@ -108,6 +110,27 @@ def line_chart(
         middle_x, middle_y = (x_axis.start + x_axis.end) / 2, (y_axis.start + y_axis.end) / 2
         parts.append(_text(middle_x, middle_y, "no data", 14, _QUIET_INK, "middle"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def side_by_side(charts: Sequence[str], columns: int) -> str:
+    """Charts in rows of so many, as one SVG element. A chart may be higher than others."""
+    rows = [charts[start : start + columns] for start in range(0, len(charts), columns)]
+    placed, top, widest = [], 0, 0
+    for row in rows:
+        left = 0
+        for chart in row:
+            placed.append(f'<g transform="translate({left} {top})">{chart}</g>')
+            left += _size_of(chart)[0] + _GAP
+        top += max(_size_of(chart)[1] for chart in row) + _GAP
+        widest = max(widest, left)
+    size = f'width="{widest - _GAP}" height="{top - _GAP}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', *placed, "</svg>", ""])
+
+
+def _size_of(chart: str) -> tuple[int, int]:
+    found = re.search(r'viewBox="0 0 (\d+) (\d+)"', chart)
+    assert found is not None, chart[:80]
+    return int(found[1]), int(found[2])
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:

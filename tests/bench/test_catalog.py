@@ -24,6 +24,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "gist-accuracy",
         "offload-optimizer",
         "offload-activations",
+        "moe-layer",
     ]
     assert list(benches()) == expected
     assert all(bench.__doc__ for bench in benches().values())

@@ -1,5 +1,6 @@
 """update=backward and last-backward, in one process: what a step is, what it refuses, and what it keeps."""
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -107,6 +108,33 @@ def test_one_unit_has_gradients_at_a_time() -> None:
     assert peaks["backward"] == largest, "and none of another"
     assert peaks["step"] > 3 * largest
     assert now == 0
+
+
+@pytest.mark.parametrize("plan", ["", "recompute=full", "offload=parameters", "offload=optimizer"])
+def test_a_first_step_keeps_the_gradients_of_no_more_units_than_others(plan: str) -> None:
+    """By storages that are alive, whoever holds them: also while it is rehearsed."""
+    model = Layers()
+    most: list[int] = []
+    seen: list[weakref.ref[Any]] = []
+
+    def look(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            seen.append(weakref.ref(parameter.grad.untyped_storage()))
+        alive = {s._cdata: s.nbytes() for s in (ref() for ref in seen) if s is not None}
+        most[-1] = max(most[-1], sum(alive.values()))
+
+    def watch() -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(look)
+
+    watch()  # before the engine's hooks, which use and free gradients; and after them
+    with make_engine(f"update=backward {plan}", model, audit="off") as engine:
+        watch()
+        for step in range(3):
+            most.append(0)
+            seen.clear()
+            engine.step(vectors(step))
+    assert most[0] == most[1] == most[2] > 0
 
 
 def test_a_unit_is_updated_before_the_backward_pass_reaches_the_next() -> None:

@@ -114,4 +114,4 @@ def test_sorted_rows_are_computed_by_their_experts(counts: list[int], weighted: 
 
 def test_gradients_by_finite_differences() -> None:
     arguments = [*draw(ROUTINGS["dropped"], "swiglu"), "swiglu"]
-    assert torch.autograd.gradcheck(routed_experts, arguments)
+    assert torch.autograd.gradcheck(routed_experts, arguments, fast_mode=True)

@@ -33,10 +33,11 @@ def check_kernels(device: str) -> None:
     from echelon.gist import kernels
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for num, dtype, name in product(NUMBERS, dtypes, ("fp10", "fp8")):
-        flat = numbers(num, dtype)
+    for num, dtype, name in product(NUMBERS, dtypes, ("fp16", "fp10", "fp8")):
+        flat, layout = flatten(numbers(num, dtype))
         expected, parts = floats.encode(flat, name), kernels.encode_floats(flat.to(device), name)
-        decoded = kernels.decode_floats(parts, name, num, dtype).cpu()
+        decode = backend.decode_floats if name == "fp16" else kernels.decode_floats
+        decoded = decode(parts, name, layout, dtype).cpu()
         assert torch.equal(decoded.nan_to_num(7.0), floats.decode(expected, name, num, dtype).nan_to_num(7.0))
         is_real = [not bool(flat.isnan().any())] * len(parts)
         assert all(
@@ -47,6 +48,15 @@ def check_kernels(device: str) -> None:
         output, mask, layout = kernels.relu_and_mask(flat.to(device), inplace=False)
         assert torch.equal(output.cpu().nan_to_num(7.0), flat.relu().nan_to_num(7.0))
         assert torch.equal(mask.cpu(), bits.pack(~(flat.relu() <= 0), 1))
+        for name in ("fp16", "fp8"):
+            again, same_mask, _, parts = kernels.encoded_relu(flat.to(device), name)
+            assert torch.equal(again.nan_to_num(7.0), output.nan_to_num(7.0))
+            assert torch.equal(same_mask, mask)
+            written, expected = parts[0].cpu(), floats.encode(flat.relu(), name)[0]
+            if name == "fp8":  # of which sign NaN is, nobody asks
+                written, expected = (each.view(torch.float8_e4m3fn).float() for each in (written, expected))
+                assert torch.equal(parts[1].cpu(), floats.encode(flat.relu(), name)[1])
+            assert torch.equal(written.nan_to_num(7.0), expected.nan_to_num(7.0))
         gradient = torch.randn(num)
         again = kernels.masked(gradient.to(device), mask, layout).cpu()
         assert torch.equal(again, backend.masked(gradient, mask.cpu(), layout))

@@ -27,6 +27,8 @@ from echelon.verify import Case
 from echelon.verify.contract import judge, make_engine, result_of, train_rank
 from echelon.verify.reference import TrainingResult
 from tests.contract_models import CASES, SEQUENCE, tokens
+from tests.experts.cases import case as expert_case
+from tests.experts.gates import GATES
 from tests.tensor_parallel.models import language_case
 
 DEADLINE = 60.0  # seconds without a sign of life; then the launcher reports every rank's stack
@@ -95,6 +97,35 @@ _EIGHT = [
     "data=2 pipeline=2 context=2 zero=2 microbatches=2 schedule=zero-bubble",
 ]
 PLANS = {2: _TWO, 4: _FOUR, 8: _EIGHT}
+
+# With models whose feed-forward parts are experts: for each gate, and for one gate.
+_GATE_PLANS = {2: ["data=2 expert=2"], 4: ["data=4 expert=2", "data=4 expert=4"], 8: []}
+_EXPERT_PLANS = {
+    2: [
+        *[f"data=2 expert=2 zero={level} microbatches=2" for level in range(4)],
+        "data=2 expert=2 zero=3 recompute=full",
+        "data=2 expert=2 update=backward",
+        "data=2 expert=2 offload=optimizer,parameters",
+        "tensor=2",
+        "tensor=2 sequence=true",
+        "context=2",
+        *[f"pipeline=2 schedule={name} microbatches=4" for name in ("1f1b", "interleaved chunks=2")],
+    ],
+    4: [
+        *[f"data=4 expert=2 zero={level}" for level in (1, 2, 3)],
+        "data=4 expert=2 zero=3 shard=2",
+        "data=2 expert=2 tensor=2",
+        "data=2 expert=2 tensor=2 sequence=true",
+        "data=2 expert=2 context=2",
+        *[
+            f"data=2 expert=2 pipeline=2 schedule={name} microbatches=4"
+            for name in ("1f1b", "interleaved chunks=2", "zero-bubble")
+        ],
+        "data=2 expert=2 pipeline=2 microbatches=4 recompute=full",
+    ],
+    8: ["data=4 expert=4 pipeline=2 microbatches=4", "data=4 expert=2 tensor=2 zero=3"],
+}
+_ONE_GATE = "noisy"
 
 Train = Callable[[Case, Plan], TrainingResult]
 
@@ -168,6 +199,7 @@ SCENARIOS: dict[str, Train] = {
     "shapes that change": plainly,
     "Adafactor": plainly,
     "SM3": plainly,
+    **{f"gate {name}": plainly for name in GATES},
 }
 _SCENARIO_PLANS = {
     2: [
@@ -198,6 +230,8 @@ _OPTIMIZERS = {
 
 
 def case_for(plan: str, scenario: str) -> Case:
+    if scenario.startswith("gate "):
+        return expert_case(scenario.removeprefix("gate "), plan)
     parsed = Plan.parse(plan)
     if parsed.tensor > 1 or parsed.context > 1:
         case = language_case("gpt", steps=_STEPS)
@@ -215,9 +249,12 @@ def case_for(plan: str, scenario: str) -> Case:
 def works(ranks: int) -> Iterator[tuple[str, str]]:
     """Every plan, and some of them in every other scenario."""
     yield from ((plan, "plain") for plan in PLANS[ranks])
-    others = [name for name in SCENARIOS if name != "plain" and name not in _OPTIMIZERS]
+    gates = [name for name in SCENARIOS if name.startswith("gate ")]
+    others = [name for name in SCENARIOS if name not in ("plain", *gates, *_OPTIMIZERS)]
     yield from ((plan, name) for plan in _OPTIMIZER_PLANS[ranks] for name in _OPTIMIZERS)
     yield from ((plan, name) for plan in _SCENARIO_PLANS[ranks] for name in others)
+    yield from ((plan, name) for plan in _GATE_PLANS[ranks] for name in gates)
+    yield from ((plan, f"gate {_ONE_GATE}") for plan in _EXPERT_PLANS[ranks])
 
 
 class WarmRanks:
@@ -255,10 +292,11 @@ class WarmRanks:
             self._ranks = None
 
 
-def run(ranks: int, backend: str) -> Iterator[Outcome]:
+def run(ranks: int, backend: str, scenarios: str) -> Iterator[Outcome]:
     warm = WarmRanks(ranks, backend)
     for plan, scenario in works(ranks):
-        yield warm.verify(plan, scenario)
+        if scenarios in scenario:
+            yield warm.verify(plan, scenario)
     warm.close()
 
 
@@ -267,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(PLANS))
     parser.add_argument("--runs", type=int, default=1, help="how many whole runs")
+    parser.add_argument("--scenarios", default="", help="only those with this text in their name")
     parser.add_argument("--out", type=Path, help="folder to write nccl.json into")
     options = parser.parse_args(arguments)
     outcomes = _run_here(options) if len(options.ranks) == 1 else _run_together(options)
@@ -281,7 +320,7 @@ def _run_here(options: argparse.Namespace) -> list[Numbered]:
     preload(*TRAINING_MODULES)
     outcomes: list[Numbered] = []
     for number in range(options.runs):
-        for outcome in run(options.ranks[0], options.backend):
+        for outcome in run(options.ranks[0], options.backend, options.scenarios):
             outcomes.append((number + 1, outcome))
             print(f"{outcome.result:9} {outcome.seconds:6.2f} s  {outcome.gap:.1e}  {outcome.plan}", end="")
             print(f" [{outcome.scenario}]" + (f"\n{outcome.text}" if outcome.text else ""), flush=True)
@@ -291,7 +330,7 @@ def _run_here(options: argparse.Namespace) -> list[Numbered]:
 def _run_together(options: argparse.Namespace) -> list[Numbered]:
     """Each number of ranks in a process of its own, all at once: the GPU is idle most of the time."""
     with tempfile.TemporaryDirectory() as folder:
-        common = ["--backend", options.backend, "--runs", str(options.runs)]
+        common = ["--backend", options.backend, "--runs", str(options.runs), "--scenarios", options.scenarios]
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.gpu.nccl", *common, "--ranks", str(n), "--out", f"{folder}/{n}"]
@@ -306,7 +345,8 @@ def _run_together(options: argparse.Namespace) -> list[Numbered]:
 
 def _record(outcomes: Sequence[Numbered], options: argparse.Namespace) -> None:
     counts = {kind: sum(o.result == kind for _, o in outcomes) for kind in ("equal", "different", "failed")}
-    command = f"python -m tests.gpu.nccl --runs {options.runs} --out benchmarks/results"
+    chosen = f" --scenarios '{options.scenarios}'" if options.scenarios else ""
+    command = f"python -m tests.gpu.nccl --runs {options.runs}{chosen} --out benchmarks/results"
     result = make_result("nccl", command, {"runs": options.runs, "backend": options.backend, **counts}, ())
     plain = [{"run": number, **outcome._asdict()} for number, outcome in outcomes]
     options.out.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,7 @@ PLANS = [
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch 2.11, in its own compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # a look of the compiler's
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_is_that_of_the_device_alone(plan: str) -> None:
     """The same kernels on the same numbers: small differences are those of kernels that add in any order."""

@@ -5,6 +5,8 @@ import inspect
 import pytest
 
 import echelon.models.config
+import echelon.models.experts_config
+import echelon.models.value_checks
 from echelon.errors import UserError
 from echelon.models import ModelConfig, RopeScaling, build
 
@@ -18,8 +20,8 @@ def errors_of(**values: object) -> tuple[str, ...]:
     return caught.value.errors
 
 
-def test_number_of_parameters_is_that_of_the_built_model(config):
-    assert config.num_parameters == sum(p.numel() for p in build(config).parameters())
+def test_number_of_parameters_is_that_of_the_built_model(any_config):
+    assert any_config.num_parameters == sum(p.numel() for p in build(any_config).parameters())
 
 
 def test_left_out_values_follow_the_family():
@@ -87,8 +89,12 @@ def test_rope_scaling_errors():
         RopeScaling(8.0, 4.0, 4.0, 16)
 
 
-def test_config_itself_needs_no_torch():
-    tree = ast.parse(inspect.getsource(echelon.models.config))
+@pytest.mark.parametrize(
+    "module", [echelon.models.config, echelon.models.experts_config, echelon.models.value_checks]
+)
+def test_configs_need_no_torch(module):
+    tree = ast.parse(inspect.getsource(module))
     froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     plain = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert froms | plain == {"dataclasses", "echelon.errors", "math", "typing"}
+    ours = {"echelon.errors", "echelon.models.experts_config", "echelon.models.value_checks"}
+    assert froms | plain <= {"dataclasses", "math", "typing"} | ours

@@ -19,7 +19,11 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-moe-16b": 16_375_728_128,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
+ACTIVE = {"mixtral-8x7b": 12.9e9, "deepseek-moe-16b": 2.8e9, "qwen3-30b-a3b": 3.35e9}
 ROUNDED = {"gpt-1.3b": 1.3e9, "gpt-2.7b": 2.65e9, "gpt-6.7b": 6.65e9, "gpt-13b": 12.85e9, "gpt-175b": 174.6e9}
 
 
@@ -33,15 +37,20 @@ def test_gpt3_sizes_are_within_two_percent(name):
     assert preset(name).num_parameters == pytest.approx(ROUNDED[name], rel=0.02)
 
 
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_of_a_mixture_is_computed_with_a_part_of_it(name):
+    assert preset(name).num_active_parameters == pytest.approx(ACTIVE[name], rel=0.02)
+
+
 def test_175b_is_within_one_percent_of_its_name():
     assert preset("gpt-175b").num_parameters == pytest.approx(175e9, rel=0.01)
 
 
 def test_every_preset_has_a_checked_size():
-    assert set(presets()) == {*PUBLISHED, *ROUNDED, "gpt-tiny", "llama-tiny"}
+    assert set(presets()) == {*PUBLISHED, *ROUNDED, "gpt-tiny", "llama-tiny", "moe-tiny"}
 
 
-@pytest.mark.parametrize("name", ["gpt-175b", "llama3-405b"])
+@pytest.mark.parametrize("name", ["gpt-175b", "llama3-405b", *ACTIVE])
 def test_the_largest_models_build_without_memory(name):
     start = time.process_time()
     with torch.device("meta"):
@@ -51,7 +60,7 @@ def test_the_largest_models_build_without_memory(name):
     assert sum(p.numel() for p in model.parameters()) == preset(name).num_parameters
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
 def test_tiny_models_are_byte_models_that_learn(name):
     torch.manual_seed(0)
     model = build(name)

@@ -14,6 +14,8 @@ from echelon.bench import (
     largest_model,
     launching,
     memory_settings,
+    moe_dense,
+    moe_layer,
     offload_activations,
     offload_optimizer,
     one_gpu,
@@ -39,6 +41,7 @@ _NEED_GPU = (
     "gist-accuracy",
     "offload-optimizer",
     "offload-activations",
+    "moe-layer",
 )
 
 Bench = Callable[..., tuple[dict[str, Any], list[Row]]]
@@ -68,11 +71,13 @@ def benches() -> dict[str, Bench]:
         "recompute": recompute.bench,
         "optimizer-step": optimizer_step.bench,
         "selective-costs": selective_costs.bench,
+        "moe-dense": moe_dense.bench,
         "largest-model": largest_model.bench,
         "gist": gist.bench,
         "gist-accuracy": gist_accuracy.bench,
         "offload-optimizer": offload_optimizer.bench,
         "offload-activations": offload_activations.bench,
+        "moe-layer": moe_layer.bench,
     }
 
 

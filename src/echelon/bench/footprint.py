@@ -6,9 +6,12 @@ A process never returns all of its memory, so each contender is measured in a pr
 import gc
 import resource
 import sys
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
+
+from echelon.quantities import show_bytes
 
 
 def peak_bytes() -> int:
@@ -17,6 +20,17 @@ def peak_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def largest_pieces(number: int = 8) -> list[str]:
+    """The pieces of the CUDA device's memory that are in use, by size: those that take most of it first."""
+    if not torch.cuda.is_available():
+        return []
+    segments = torch.cuda.memory_snapshot()
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    counts = Counter(block["size"] for block in blocks if block["state"] == "active_allocated")
+    most = sorted(counts.items(), key=lambda item: item[0] * item[1], reverse=True)[:number]
+    return [f"{count} × {show_bytes(size)}" for size, count in most]
 
 
 def alive_bytes() -> int:

@@ -21,11 +21,12 @@ from echelon.engine import parallelize
 from echelon.models import ModelConfig, build, build_image, cross_entropy, preset
 
 NETWORKS = ("alexnet", "nin", "overfeat", "vgg16", "inception-v1", "resnet-50")
-_FORMATS = ("none", "gist", "gist-fp16", "gist-fp8")
-_TORCH = "torch"
+_NONE, _TORCH = "none", "torch"
+_FORMATS = (_NONE, "gist", "gist-fp16", "gist-fp8")
 _STEPS = 5  # in a round: the host may run ahead of the GPU within it
-_WARMUP = 3  # rounds: the engine meters activations in its first three steps, which makes them slower
-_ROUNDS = 10
+_WARMUP = 1  # rounds: the engine meters activations in its first three steps, which makes them slower
+_NETWORK, _TRANSFORMER = "image network", "transformer"  # kinds of subjects
+_ROUNDS = {_NETWORK: 8, _TRANSFORMER: 4}
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Any]
@@ -35,6 +36,7 @@ Loss = Callable[[Tensor, Tensor], Any]
 class Subject:
     """One model, its batch, and the contenders; the first one is the baseline."""
 
+    kind: str
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
@@ -51,7 +53,7 @@ def bench(quick: bool, only: str = "") -> tuple[dict[str, Any], list[Row]]:
         "samples": 4 if quick else 64,
         "optimizer": "SGD",
         "steps_per_round": 1 if quick else _STEPS,
-        "rounds": 1 if quick else _ROUNDS,
+        "rounds": {kind: 1 if quick else rounds for kind, rounds in _ROUNDS.items()},
         "precision": {subject.name: subject.precision for subject in subjects},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
@@ -63,7 +65,7 @@ def _networks(quick: bool) -> Iterator[Subject]:
         make = partial(build_image, f"{name}-tiny" if quick else name)
         size, samples = (32, 4) if quick else (231 if name == "overfeat" else 224, 64)
         batch = partial(_images, samples, size, 8 if quick else 1000)
-        yield Subject(name, make, batch, F.cross_entropy, "fp32", (_TORCH, *_FORMATS))
+        yield Subject(_NETWORK, name, make, batch, F.cross_entropy, "fp32", (_TORCH, *_FORMATS))
 
 
 def _transformers(quick: bool) -> Iterator[Subject]:
@@ -74,25 +76,30 @@ def _transformers(quick: bool) -> Iterator[Subject]:
         gpt, llama = (ModelConfig(name, 2, 32, 2, vocab=64, sequence=16, ffn=64) for name in ("gpt", "llama"))
     for name, config, samples in (("GPT-2 124M", gpt, 32), ("Llama 3.2, 8 layers", llama, 8)):
         batch = partial(_tokens, config, 4 if quick else samples)
-        contenders = ("none", "gist-fp10", "gist-fp8")
-        yield Subject(name, partial(build, config), batch, cross_entropy, "bf16", contenders)
+        contenders = (_NONE, "gist-fp10", "gist-fp8")
+        make = partial(build, config)
+        yield Subject(_TRANSFORMER, name, make, batch, cross_entropy, "bf16", contenders)
 
 
 def _rows(subject: Subject, quick: bool, only: str) -> Iterator[Row]:
-    """`only`: contenders of cases whose name has this text, beside the baseline."""
+    """`only`: contenders of cases whose name has this text, beside the baseline: 'image network', 'vgg16',
+    'vgg16, gist-fp8', …"""
     baseline, *others = subject.contenders
-    others = [other for other in others if only in f"{subject.name}, {other}"]
+    others = [other for other in others if only in f"{subject.kind} {subject.name}, {other}"]
     if not others:
         return
     trainers: dict[str, Trainer] = {}
     for contender in [baseline, *others]:
         trainers[contender] = (TorchTrainer if contender == _TORCH else EngineTrainer)(subject, contender)
-    steps, rounds = (1, 1) if quick else (_STEPS, _ROUNDS)
+    steps, rounds = (1, 1) if quick else (_STEPS, _ROUNDS[subject.kind])
     contenders: dict[str, Contender] = {
         name: timed(partial(_repeat, trainer.step, steps)) for name, trainer in trainers.items()
     }
     samples = alternate(contenders, rounds, warmup=_WARMUP)
     stashed = {name: trainer.stashed_bytes() for name, trainer in trainers.items()}
+    to_none = (
+        {row.contender: row.ratio.median for row in compare("", samples, _NONE)} if _NONE in samples else {}
+    )
     for row in compare(subject.name, samples, baseline):
         own = stashed[row.contender]
         extras = {
@@ -100,6 +107,8 @@ def _rows(subject: Subject, quick: bool, only: str) -> Iterator[Row]:
             "times_smaller": stashed[baseline] / own,
             "step_seconds": row.seconds.median / steps,
         }
+        if baseline != _NONE and to_none:
+            extras["time_of_none"] = to_none[row.contender]
         yield dataclasses.replace(row, extras=extras)
     for trainer in trainers.values():
         trainer.close()

@@ -1,6 +1,8 @@
-"""Takes samples of all contenders in turn, round after round. `compare` evaluates them."""
+"""Takes samples of all contenders in turn, round after round. `compare` evaluates them. `tell` says on stderr
+how far a long bench is."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,6 +59,10 @@ def timed(work: Callable[[], object], before: Callable[[], object] = lambda: Non
         return time.perf_counter() - start
 
     return contender
+
+
+def tell(bench: str, text: str) -> None:
+    print(f"{bench}: {text}", file=sys.stderr, flush=True)
 
 
 def _await_device() -> None:

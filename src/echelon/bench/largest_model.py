@@ -4,12 +4,16 @@ A Llama without memory (`deferred`) gets its weights unit by unit, in bfloat16 w
 recomputed, and a unit is updated in the backward pass by Adafactor, whose state is small; so a step needs the
 weights, and the gradients of one unit. What does not fit beside them lies in host memory
 (offload=parameters). Fingerprints before and after show which weights the steps have changed.
+
+What happens is told on stderr, and where the bytes are if the device has none left; then half of the samples
+are tried.
 """
 
 import dataclasses
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +21,15 @@ from torch import Tensor, nn
 
 from echelon import optim
 from echelon.bench.compare import Row, Spread
-from echelon.bench.footprint import peak_bytes
+from echelon.bench.footprint import largest_pieces, peak_bytes
+from echelon.bench.harness import tell
 from echelon.data import Batches, open_corpus
 from echelon.engine import Engine, parallelize
 from echelon.fingerprint import fingerprint
 from echelon.initialization import deferred
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.ownership import VALUE
+from echelon.quantities import show_bytes, show_seconds
 
 _PLAN = "precision=bf16 masters=false recompute=full update=backward"
 _OFFLOADED = f"{_PLAN} offload=parameters"
@@ -31,9 +37,10 @@ _VOCAB = 256  # bytes of text
 _LEARNING_RATE = 2e-4
 _STEPS = 6
 _PREFETCH = 2
-# Bytes on the device for each parameter of the largest unit: gradients, float32 copies; and other units.
-_SPARE, _SPARE_OFFLOADED = 16, 28
-_OTHER = 4 * 2**30  # bytes on the device for activations, statistics and the context
+# Bytes of a number: weights and activations are bfloat16, gradients and what an update computes float32.
+_SHORT, _LONG = 2, 4
+_OTHER = 3 * 2**30  # bytes on the device for workspaces, statistics, and gaps between pieces of memory
+_FEWEST_SAMPLES = 2
 
 
 class Size(NamedTuple):
@@ -61,8 +68,10 @@ class Trained(NamedTuple):
 def bench(quick: bool, only: str = "") -> tuple[dict[str, Any], list[Row]]:
     """The largest models that one device trains: tokens/s, memory, losses, and that every weight changes."""
     chosen = [size for size in (_small() if quick else _sizes()) if only in size.name]
-    trained = {size.name: train(size) for size in chosen}
-    rows = [_row(size, trained[size.name]) for size in chosen]
+    found = [_train_what_fits(size) for size in chosen]
+    chosen = [size for size, _ in found]
+    trained = {size.name: each for size, each in found}
+    rows = [_row(*each) for each in found]
     settings = {
         "models": {size.name: dataclasses.asdict(size.config) for size in chosen},
         "parameters": {size.name: size.config.num_parameters for size in chosen},
@@ -110,13 +119,28 @@ def _row(size: Size, trained: Trained) -> Row:
     return Row(size.name, "echelon", "echelon", seconds, Spread(1.0, 1.0, 1.0), figures)
 
 
+def _train_what_fits(size: Size) -> tuple[Size, Trained]:
+    """With all samples, or as many as there is memory for."""
+    while True:
+        try:
+            return size, train(size)
+        except torch.OutOfMemoryError:
+            if size.samples < 2 * _FEWEST_SAMPLES:
+                raise
+        size = size._replace(samples=size.samples // 2)
+        _tell(f"trying {size.samples} samples")
+        gc.collect()
+
+
 def train(size: Size) -> Trained:
     """A few steps of one model, from its initial values."""
     _forget_peak()
     begin = time.perf_counter()
+    _tell(f"{size.name}: {size.samples} samples, weights of {show_bytes(_weight_bytes(size.config))}")
     engine, resident = _make(size)
-    with engine:
+    with engine, _memory_told(engine):
         start_seconds = time.perf_counter() - begin
+        _tell(f"started in {show_seconds(start_seconds)} with {engine.plan}, {_on_device()}")
         before = _fingerprints(engine)
         corpus = open_corpus("stdlib", vocab=_VOCAB)
         batches = Batches(corpus, size.samples, size.config.sequence, seed=0)
@@ -125,6 +149,7 @@ def train(size: Size) -> Trained:
             begin = time.perf_counter()
             losses.append(engine.step(batches.at(step)).loss)
             seconds.append(time.perf_counter() - begin)
+            _tell(f"step {step}: {show_seconds(seconds[-1])}, loss {losses[-1]:.3f}, {_on_device()}")
         after = _fingerprints(engine)
         held = engine.mesh.boundary.storages().get("parameters", [])
         trained = Trained(
@@ -147,9 +172,8 @@ def _make(size: Size) -> tuple[Engine, int]:
     """An engine, and how many bytes of its weights stay on the device."""
     torch.manual_seed(0)
     model = deferred(lambda: build(size.config))
-    weights = 2 * size.config.num_parameters
-    largest = max(sum(p.numel() for p in layer.parameters()) for layer in model.layers())
-    resident = _resident_bytes(weights, largest) if size.resident_bytes is None else size.resident_bytes
+    weights = _weight_bytes(size.config)
+    resident = _resident_bytes(size) if size.resident_bytes is None else size.resident_bytes
     options: dict[str, Any] = {}
     if resident < weights:
         options = {"resident_bytes": resident, "prefetch": _PREFETCH}
@@ -160,13 +184,56 @@ def _make(size: Size) -> tuple[Engine, int]:
     return engine, resident
 
 
-def _resident_bytes(weights: int, largest: int) -> int:
-    """How many bytes of weights can stay on the device, whose largest unit has so many parameters. A CPU has
-    none to spare."""
-    free = torch.cuda.mem_get_info()[0] - _OTHER if torch.cuda.is_available() else 0
-    if weights + _SPARE * largest <= free:
+def _weight_bytes(config: ModelConfig) -> int:
+    return _SHORT * config.num_parameters
+
+
+def _resident_bytes(size: Size) -> int:
+    """How many bytes of weights can stay on the device. A CPU has none to spare."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    weights = _weight_bytes(size.config)
+    if weights + step_bytes(size.config, size.samples, offloaded=False) <= free:
         return weights
-    return min(weights, max(0, free - _SPARE_OFFLOADED * largest))
+    return min(weights, max(0, free - step_bytes(size.config, size.samples, offloaded=True)))
+
+
+def step_bytes(config: ModelConfig, samples: int, *, offloaded: bool) -> int:
+    """At most so many bytes a step needs beside resident weights: inputs of all layers, which are kept; what
+    one layer computes again; gradients of one unit, and the copies that its update works on; two float32
+    matrices of the optimizer; and other units, if weights are in host memory."""
+    tokens = samples * config.sequence
+    two, one = (dataclasses.replace(config, layers=number).num_parameters for number in (2, 1))
+    unit = two - one
+    inputs = _SHORT * config.layers * tokens * config.width
+    layer = _SHORT * tokens * (10 * config.width + 5 * config.ffn_width)
+    update = 2 * _LONG * unit + 2 * _LONG * config.width * config.ffn_width
+    others = _SHORT * (_PREFETCH + 1) * unit if offloaded else 0
+    return inputs + layer + update + others + _OTHER
+
+
+@contextmanager
+def _memory_told(engine: Engine) -> Iterator[None]:
+    """If the device has no more memory, tell what holds it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        memory = engine.memory()
+        now = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.now.items())
+        host = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.host.items())
+        _tell(f"out of memory with {_on_device()}; held: {now}; in host memory: {host}")
+        _tell(f"the most of the pieces of memory: {', '.join(largest_pieces())}")
+        raise
+
+
+def _on_device() -> str:
+    if not torch.cuda.is_available():
+        return "no GPU"
+    now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return f"{show_bytes(now)} on the device, {show_bytes(peak)} at the peak"
+
+
+def _tell(text: str) -> None:
+    tell("largest-model", text)
 
 
 def _adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from echelon.bench.compare import Row, compare
-from echelon.bench.harness import timed
+from echelon.bench.harness import tell, timed
 from echelon.bench.one_gpu import make_batch
 from echelon.engine import Engine, parallelize
 from echelon.models import ModelConfig, build, cross_entropy, preset
 from echelon.offload.host_twins import HostTwins
+from echelon.quantities import show_seconds
 
 # By contender. With update=step all gradients are on the host at once: in bf16, to leave room for the rest.
 PLANS = {
@@ -29,7 +30,7 @@ PLANS = {
     "offload, update=step": "offload=optimizer gradients=same",
     "offload, delay=1": "offload=optimizer gradients=same delay=1",
 }
-_WARMUP, _ROUNDS = 4, 5  # steps; the engine meters memory in its first three
+_WARMUP, _ROUNDS = 2, 3  # steps, of seconds; the first one takes memory
 _SMALL = ModelConfig("llama", layers=2, width=32, heads=2, vocab=64, sequence=16, kv_heads=None, ffn=64)
 
 
@@ -51,7 +52,13 @@ def bench(quick: bool, only: str = "") -> tuple[dict[str, Any], list[Row]]:
     plans = {name: f"precision=bf16 recompute=full {plan}" for name, plan in chosen.items()}
     samples, figures = {}, {}
     for name, plan in plans.items():
+        begin = time.perf_counter()
         samples[name], figures[name] = _measure(size, plan)
+        shown = ", ".join(map(show_seconds, samples[name]))
+        tell(
+            "offload-optimizer",
+            f"{name}: steps of {shown}; {show_seconds(time.perf_counter() - begin)} in all",
+        )
     rows = compare(size.name, samples, next(iter(samples))) if samples else []
     settings = {
         "models": {size.name: dataclasses.asdict(size.config)},

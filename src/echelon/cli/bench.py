@@ -12,7 +12,7 @@ from echelon.launching.torchrun import is_under_torchrun
 NAMES = (
     "launch, collectives, step, data-parallel, pipeline, tensor, start, memory, selective-costs, one-gpu, "
     "kernels, recompute, optimizer-step, largest-model, gist, gist-accuracy, offload-optimizer, "
-    "offload-activations; the last nine need a GPU"
+    "offload-activations, moe-layer; the last ten need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
 Out = Annotated[str | None, typer.Option("--out", help="A folder to keep the result in, as NAME.json.")]

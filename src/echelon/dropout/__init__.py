@@ -20,11 +20,13 @@ from echelon.dropout.modules import (
     split_features,
     unkeyed_dropout,
 )
+from echelon.dropout.noise import KeyedNoise, noises
 from echelon.dropout.training_position import TrainingPosition, current, restore, scope
 
 __all__ = [
     "GlobalIndices",
     "KeyedDropout",
+    "KeyedNoise",
     "TrainingPosition",
     "current",
     "draw_ahead",
@@ -35,6 +37,7 @@ __all__ = [
     "key_dropout",
     "keyed_layer",
     "keyed_modules",
+    "noises",
     "restore",
     "scope",
     "set_global_indices",

@@ -67,7 +67,7 @@ def mask_of(draw: Draw, shape: Sequence[int], device: torch.device | str) -> Ten
     """True where an element is kept, with probability 1 - p."""
     if draw.p == 0:
         return torch.ones(*shape, dtype=torch.bool, device=device)
-    keys = _sample_keys(draw.key, draw.first_sample, shape[0], device)
+    keys = sample_keys(draw.key, draw.first_sample, shape[0], device)
     runs = draw.runs(shape)
     words, numbers = _words(runs, draw.indices, device)
     kept = torch.empty(len(keys), len(words) * _PER_WORD, dtype=torch.bool, device=device)
@@ -121,7 +121,8 @@ def _own_halves(kept: Tensor, numbers: Tensor) -> Tensor:
     return halves.gather(2, (numbers % _PER_WORD).expand(len(kept), -1)[..., None])[..., 0]
 
 
-def _sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
+def sample_keys(key: int, first: int | Tensor, samples: int, device: torch.device | str) -> Tensor:
+    """One key for each sample, from the number `first` of the global batch on."""
     numbers = torch.arange(samples, device=device).add_(first)
     return mix_(numbers.mul_(signed(WEYL)).add_(signed(key)))
 

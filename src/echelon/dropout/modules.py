@@ -13,6 +13,7 @@ from echelon.dropout import operators
 from echelon.dropout.ahead import DrawsAhead
 from echelon.dropout.fused import drop, has_kernel
 from echelon.dropout.mask import Draw, mask_of
+from echelon.dropout.noise import key_noise
 from echelon.dropout.training_position import next_use
 from echelon.errors import UserError
 from echelon.hashing import hash_of
@@ -26,7 +27,8 @@ GlobalIndices = Callable[[int], Tensor]  # from the size of dim 1 on this rank t
 
 
 def key_dropout(model: nn.Module, wrapping: Wrapping) -> int:
-    """Make every dropout module of `model` draw from the open scope; returns how many do.
+    """Make every dropout module of `model` draw from the open scope; returns how many do. So does the noise
+    of modules that draw by themselves.
 
     The key of a layer is its name, so pass the whole model, before it is split into stages. A module that
     was keyed before, by another wrapping or as a part of a copied model, keeps its name. In eval mode, and
@@ -38,6 +40,7 @@ def key_dropout(model: nn.Module, wrapping: Wrapping) -> int:
             if previous is not None:
                 unwrap(previous)
             wrapping.wrap(KeyedDropout(module, name if previous is None else previous.name))
+    key_noise(model)
     return len(keyed_modules(model))
 
 

@@ -16,8 +16,9 @@ forwards have found: it comes out as that of the loss itself, whatever was expec
 loss scale, which is a part of n.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
@@ -116,7 +117,7 @@ class Balance:
     """Adds up the statistics of gates, one step after the other."""
 
     def __init__(self, gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> None:
-        self._mesh, self._places = mesh, gates.places
+        self._mesh, self._group, self._places = mesh, mesh.group("all"), gates.places
         in_stages = {module for stage in local.modules for module in stage.modules()}
         self._here = {place.gate: place for place in gates.places if place.gate in in_stages}
         self._with_loss = [place for place in self._here.values() if place.gate.has_loss]
@@ -140,9 +141,8 @@ class Balance:
         """The part of each auxiliary loss that is this rank's to count: as many ranks compute the same."""
         held = [float(place.gate in self._here) for place in self._places]
         holders = torch.tensor(held, dtype=torch.float64, device=self._mesh.device)
-        group = self._mesh.group("all")
-        with group.ledger.about("checks"):
-            group.all_reduce(holders)
+        with self._group.ledger.about("checks"):
+            self._group.all_reduce(holders)
         return [own / max(count, 1.0) for own, count in zip(held, holders.tolist(), strict=True)]
 
     # One step.
@@ -155,6 +155,7 @@ class Balance:
         self._broken: Tensor | None = None
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
+        self._asked: set[Gate] = set()  # gates whose gradient a backward pass has asked for
         for gate in self._here:  # of passes that nobody recorded
             gate.pending.clear()
 
@@ -177,9 +178,8 @@ class Balance:
             return
         self._is_exchanged = True
         self._row[:2] = tally[1:3]
-        group = self._mesh.group("all")
-        with group.ledger.about("gate statistics"):
-            group.all_reduce(self._row)
+        with self._group.ledger.about("gate statistics"):
+            self._group.all_reduce(self._row)
         not_finite = (~self._sums.isfinite()).double()
         self._broken = not_finite.new_zeros(len(self._places)).index_add_(0, self._owners, not_finite)
         self._differentiate()
@@ -198,7 +198,22 @@ class Balance:
             self._gradients[place.gate] = torch.where(is_used, gradient * factor, 0.0)
 
     def gradient(self, gate: Gate) -> Tensor:
+        self._asked.add(gate)
         return self._gradients[gate]
+
+    def check_gradients(self) -> None:
+        """After the passes of a step: refuse gates that ran in the backward pass alone, where nobody
+        recorded them."""
+        lost = [each for each in self._with_loss if each.gate.pending and each.gate not in self._asked]
+        raise_errors(
+            f"plan '{self._mesh.plan}'",
+            [
+                f"{name} ({type(gate).__name__}): the model runs this gate again in the backward pass "
+                "(torch.utils.checkpoint?), where its auxiliary loss gets no gradient; leave that to the "
+                "plan, by recompute=full, or use use_reentrant=False"
+                for name, gate, _ in lost
+            ],
+        )
 
     def is_broken(self) -> Tensor:
         """Whether the statistics of some gate are not finite, as far as is known; on the device."""
@@ -225,10 +240,34 @@ class Balance:
             gate.after_step(self._here[gate].of(self._sums))
         self._buffers.restore(skipped)
 
-    def load(self) -> dict[str, ExpertLoad]:
-        """Of the last step, by the name of the gate. Waits for the device."""
-        sums = self._sums.cpu() if self._is_exchanged else torch.zeros_like(self._sums, device="cpu")
+    def load(self) -> "ExpertLoads":
+        """Of the last step, by the name of the gate."""
+        return ExpertLoads(self._places, self._sums if self._is_exchanged else torch.zeros_like(self._sums))
+
+
+@final
+class ExpertLoads(Mapping[str, ExpertLoad]):
+    """The load of each gate. Waits for the device when somebody looks."""
+
+    def __init__(self, places: Sequence[_Place], sums: Tensor) -> None:
+        self._places, self._sums = places, sums
+
+    @cached_property
+    def _loads(self) -> dict[str, ExpertLoad]:
+        sums = self._sums.cpu()
         return {place.name: _load(place.gate, place.of(sums)) for place in self._places}
+
+    def __getitem__(self, gate: str) -> ExpertLoad:
+        return self._loads[gate]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loads)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return repr(self._loads)
 
 
 @final
@@ -249,9 +288,7 @@ def recording_of(balance: Balance | None, weight: int) -> AbstractContextManager
     return nullcontext() if balance is None else balance.recording(weight)
 
 
-def make_balance(
-    gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding
-) -> Balance | None:
+def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
     """None where there is no gate, or no step of which all ranks could add up anything."""
     plan = mesh.plan
     if not gates.places or plan.sync == "async" or plan.schedule in ASYNCHRONOUS_SCHEDULES:

@@ -66,7 +66,7 @@ def cast(structure: Any, dtype: torch.dtype) -> Any:
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return tree_map(convert, structure)
+    return convert(structure) if type(structure) is Tensor else tree_map(convert, structure)
 
 
 def total_and_count(result: Any, samples: int) -> tuple[Tensor, Tensor | int]:

@@ -15,6 +15,7 @@ from torch import nn
 from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
 from echelon.dropout import KeyedDropout, draw_ahead, is_keyed
 from echelon.errors import UserError
+from echelon.experts import gates_of
 from echelon.launching import beat
 from echelon.layering import listed_layers
 from echelon.plan import Plan
@@ -58,6 +59,8 @@ def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) 
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
                 wrapping.wrap(CompiledForward(layer, options, next(in_turn)))
+        for gate in gates_of(stage):
+            wrapping.wrap(EagerForward(gate))
 
 
 @final
@@ -96,6 +99,25 @@ class CompiledForward(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compiled": None}
+
+
+@final
+class EagerForward(Wrapper):
+    """A gate between compiled parts of a layer: whoever records it is not known to a graph."""
+
+    entry = "compile"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._call: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._call is None:
+            self._call = torch.compiler.disable(self.inner)
+        return self._call(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}
 
 
 @final

@@ -5,7 +5,7 @@ Weights that a pass changes where they come and go; hooks on weights that see pa
 that replicas compute from different samples; layers that compute something else when they run again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -25,6 +25,7 @@ class FirstStepChecks:
         self._mesh, self._local = mesh, local
         self._is_open = mesh.plan.sync != "async"  # asynchronous workers wait for nobody
         self.compares_buffers = True
+        self.check_gates: Callable[[], None] = lambda: None  # raises if one was not recorded
         trained = [pair for sharing in local.sharings for pair in sharing.parameter_set.trained]
         self._hooks = WeightHooks(trained, mesh.plan)
 
@@ -62,6 +63,7 @@ class FirstStepChecks:
             sharing.end_watch()
         self._check_second_runs()
         self._hooks.check()
+        self.check_gates()
         if differing:
             raise UserError(
                 f"plan '{self._mesh.plan}': {', '.join(differing)}: the forward computes these buffers from "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.dropout import draw_masks_again, key_dropout, keyed_modules, scope
+from echelon.dropout import draw_masks_again, key_dropout, keyed_modules, noises, scope
 from echelon.engine.batch import part_bounds
 from echelon.mesh import Mesh
 from echelon.wrapping import Wrapping
@@ -54,23 +54,24 @@ def assume_equal_counts(samples: int, group: Group) -> list[int]:
 
 @final
 class Scopes:
-    """Where in the training each forward pass of this replica is, for the dropout of its model."""
+    """Where in the training each forward pass of this replica is, for the dropout and noise of its model."""
 
     def __init__(
         self, model: nn.Module, seed: int | None, counts: Counts, replica: int, microbatches: int
     ) -> None:
         self._modules = [] if seed is None else keyed_modules(model)
+        self._has_noise = seed is not None and bool(noises(model))
         self.seed, self._counts = seed, counts
         self._replica, self._microbatches = replica, microbatches
 
     def of_step(self, step: int, samples: int) -> Callable[[int], AbstractContextManager[None]]:
-        """What opens the scope of a microbatch. Where nothing is dropped, replicas do not talk."""
+        """What opens the scope of a microbatch. Where nothing is drawn, replicas do not talk."""
         open_at = self.at_sample(step, samples)
         return lambda microbatch: open_at(first_sample(0, samples, microbatch, self._microbatches))
 
     def at_sample(self, step: int, samples: int) -> Callable[[int | Tensor], AbstractContextManager[None]]:
         """What opens the scope of samples from a place on, counted among the `samples` of this replica."""
-        if not any(module.p > 0 for module in self._modules):
+        if not self._has_noise and not any(module.p > 0 for module in self._modules):
             return no_scope
         before = samples_before(self._counts(samples), self._replica)
         return lambda place: scope(seed=self.seed or 0, step=step, first_sample=before + place)
@@ -81,7 +82,7 @@ def no_scope(_: object) -> AbstractContextManager[None]:
 
 
 def make_scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrapping) -> Scopes:
-    """Key the model's dropout, and say where in the training its forward passes are."""
+    """Key the model's dropout and noise, and say where in the training its forward passes are."""
     group = mesh.group("data")
     counts: Counts = partial(gather_counts, group=group, device=mesh.device, replicas=mesh.plan.data)
     if mesh.plan.sync == "async":

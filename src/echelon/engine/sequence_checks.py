@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.context_parallel import head_errors
-from echelon.dropout import is_keyed, unkeyed_dropout
+from echelon.dropout import is_keyed, noises, unkeyed_dropout
 from echelon.errors import UserError, raise_errors
 from echelon.huggingface import draws_by_head, find_family
 from echelon.plan import Plan
@@ -199,12 +199,13 @@ def check_weight_masks(by_heads: Collection[nn.Module], plan: Plan, length: int)
 
 
 def check_gate_padding(plan: Plan, length: int) -> None:
-    """Refuse to pad where gates route tokens: they would count those of the padding."""
+    """Refuse to pad where gates with a forward of their own would route the padding."""
     multiple = math.lcm(2 * plan.context if plan.context > 1 else 1, plan.tensor if plan.sequence else 1)
     multiple = math.lcm(multiple, plan.context * plan.tensor) if plan.sequence else multiple
     raise UserError(
-        f"plan '{plan}': a sequence of {length} positions would be padded, and the gates of experts would "
-        f"route the padding too, and balance by it; use sequences of a multiple of {multiple}"
+        f"plan '{plan}': a sequence of {length} positions would be padded, and gates of experts with a "
+        "forward of their own would route the padding too, and balance by it; use sequences of a multiple "
+        f"of {multiple}, or let the gate implement `route` and end with echelon.experts.finish"
     )
 
 
@@ -234,5 +235,11 @@ def check_masks(model: nn.Module, plan: Plan) -> None:
         errors.append(
             f"{', '.join(inside)} draw at random inside (dropout, router_jitter_noise), and ranks along "
             "tensor would draw different numbers for states that must be equal; set their rates to 0"
+        )
+    unkeyed = [name or "the model" for name, noise in noises(model).items() if noise.name is None]
+    if unkeyed:
+        errors.append(
+            f"noise of {', '.join(unkeyed)} is drawn by torch (seed=None), and ranks along tensor would "
+            "route the same tokens to different experts; give parallelize a seed"
         )
     raise_errors(f"tensor={plan.tensor}", errors)

@@ -356,6 +356,8 @@ class FlushedRunner(StepRunner):
     def _prepare(self) -> None:
         self._buffers = BufferSnapshot(self._local.modules)
         self.first_step = FirstStepChecks(self._mesh, self._local)
+        if self._balance is not None:
+            self.first_step.check_gates = self._balance.check_gradients
         self._is_rehearsed = self._update.units is None
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:

@@ -23,7 +23,7 @@ def to_device(structure: Any, device: torch.device) -> Any:
             leaf = leaf.contiguous().pin_memory()  # torch would copy what is strided through other memory
         return leaf.to(device, non_blocking=True)
 
-    return tree_map(move, structure)
+    return move(structure) if type(structure) is Tensor else tree_map(move, structure)
 
 
 @final

@@ -3,54 +3,82 @@
 from typing import ClassVar, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.dropout import KeyedNoise
+from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
-from echelon.experts.recording import record
+from echelon.experts.gate_checks import weight_errors
+from echelon.experts.losses import no_row, switch_balance, z_row
+from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
-@final
-class SoftmaxGate(Gate):
-    """G = softmax(x·Wᵀ), of which the k largest stay; they sum to 1 if `normalize`. In float32 at least.
+class SoftmaxRouter(Gate):
+    """What the gates have in common that take the k largest of a softmax."""
 
-    `balance` weighs the loss E · Σ_i f_i · P_i: f_i is the fraction of slots of expert i, P_i its mean
-    probability.
-    """
-
-    rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "probability")
+    rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "probability", "z")
 
     def __init__(
-        self, width: int, num_experts: int, top_k: int, *, normalize: bool = True, balance: float = 0.0
+        self,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        balance: float = 0.0,
+        z_loss: float = 0.0,
+        capacity: float | None = None,
+        jitter: float = 0.0,
     ) -> None:
-        super().__init__(num_experts, top_k)
-        self.normalize, self.balance = normalize, balance
+        errors = [*weight_errors(balance=balance, z_loss=z_loss, jitter=jitter)]
+        super().__init__(num_experts, top_k, capacity, errors)
+        self.normalize, self.balance, self.z_loss, self.jitter = normalize, balance, z_loss, jitter
+        if jitter > 0:
+            self.noise = KeyedNoise()
         self.weight = nn.Parameter(torch.empty(num_experts, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Routing:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.flatten(0, -2).to(dtype), self.weight.to(dtype))
+    def route(self, x: Tensor) -> Routing:
+        logits = router_logits(self._jittered(as_samples(x)), self.weight)
         probabilities = logits.softmax(-1)
-        weights, indices = probabilities.topk(self.top_k)
+        indices = largest(probabilities, self.top_k)
+        weights = probabilities.gather(-1, indices)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        tokens = F.one_hot(indices, self.num_experts).sum((0, 1)).to(dtype)
-        entropy = torch.special.entr(probabilities.detach()).sum(0)
-        statistics = torch.stack([tokens, torch.zeros_like(tokens), entropy, probabilities.sum(0)])
-        return Routing(indices, record(self, weights, statistics).to(x.dtype))
+        z = z_row(logits) if self.z_loss else no_row(logits)
+        choice = Choice(indices, weights, logits, probabilities)
+        return finish(self, x, choice, [probabilities, z])
+
+    def _jittered(self, x: Tensor) -> Tensor:
+        """In training, each input of the router times a number from 1 − jitter to 1 + jitter."""
+        if self.noise is None or not self.training:
+            return x
+        x = x.to(router_dtype(x))
+        uniform = self.noise.uniform(x.shape, x, self.positions.numbers(x.shape[1]))
+        return x * (1 + self.jitter * (2 * uniform - 1))
 
     @property
     def has_loss(self) -> bool:
-        return self.balance > 0
+        return self.balance > 0 or self.z_loss > 0
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
-        tokens, _, _, probability = statistics
-        slots = tokens.sum()
-        fractions, means = tokens / slots, probability * self.top_k / slots
-        loss: Tensor = self.balance * self.num_experts * (fractions * means).sum()
+        tokens, _, _, probability, z = statistics
+        num_tokens = tokens.sum() / self.top_k
+        balance = switch_balance(tokens, probability, num_tokens)
+        loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
         return loss
+
+
+@final
+class SoftmaxGate(SoftmaxRouter):
+    """G = softmax(x·Wᵀ), of which the k largest stay; they sum to 1 if `normalize`. In float32 at least.
+
+    `balance` weighs the loss E · Σ_i f_i · P_i: f_i is the fraction of slots of expert i, P_i its mean
+    probability. `z_loss` weighs the mean of (log Σ exp logits)², which keeps logits small. `jitter`: in
+    training, the inputs of the gate are multiplied by random numbers from 1 − jitter to 1 + jitter.
+    """

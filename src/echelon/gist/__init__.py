@@ -8,7 +8,9 @@ marks           which memory holds many zeros: outputs of ReLU, and what pools m
 bits            1-bit masks and 4-bit positions, packed into bytes
 sparse          tensors with many zeros: non-zero values, and where they are
 floats          fp16, fp10 and fp8, and the exact form of float64
+fresh           what a ReLU has encoded for the layer that reads its output next
 kernels         the same as Triton kernels, on CUDA devices (backend chooses)
+launch          launches of kernels
 """
 
 from echelon.gist.functions import CompressedModule, can_compress

@@ -25,6 +25,15 @@ def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
     return output, bits.pack(~(flat <= 0), 1), layout  # NaN passes gradients
 
 
+def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, floats.Parts]:
+    """The same, and the output in fp16 or fp8."""
+    kernels = _kernels(x)
+    if kernels is not None:
+        return kernels.encoded_relu(x, name)  # type: ignore[no-any-return]
+    output, mask, layout = relu_and_mask(x, inplace=False)
+    return output, mask, layout, floats.encode(flatten(output)[0], name)
+
+
 def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
     """The gradient where the mask is set, else 0."""
     kernels = _kernels(gradient)
@@ -67,18 +76,19 @@ def _corners(window: "Window", size: torch.Size, device: torch.device) -> tuple[
     return rows[:, None], columns
 
 
-def encode_floats(flat: Tensor, name: str) -> floats.Parts:
-    kernels = _kernels(flat)
-    if kernels is None or name in (floats.EXACT, "fp16"):
-        return floats.encode(flat, name)
-    return kernels.encode_floats(flat, name)  # type: ignore[no-any-return]
+def encode_floats(dense: Tensor, name: str) -> floats.Parts:
+    """The elements of a tensor without gaps, as they lie in memory."""
+    kernels = _kernels(dense)
+    if kernels is None or name == floats.EXACT:
+        return floats.encode(flatten(dense)[0], name)
+    return kernels.encode_floats(dense, name)  # type: ignore[no-any-return]
 
 
-def decode_floats(parts: floats.Parts, name: str, num: int, dtype: torch.dtype) -> Tensor:
+def decode_floats(parts: floats.Parts, name: str, layout: Layout, dtype: torch.dtype) -> Tensor:
     kernels = _kernels(parts[0])
-    if kernels is None or name in (floats.EXACT, "fp16"):
-        return floats.decode(parts, name, num, dtype)
-    return kernels.decode_floats(parts, name, num, dtype)  # type: ignore[no-any-return]
+    if kernels is None or name in (floats.EXACT, "fp16"):  # these are one operation
+        return layout.shape(floats.decode(parts, name, layout.size.numel(), dtype))
+    return kernels.decode_floats(parts, name, layout, dtype)  # type: ignore[no-any-return]
 
 
 def _kernels(tensor: Tensor) -> Any:

@@ -19,12 +19,13 @@ class Layout(NamedTuple):
 def flatten(tensor: Tensor) -> tuple[Tensor, Layout]:
     """The elements in the order of memory; of a tensor with gaps, those of a copy without, in this order."""
     tensor = tensor.detach()
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         tensor = tensor.clone()
     return tensor.as_strided((tensor.numel(),), (1,)), Layout(tensor.size(), tensor.stride())
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory without gaps."""
     if tensor.is_contiguous() or (
         tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     ):

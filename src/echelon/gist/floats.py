@@ -54,8 +54,9 @@ def decode(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tensor:
     if name == "fp8":
         largest = torch.finfo(dtype).max
         return _decode_fp8(*parts)[:num].clamp_(-largest, largest).to(dtype)
-    half = parts[0] if name == "fp16" else _decode_fp10(parts[0])
-    return half[:num].to(dtype)
+    if name == "fp16":
+        return parts[0].to(dtype)
+    return _decode_fp10(parts[0])[:num].to(dtype)
 
 
 def _encode_fp10(half: Tensor) -> Tensor:

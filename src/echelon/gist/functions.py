@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from echelon.gist import backend
 from echelon.gist.dense import Layout
+from echelon.gist.floats import Parts, format_for
+from echelon.gist.fresh import Maker
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.wrapping import Wrapper, replaced_forward
 
@@ -23,15 +25,34 @@ _aten = torch.ops.aten
 _LARGEST_WINDOW = 256
 
 
-def relu(x: Tensor, compression: Compression, *, inplace: bool = False) -> Tensor:
-    """As F.relu."""
+def relu(x: Tensor, compression: Compression, *, inplace: bool = False, maker: Maker | None = None) -> Tensor:
+    """As F.relu. `maker`: of whom it is known whether outputs are saved."""
     if not _applies(x) or (inplace and (x.is_leaf or x._base is not None)):
         return F.relu(x, inplace)
+    name = None if maker is None or inplace else _written_format(x, compression)
+    encoding = _Encoding(name) if name is not None and maker is not None and maker.is_read else None
     function: Any = _ReLU
-    output: Tensor = function.apply(x, inplace)
+    output: Tensor = function.apply(x, inplace, encoding)
     compression.found.add("relu")
-    compression.marks.mark(output)
+    if name is not None and maker is not None:
+        compression.fresh.show(output, maker, None if encoding is None else encoding.parts)
+    elif compression.format is None and not x.is_cuda:
+        compression.marks.mark(output)  # others do not ask
     return output
+
+
+class _Encoding:
+    """What a ReLU writes along with its output."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: Parts = ()
+
+
+def _written_format(x: Tensor, compression: Compression) -> str | None:
+    """In which a ReLU can write its output too."""
+    name = None if compression.format is None else format_for(x.dtype, compression.format)
+    return name if name in ("fp16", "fp8") else None
 
 
 class Window(NamedTuple):
@@ -65,7 +86,7 @@ def max_pool2d(x: Tensor, window: Window, compression: Compression) -> Tensor:
     """As F.max_pool2d."""
     if not _applies(x) or window.kernel[0] * window.kernel[1] > _LARGEST_WINDOW:
         return F.max_pool2d(x, *window[:4], ceil_mode=window.ceil_mode)
-    has_zeros = compression.marks.has(x)
+    has_zeros = compression.format is None and not x.is_cuda and compression.marks.has(x)
     function: Any = _MaxPool
     output: Tensor = function.apply(x, window)
     compression.found.add("max_pool2d")
@@ -104,8 +125,11 @@ def _pair(value: Any) -> Any:
 
 class _ReLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inplace: bool) -> Tensor:
-        output, mask, ctx.layout = backend.relu_and_mask(x, inplace=inplace)
+    def forward(ctx: Any, x: Tensor, inplace: bool, encoding: _Encoding | None) -> Tensor:
+        if encoding is not None:
+            output, mask, ctx.layout, encoding.parts = backend.encoded_relu(x, encoding.name)
+        else:
+            output, mask, ctx.layout = backend.relu_and_mask(x, inplace=inplace)
         if inplace:
             ctx.mark_dirty(x)
         ctx.save_for_backward(mask)
@@ -114,7 +138,7 @@ class _ReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (mask,) = ctx.saved_tensors
-        return backend.masked(gradient, mask, ctx.layout), None
+        return backend.masked(gradient, mask, ctx.layout), None, None
 
 
 class _MaxPool(torch.autograd.Function):
@@ -146,7 +170,7 @@ class _AvgPool(torch.autograd.Function):
         return _aten.avg_pool2d_backward(gradient, input, *ctx.settings), None
 
 
-class CompressedModule(Wrapper):
+class CompressedModule(Wrapper, Maker):
     """A ReLU or a pool, in place of its forward. A copy of a model is called as if it were not there."""
 
     entry = "compress"
@@ -161,7 +185,7 @@ class CompressedModule(Wrapper):
             output: Tensor = self.inner(input)
             return output
         if isinstance(module, nn.ReLU):
-            return relu(input, compression, inplace=module.inplace)
+            return relu(input, compression, inplace=module.inplace, maker=self)
         if isinstance(module, nn.AvgPool2d):
             return avg_pool2d(input, module, compression)
         assert isinstance(module, nn.MaxPool2d)

@@ -4,47 +4,142 @@ Their memory is that of the torch operations (bits.py, floats.py), byte for byte
 Triton is installed.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from echelon.gist.dense import Layout, flatten
+from echelon.gist.dense import Layout, is_dense
 from echelon.gist.floats import BLOCK, Parts
+from echelon.gist.launch import Launch
 
 if TYPE_CHECKING:
     from echelon.gist.functions import Window
 
 _TILE = 1024  # elements of a program; three times as many for fp10
+_LONG_TILE = 2048
+_BYTES = 256  # of a mask, in a program
 _BLOCKS = 32  # of fp8, in a program
+_DECODED = 8  # the same, of one that decodes
 
 
 def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
-    flat, layout = flatten(x)
-    output = x if inplace else layout.shape(torch.empty_like(flat))
-    into = flat if inplace else output.as_strided((flat.numel(),), (1,))
-    if inplace and flat.data_ptr() != x.data_ptr():  # a copy, of a tensor with gaps
-        x.relu_()
-        flat, layout = flatten(x)
-        into = torch.empty_like(flat)
-    mask = torch.empty(triton.cdiv(len(flat), 8), dtype=torch.uint8, device=x.device)
-    with _on_device_of(x):
-        _relu_and_mask[(triton.cdiv(len(flat), 8 * _TILE),)](flat, into, mask, len(flat), tile=_TILE)
-    return output, mask, layout
+    dense = x
+    if not is_dense(x):
+        dense = (x.relu_() if inplace else x).clone()
+    output = x if dense is x and inplace else torch.empty_like(dense)
+    num = dense.numel()
+    mask = torch.empty(_cdiv(num, 8), dtype=torch.uint8, device=x.device)
+    _RELU(_cdiv(num, 8 * _BYTES), (dense, output, mask), num)
+    return x if inplace else output, mask, Layout(output.size(), output.stride())
+
+
+def encoded_relu(x: Tensor, name: str) -> tuple[Tensor, Tensor, Layout, Parts]:
+    """The same, and the output in fp16 or fp8."""
+    dense = x if is_dense(x) else x.clone()
+    output, num = torch.empty_like(dense), dense.numel()
+    mask = torch.empty(_cdiv(num, 8), dtype=torch.uint8, device=x.device)
+    parts = _empty_parts(num, name, x.device)
+    if name == "fp16":
+        _RELU_HALF(_cdiv(num, 8 * _BYTES), (dense, output, mask, *parts), num)
+    else:
+        num_blocks = len(parts[1])
+        _RELU_FP8(_cdiv(num_blocks, _BLOCKS), (dense, output, mask, *parts), num, num_blocks)
+    return output, mask, Layout(output.size(), output.stride()), parts
+
+
+def _empty_parts(num: int, name: str, device: torch.device) -> Parts:
+    if name == "fp16":
+        return (torch.empty(num, dtype=torch.float16, device=device),)
+    if name == "fp10":
+        return (torch.empty(_cdiv(num, 3), dtype=torch.int32, device=device),)
+    num_blocks = _cdiv(num, BLOCK)
+    codes = torch.empty(num_blocks * BLOCK, dtype=torch.uint8, device=device)
+    return codes, torch.empty(num_blocks, dtype=torch.int8, device=device)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _relu_and_mask(x, output, mask, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    byte = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    first = tl.program_id(0).to(tl.int64) * tile
+    byte = tl.arange(0, tile)
     place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    is_in = place < num - first * 8
+    value = tl.load(x + first * 8 + place, mask=is_in, other=0.0)
+    passes = is_in & ~(value <= 0)
+    tl.store(output + first * 8 + place, tl.where(passes, value, 0.0), mask=is_in)
+    packed = tl.sum(passes.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+    tl.store(mask + first + byte, packed.to(tl.uint8), mask=byte * 8 < num - first * 8)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _relu_mask_and_half(x, output, mask, half, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = tl.program_id(0).to(tl.int64) * tile
+    byte = tl.arange(0, tile)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    is_in = place < num - first * 8
+    value = tl.load(x + first * 8 + place, mask=is_in, other=0.0)
+    passes = is_in & ~(value <= 0)
+    value = tl.where(passes, value, 0.0)
+    tl.store(output + first * 8 + place, value, mask=is_in)
+    packed = tl.sum(passes.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+    tl.store(mask + first + byte, packed.to(tl.uint8), mask=byte * 8 < num - first * 8)
+    value = tl.where(value > 65504.0, 65504.0, value)
+    tl.store(half + first * 8 + place, value.to(tl.float16), mask=is_in)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _relu_mask_and_fp8(  # type: ignore[no-untyped-def]
+    x, output, mask, codes, shifts, num, num_blocks, block_size: tl.constexpr, num_rows: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    byte = block[:, None] * (block_size // 8) + tl.arange(0, block_size // 8)[None, :]
+    place = byte[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     value = tl.load(x + place, mask=place < num, other=0.0)
     passes = (place < num) & ~(value <= 0)
-    tl.store(output + place, tl.where(passes, value, 0.0), mask=place < num)
-    packed = tl.sum(passes.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+    value = tl.where(passes, value, 0.0)
+    tl.store(output + place, value, mask=place < num)
+    packed = tl.sum(passes.to(tl.int32) << tl.arange(0, 8)[None, None, :], axis=2)
     tl.store(mask + byte, packed.to(tl.uint8), mask=byte * 8 < num)
+    value = value.to(tl.float32)
+    shift = _shift_of_fp8(tl.max(tl.max(_sizes(value), axis=2), axis=1))
+    code = _codes_of_fp8(value, shift[:, None, None])
+    tl.store(codes + place, code.to(tl.uint8), mask=block[:, None, None] < num_blocks)
+    tl.store(shifts + block, shift.to(tl.int8), mask=block < num_blocks)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sizes(value):  # type: ignore[no-untyped-def]
+    """Of what counts for the scale of a block: infinity and NaN do not."""
+    size = tl.abs(value)
+    return tl.where(size <= 3.4028234663852886e38, size, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _shift_of_fp8(largest):  # type: ignore[no-untyped-def]
+    exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
+    shift = tl.minimum(tl.maximum(8 - exponent, -120), 120)
+    return tl.where(largest == 0.0, 0, shift)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _codes_of_fp8(value, shift):  # type: ignore[no-untyped-def]
+    is_nan = value != value
+    value = tl.where(is_nan, 0.0, value)
+    factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.minimum(tl.maximum(value * factor, -256.0), 256.0)
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    small = ((tl.abs(scaled) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
+    # Of which sign NaN is, nobody asks.
+    return tl.where(is_nan, 0x7F, code)
+
+
+_RELU, _RELU_HALF = Launch(_relu_and_mask, tile=_BYTES), Launch(_relu_mask_and_half, tile=_BYTES)
+_RELU_FP8 = Launch(_relu_mask_and_fp8, block_size=BLOCK, num_rows=_BLOCKS)
 
 
 def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
@@ -52,28 +147,32 @@ def masked(gradient: Tensor, mask: Tensor, layout: Layout) -> Tensor:
         gradient = gradient.new_empty_strided(*layout).copy_(gradient)
     output = torch.empty_like(gradient)
     num = gradient.numel()
-    with _on_device_of(gradient):
-        _masked[(triton.cdiv(num, _TILE),)](gradient, mask, output, num, tile=_TILE)
+    _MASKED(_cdiv(num, 8 * _BYTES), (gradient, mask, output), num)
     return output
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _masked(gradient, mask, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    packed = tl.load(mask + place // 8, mask=place < num, other=0).to(tl.int32)
-    passes = (packed >> (place % 8).to(tl.int32)) & 1
-    value = tl.load(gradient + place, mask=place < num, other=0.0)
-    tl.store(output + place, tl.where(passes == 1, value, 0.0), mask=place < num)
+    first = tl.program_id(0).to(tl.int64) * tile
+    byte = tl.arange(0, tile)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    is_in = place < num - first * 8
+    packed = tl.load(mask + first + byte, mask=byte * 8 < num - first * 8, other=0).to(tl.int32)
+    passes = (packed[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    value = tl.load(gradient + first * 8 + place, mask=is_in, other=0.0)
+    tl.store(output + first * 8 + place, tl.where(passes == 1, value, 0.0), mask=is_in)
+
+
+_MASKED = Launch(_masked, tile=_BYTES)
 
 
 def window_places(indices: Tensor, window: "Window", width: int) -> Tensor:
     indices = indices.contiguous()
     num, per_byte = indices.numel(), 8 // window.bits
-    places = torch.empty(triton.cdiv(num, per_byte), dtype=torch.uint8, device=indices.device)
-    with _on_device_of(indices):
-        _window_places[(triton.cdiv(len(places), _TILE),)](
-            indices, places, num, width, *_shape(window, indices), codes_per_byte=per_byte, tile=_TILE
-        )
+    num_bytes = _cdiv(num, per_byte)
+    places = torch.empty(num_bytes, dtype=torch.uint8, device=indices.device)
+    launch = _PLACES[per_byte]
+    launch(_cdiv(num_bytes, _TILE), (indices, places), num, width, *_shape(window, indices.shape))
     return places
 
 
@@ -96,13 +195,14 @@ def _window_places(  # type: ignore[no-untyped-def]
     tl.store(places + byte, packed.to(tl.uint8), mask=byte * codes_per_byte < num)
 
 
+_PLACES = {each: Launch(_window_places, codes_per_byte=each, tile=_TILE) for each in (1, 2)}
+
+
 def window_indices(places: Tensor, window: "Window", size: torch.Size, width: int) -> Tensor:
     indices = torch.empty(size, dtype=torch.int64, device=places.device)
-    num, per_byte = indices.numel(), 8 // window.bits
-    with _on_device_of(places):
-        _window_indices[(triton.cdiv(num, _TILE),)](
-            places, indices, num, width, *_shape(window, indices), codes_per_byte=per_byte, tile=_TILE
-        )
+    num = indices.numel()
+    launch = _INDICES[8 // window.bits]
+    launch(_cdiv(num, _TILE), (places, indices), num, width, *_shape(window, size))
     return indices
 
 
@@ -122,35 +222,44 @@ def _window_indices(  # type: ignore[no-untyped-def]
     tl.store(indices + place, in_row * width + in_column, mask=place < num)
 
 
-def _shape(window: "Window", outputs: Tensor) -> tuple[int, ...]:
-    sizes = (outputs.shape[-2], outputs.shape[-1])
-    return (*sizes, *window.stride, *window.padding, *window.dilation, window.kernel[1])
+_INDICES = {each: Launch(_window_indices, codes_per_byte=each, tile=_TILE) for each in (1, 2)}
 
 
-def encode_floats(flat: Tensor, name: str) -> Parts:
-    num = len(flat)
-    with _on_device_of(flat):
-        if name == "fp10":
-            words = torch.empty(triton.cdiv(num, 3), dtype=torch.int32, device=flat.device)
-            _encode_fp10[(triton.cdiv(len(words), _TILE),)](flat, words, num, tile=_TILE)
-            return (words,)
-        num_blocks = triton.cdiv(num, BLOCK)
-        codes = torch.empty(num_blocks * BLOCK, dtype=torch.uint8, device=flat.device)
-        shifts = torch.empty(num_blocks, dtype=torch.int8, device=flat.device)
-        grid = (triton.cdiv(num_blocks, _BLOCKS),)
-        _encode_fp8[grid](flat, codes, shifts, num, num_blocks, block_size=BLOCK, num_rows=_BLOCKS)
-        return codes, shifts
+def _shape(window: "Window", size: torch.Size) -> tuple[int, ...]:
+    return (size[-2], size[-1], *window.stride, *window.padding, *window.dilation, window.kernel[1])
 
 
-def decode_floats(parts: Parts, name: str, num: int, dtype: torch.dtype) -> Tensor:
-    flat = torch.empty(num, dtype=dtype, device=parts[0].device)
-    grid = (triton.cdiv(num, _TILE),)
-    with _on_device_of(flat):
-        if name == "fp10":
-            _decode_fp10[grid](*parts, flat, num, tile=_TILE)
-        else:
-            _decode_fp8[grid](*parts, flat, num, torch.finfo(dtype).max, block_size=BLOCK, tile=_TILE)
-    return flat
+def encode_floats(dense: Tensor, name: str) -> Parts:
+    """Of the elements of a tensor without gaps, as they lie in memory."""
+    num = dense.numel()
+    parts = _empty_parts(num, name, dense.device)
+    if name == "fp16":
+        _ENCODE_FP16(_cdiv(num, _LONG_TILE), (dense, *parts), num)
+    elif name == "fp10":
+        _ENCODE_FP10(_cdiv(len(parts[0]), _TILE), (dense, *parts), num)
+    else:
+        num_blocks = len(parts[1])
+        _ENCODE_FP8(_cdiv(num_blocks, _BLOCKS), (dense, *parts), num, num_blocks)
+    return parts
+
+
+def decode_floats(parts: Parts, name: str, layout: Layout, dtype: torch.dtype) -> Tensor:
+    output = torch.empty_strided(*layout, dtype=dtype, device=parts[0].device)
+    num = output.numel()
+    if name == "fp10":
+        _DECODE_FP10(_cdiv(num, _TILE), (*parts, output), num)
+    else:
+        _DECODE_FP8(_cdiv(num, BLOCK * _DECODED), (*parts, output), num, torch.finfo(dtype).max)
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _encode_fp16(x, half, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
+    value = tl.where(value > 65504.0, 65504.0, value)  # NaN stays
+    value = tl.where(value < -65504.0, -65504.0, value)
+    tl.store(half + place, value.to(tl.float16), mask=place < num)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -185,42 +294,33 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num
     block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
-    is_nan = value != value
-    value = tl.where(is_nan, 0.0, value)
-    size = tl.abs(value)
-    largest = tl.max(tl.where(size > 3.4028234663852886e38, 0.0, size), axis=1)
-    exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
-    shift = tl.minimum(tl.maximum(8 - exponent, -120), 120)
-    shift = tl.where(largest == 0.0, 0, shift)
-    factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.minimum(tl.maximum(value * factor[:, None], -256.0), 256.0)
-    bits = scaled.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((tl.abs(scaled) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
-    code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
-    # Of which sign NaN is, nobody asks.
-    code = tl.where(is_nan, 0x7F, code)
+    shift = _shift_of_fp8(tl.max(_sizes(value), axis=1))
+    code = _codes_of_fp8(value, shift[:, None])
     tl.store(codes + place, code.to(tl.uint8), mask=block[:, None] < num_blocks)
     tl.store(shifts + block, shift.to(tl.int8), mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     code = tl.load(codes + place, mask=place < num, other=0).to(tl.int32)
-    shift = tl.load(shifts + place // block_size, mask=place < num, other=0).to(tl.int32)
+    shift = tl.load(shifts + block, mask=block * block_size < num, other=0).to(tl.int32)
     magnitude = code & 0x7F
     normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x80) != 0, -value, value)
-    value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)[:, None]
     value = tl.minimum(tl.maximum(value, -largest), largest)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
     tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
 
 
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    is_current = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(tensor.device)
+_ENCODE_FP16 = Launch(_encode_fp16, tile=_LONG_TILE)
+_ENCODE_FP10, _DECODE_FP10 = Launch(_encode_fp10, tile=_TILE), Launch(_decode_fp10, tile=_TILE)
+_ENCODE_FP8 = Launch(_encode_fp8, block_size=BLOCK, num_rows=_BLOCKS)
+_DECODE_FP8 = Launch(_decode_fp8, block_size=BLOCK, num_rows=_DECODED)
+
+
+def _cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)

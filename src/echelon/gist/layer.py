@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.gist import backend, floats, sparse
 from echelon.gist.calls import CompressedCalls
-from echelon.gist.dense import Layout, flatten, shares_elements
+from echelon.gist.dense import Layout, flatten, is_dense, shares_elements
 from echelon.gist.marks import Memory
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.gist.statistics import is_few, is_power
@@ -42,18 +42,26 @@ class CompressedLayer(Wrapper):
         compression = self._compression
         if compression is None or is_off() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        saver = Saver(compression, self._held(inputs), _most_numbers(inputs))
+        inputs = _tensors(args, kwargs)
         calls = CompressedCalls(compression) if self._calls_functions is not False else None
-        pack = saver.pack  # one object, which hooks are known by
         around: AbstractContextManager[Any] = nullcontext() if calls is None else calls
         try:
-            with replace(pack, _take), around:
+            with around:
+                if compression.format is None and inputs and all(each.is_cuda for each in inputs):
+                    return self.inner(*args, **kwargs)  # all that is left is not sparse: see `Saver`
+                return self._call_saving(compression, inputs, args, kwargs)
+        finally:
+            if self._calls_functions is None and calls is not None:
+                self._calls_functions = calls.seen
+
+    def _call_saving(self, compression: Compression, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
+        saver = Saver(compression, self._held(inputs), _most_numbers(inputs))
+        pack = saver.pack  # one object, which hooks are known by
+        try:
+            with replace(pack, _take):
                 return self.inner(*args, **kwargs)
         finally:
             saver.close()
-            if self._calls_functions is None and calls is not None:
-                self._calls_functions = calls.seen
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compression": None}
@@ -66,6 +74,12 @@ class CompressedLayer(Wrapper):
         return {int(t.untyped_storage()._cdata) for t in tensors if t.layout is torch.strided}
 
 
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    if not kwargs and all(type(each) is Tensor for each in args):
+        return list(args)
+    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+
+
 def _most_numbers(inputs: list[Tensor]) -> int:
     """Of the largest input of real numbers."""
     return max((each.numel() for each in inputs if each.is_floating_point()), default=0)
@@ -76,14 +90,13 @@ class _Encoding(NamedTuple):
 
     parts: tuple[KeptTensor, ...]
     name: str  # of a format, or _SPARSE
-    num: int
     dtype: torch.dtype
 
-    def decode(self) -> Tensor:
-        parts = tuple(part.take() for part in self.parts)
+    def decode(self, layout: Layout) -> Tensor:
+        parts = tuple([part.take() for part in self.parts])
         if self.name == _SPARSE:
-            return sparse.decode(sparse.Sparse(*parts), self.num)
-        return backend.decode_floats(parts, self.name, self.num, self.dtype)
+            return layout.shape(sparse.decode(sparse.Sparse(*parts), layout.size.numel()))
+        return backend.decode_floats(parts, self.name, layout, self.dtype)
 
 
 _SPARSE = "sparse"
@@ -96,7 +109,7 @@ class _Encoded(NamedTuple):
     layout: Layout
 
     def take(self) -> Tensor:
-        return self.layout.shape(self.encoding.decode())
+        return self.encoding.decode(self.layout)
 
 
 @final
@@ -120,16 +133,22 @@ class Saver:
         return KeptTensor(tensor, self._outer) if encoded is None else encoded
 
     def _encode(self, tensor: Tensor) -> _Encoded | None:
-        if isinstance(tensor._base, nn.Parameter) or shares_elements(tensor):
+        base = tensor._base
+        if shares_elements(tensor) or (base is not None and isinstance(base, nn.Parameter)):
             return None
         address = int(tensor.untyped_storage()._cdata)
         if address in self._held or self._is_exact(tensor, address):
             return None
-        flat, layout = flatten(tensor)
-        key = (address, tensor.storage_offset(), tensor.dtype, *_order(layout, tensor))
-        memory, encoding = self._encodings.get(key, (None, None))
+        dense = tensor
+        order: tuple[Any, ...] = (tensor.numel(),)
+        if not tensor.is_contiguous():
+            dense = tensor if is_dense(tensor) else tensor.detach().clone()
+            order = (tensor.size(), tensor.stride())
+        layout = Layout(dense.size(), dense.stride())
+        key = (address, tensor.storage_offset(), tensor.dtype, order)
+        memory, encoding = self._encodings.get(key, _NOTHING)
         if memory is None or encoding is None or not memory.has(tensor):
-            encoding = self._encode_flat(tensor, flat)
+            encoding = self._encode_dense(tensor, dense, address)
             if encoding is None:
                 return None
             self._encodings[key] = Memory(tensor), encoding
@@ -145,24 +164,23 @@ class Saver:
         self._num_saved = max(self._num_saved, tensor.numel())
         return is_few(tensor, self._num_inputs or self._num_saved)
 
-    def _encode_flat(self, tensor: Tensor, flat: Tensor) -> _Encoding | None:
-        compression = self._compression
-        has_zeros = compression.format is None and once(lambda: compression.marks.has(tensor))
-        name = None if compression.format is None else floats.format_for(tensor.dtype, compression.format)
+    def _encode_dense(self, tensor: Tensor, dense: Tensor, address: int) -> _Encoding | None:
+        compression, name = self._compression, None
         parts: tuple[Tensor, ...] | None = None
-        if has_zeros and not tensor.is_cuda:  # to count on a device would be to wait for it
-            name, parts = _SPARSE, sparse.encode(flat)
-        elif name is not None:
-            parts = backend.encode_floats(flat, name)
+        if compression.format is not None:
+            name = floats.format_for(tensor.dtype, compression.format)
+        elif not tensor.is_cuda and once(lambda: compression.marks.has(tensor)):
+            name, parts = _SPARSE, sparse.encode(flatten(dense)[0])  # on a device, to count would be to wait
+        if name is not None and name != _SPARSE:
+            parts = compression.fresh.take(tensor, address) if dense is tensor else None
+            parts = backend.encode_floats(dense, name) if parts is None else parts
         if name is None or parts is None:
             return None
         compression.found.add(name)
-        return _Encoding(tuple(KeptTensor(p, self._outer) for p in parts), name, len(flat), tensor.dtype)
+        return _Encoding(tuple([KeptTensor(each, self._outer) for each in parts]), name, tensor.dtype)
 
 
-def _order(layout: Layout, tensor: Tensor) -> tuple[Any, ...]:
-    """What tells orders of elements apart: nothing but their number, if a tensor is contiguous."""
-    return (tensor.numel(),) if tensor.is_contiguous() else (layout.size, tensor.stride())
+_NOTHING: tuple[None, None] = None, None
 
 
 def _take(saved: "_Encoded | KeptTensor") -> Tensor:

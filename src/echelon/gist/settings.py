@@ -8,6 +8,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from echelon.gist.fresh import Fresh
 from echelon.gist.marks import ZeroMarks
 
 # Bytes: below, the time of the host counts for more than the memory.
@@ -22,6 +23,7 @@ class Compression:
     format: str | None
     marks: ZeroMarks = field(default_factory=ZeroMarks)
     found: set[str] = field(default_factory=set)
+    fresh: Fresh = field(default_factory=Fresh)
 
     @classmethod
     def of(cls, compress: str) -> "Compression":
@@ -31,9 +33,10 @@ class Compression:
 
 def is_encoded(tensor: Tensor) -> bool:
     """Whether a tensor is large enough, and a plain one of real numbers."""
-    if not tensor.is_floating_point() or tensor.nbytes < SMALLEST.get(tensor.device.type, 2**23):
+    smallest = SMALLEST["cpu"] if tensor.is_cpu else SMALLEST["cuda"]
+    if tensor.nbytes < smallest or type(tensor) is not Tensor or not tensor.is_floating_point():
         return False
-    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype.itemsize > 1
+    return tensor.layout is torch.strided and tensor.dtype.itemsize > 1
 
 
 @contextmanager

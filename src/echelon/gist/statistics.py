@@ -10,6 +10,7 @@ Statistics are few beside what they are of. Results of softmax are as large as s
 operation that made them.
 """
 
+from functools import cache
 from typing import Final
 
 from torch import Tensor
@@ -28,4 +29,9 @@ def is_few(tensor: Tensor, num: int) -> bool:
 def is_power(tensor: Tensor) -> bool:
     """Whether the operation that made a tensor computes with its result again."""
     made_by = tensor.grad_fn
-    return made_by is not None and any(each in made_by.name() for each in _OPERATIONS)
+    return made_by is not None and _is_listed(made_by.name())
+
+
+@cache
+def _is_listed(name: str) -> bool:
+    return any(each in name for each in _OPERATIONS)

@@ -5,6 +5,7 @@ lists its layers.
 """
 
 from echelon.models.config import ModelConfig, RopeScaling
+from echelon.models.experts_config import ExpertsConfig
 from echelon.models.families import build
 from echelon.models.generate import generate
 from echelon.models.gpt import GPT
@@ -23,6 +24,7 @@ from echelon.models.without_memory import build_without_memory, num_parameters
 
 __all__ = [
     "GPT",
+    "ExpertsConfig",
     "ImageConfig",
     "ImageModel",
     "Llama",

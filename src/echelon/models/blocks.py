@@ -78,18 +78,21 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None) -> None:
         super().__init__()
-        self.head_width = config.head_width
+        self.head_width = config.head_dim
         self.rotary = rotary
         self.view = WHOLE
-        self.query = Linear(config.width, config.width, config.bias)
+        self.query = Linear(config.width, config.query_width, config.bias)
         self.key = Linear(config.width, config.kv_width, config.bias)
         self.value = Linear(config.width, config.kv_width, config.bias)
-        self.output = Linear(config.width, config.width, config.bias, std=residual_std(config))
+        self.output = Linear(config.query_width, config.width, config.bias, std=residual_std(config))
+        self.query_norm, self.key_norm = (_head_norm(config) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         query = self._split_heads(self.query(x))
         key = self._split_heads(self.key(x))
         value = self._split_heads(self.value(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
             positions = self.view.positions(query.shape[2], query.device)
             angles = self.rotary.angles(positions, query.dtype)
@@ -101,6 +104,10 @@ class Attention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """[batch, sequence, heads · head_width] -> [batch, heads, sequence, head_width]"""
         return x.reshape(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
+
+
+def _head_norm(config: ModelConfig) -> nn.RMSNorm | None:
+    return nn.RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else None
 
 
 class Block(nn.Module):

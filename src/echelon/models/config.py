@@ -4,13 +4,16 @@ It needs no torch, so that a planner can size a model that fits on no machine he
 `presets`, the modules in `gpt` and `llama`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from echelon.errors import did_you_mean, raise_errors
+from echelon.models.experts_config import ExpertsConfig
+from echelon.models.value_checks import count_errors, flag_errors, is_number, number_errors
 
 Family = Literal["gpt", "llama"]
+
+_OPTIONAL = ("kv_heads", "ffn", "head_width")
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         errors = [
-            *_number_errors(self, "factor", "low_freq_factor", "high_freq_factor"),
-            *_count_errors(self, "original_sequence"),
+            *number_errors(self, "factor", "low_freq_factor", "high_freq_factor"),
+            *count_errors(self, "original_sequence"),
         ]
         if not errors and self.low_freq_factor >= self.high_freq_factor:
             errors.append(
@@ -60,24 +63,34 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    head_width: int | None = None  # of query, key and value; width / heads if left out
+    qk_norm: bool = False  # RMSNorm of each head of query and key, before rotary positions
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         errors = [
             *_family_errors(self.family),
-            *_count_errors(self, "layers", "width", "heads", "vocab", "sequence"),
-            *_count_errors(self, *(name for name in ("kv_heads", "ffn") if getattr(self, name) is not None)),
-            *_number_errors(self, "norm_epsilon", "rope_theta"),
+            *count_errors(self, "layers", "width", "heads", "vocab", "sequence"),
+            *count_errors(self, *(name for name in _OPTIONAL if getattr(self, name) is not None)),
+            *number_errors(self, "norm_epsilon", "rope_theta"),
+            *flag_errors(self, "tied", "qk_norm"),
         ]
-        if not isinstance(self.tied, bool):
-            errors.append(f"tied={self.tied!r}: must be true or false")
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if self.experts is not None and not isinstance(self.experts, ExpertsConfig):
+            errors.append(f"experts={self.experts!r}: must be an ExpertsConfig")
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             errors.append(f"dropout={self.dropout!r}: must be a number from 0 to below 1")
         # How values fit together is checked only if each value is valid.
         raise_errors("model config", errors or _fit_errors(self))
 
     @property
-    def head_width(self) -> int:
-        return self.width // self.heads
+    def head_dim(self) -> int:
+        """Width of a head of query, key and value."""
+        return self.width // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def query_width(self) -> int:
+        """Width of the query of one token, and of what attention returns."""
+        return self.head_dim * self.heads
 
     @property
     def num_kv_heads(self) -> int:
@@ -86,7 +99,7 @@ class ModelConfig:
     @property
     def kv_width(self) -> int:
         """Width of the key, and of the value, of one token."""
-        return self.head_width * self.num_kv_heads
+        return self.head_dim * self.num_kv_heads
 
     @property
     def ffn_width(self) -> int:
@@ -104,22 +117,67 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Exact count; a tied weight counts once."""
+        return self._count(self.experts.num_experts if self.experts else 0)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many of them one token is computed with: of the experts, those that its gate chooses."""
+        return self._count(self.experts.top_k if self.experts else 0)
+
+    @property
+    def num_routed_parameters(self) -> int:
+        """How many of them are experts that gates choose from: what `expert` ranks divide."""
+        return self.num_parameters - self._count(0)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of this block is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.first_dense
+
+    def _count(self, num_experts: int) -> int:
         positions = self.sequence * self.width if self.family == "gpt" else 0
         projection = 0 if self.tied else self.vocab * self.width
         embedding = self.vocab * self.width + positions
-        return embedding + self.layers * _num_block_parameters(self) + _num_norm_parameters(self) + projection
+        norm = _num_norm_parameters(self)
+        blocks = self.layers * (_num_attention_parameters(self) + 2 * norm)
+        sparse = sum(map(self.has_experts, range(self.layers)))
+        dense = (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
+        return (
+            embedding
+            + blocks
+            + dense
+            + (sparse * _num_mixture_parameters(self, self.experts, num_experts) if self.experts else 0)
+            + norm
+            + projection
+        )
 
 
 def _num_norm_parameters(config: ModelConfig) -> int:
     return 2 * config.width if config.family == "gpt" else config.width
 
 
-def _num_block_parameters(config: ModelConfig) -> int:
-    width, kv_width, ffn = config.width, config.kv_width, config.ffn_width
-    attention = 2 * width * (width + kv_width)
-    mlp = (2 if config.family == "gpt" else 3) * width * ffn
-    biases = 2 * (width + kv_width) + ffn + width if config.bias else 0
-    return attention + mlp + biases + 2 * _num_norm_parameters(config)
+def _num_attention_parameters(config: ModelConfig) -> int:
+    width, query, key_value = config.width, config.query_width, config.kv_width
+    matrices = 2 * width * (query + key_value)
+    biases = query + 2 * key_value + width if config.bias else 0
+    return matrices + biases + (2 * config.head_dim if config.qk_norm else 0)
+
+
+def _num_mlp_parameters(config: ModelConfig, ffn: int) -> int:
+    biases = ffn + config.width if config.bias else 0
+    return _num_matrices(config) * config.width * ffn + biases
+
+
+def _num_mixture_parameters(config: ModelConfig, experts: ExpertsConfig, num_experts: int) -> int:
+    """Of one layer, whose gate chooses this many experts. Experts have no biases."""
+    gate = experts.num_gate_rows * config.width
+    routed = num_experts * _num_matrices(config) * config.width * experts.hidden
+    shared = _num_mlp_parameters(config, experts.shared) if experts.shared else 0
+    return gate + routed + shared + (config.width if experts.shared_gate else 0)
+
+
+def _num_matrices(config: ModelConfig) -> int:
+    """Of a feed-forward part."""
+    return 2 if config.family == "gpt" else 3
 
 
 def _family_errors(family: str) -> list[str]:
@@ -129,48 +187,69 @@ def _family_errors(family: str) -> list[str]:
     return [f"family={family!r}: is not a model family{did_you_mean(str(family), families)}"]
 
 
-def _count_errors(config: object, *names: str) -> list[str]:
-    return [
-        f"{name}={value!r}: must be an integer, at least 1"
-        for name in names
-        if isinstance(value := getattr(config, name), bool) or not isinstance(value, int) or value < 1
-    ]
-
-
-def _number_errors(config: object, *names: str) -> list[str]:
-    return [
-        f"{name}={value!r}: must be a number above 0"
-        for name in names
-        if not _is_number(value := getattr(config, name)) or not 0 < value < math.inf
-    ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _fit_errors(config: ModelConfig) -> list[str]:
+    return [*_head_errors(config), *_family_fit_errors(config), *_expert_errors(config)]
+
+
+def _head_errors(config: ModelConfig) -> list[str]:
     errors = []
-    if config.width % config.heads:
+    if config.head_width is None and config.width % config.heads:
         errors.append(
             f"width={config.width} heads={config.heads}: each head takes an equal part of the width; "
-            f"make width a multiple of {config.heads}"
+            f"make width a multiple of {config.heads}, or set head_width"
         )
-    elif config.family == "llama" and config.head_width % 2:
-        errors.append(
-            f"width={config.width} heads={config.heads}: rotary positions turn pairs, and a head is "
-            f"{config.head_width} wide; make width / heads even"
+    elif config.family == "llama" and config.head_dim % 2:
+        where, fix = (
+            (f"width={config.width} heads={config.heads}", "make width / heads even")
+            if config.head_width is None
+            else (f"head_width={config.head_width}", "make head_width even")
         )
+        errors.append(f"{where}: rotary positions turn pairs, and a head is {config.head_dim} wide; {fix}")
     if config.family == "llama" and config.heads % config.num_kv_heads:
         errors.append(
             f"heads={config.heads} kv_heads={config.kv_heads}: each key/value head serves an equal number of "
             f"heads; make heads a multiple of {config.kv_heads}"
         )
-    if config.family == "gpt" and config.num_kv_heads != config.heads:
+    return errors
+
+
+def _family_fit_errors(config: ModelConfig) -> list[str]:
+    """What GPT does not have."""
+    if config.family != "gpt":
+        return []
+    errors = []
+    if config.num_kv_heads != config.heads:
         errors.append(
             f"heads={config.heads} kv_heads={config.kv_heads}: GPT does not group key/value heads; "
             "leave kv_heads out, or use family='llama'"
         )
-    if config.family == "gpt" and config.rope_scaling is not None:
+    if config.rope_scaling is not None:
         errors.append("rope_scaling: GPT has learned positions; leave it out, or use family='llama'")
+    if config.head_width is not None and config.head_width * config.heads != config.width:
+        errors.append(
+            f"width={config.width} heads={config.heads} head_width={config.head_width}: GPT's heads take "
+            "equal parts of the width; leave head_width out, or use family='llama'"
+        )
+    if config.qk_norm:
+        errors.append(
+            "qk_norm=True: GPT does not normalise queries and keys; leave it out, or use family='llama'"
+        )
+    return errors
+
+
+def _expert_errors(config: ModelConfig) -> list[str]:
+    experts = config.experts
+    if experts is None:
+        return []
+    errors = []
+    if experts.first_dense >= config.layers:
+        errors.append(
+            f"layers={config.layers} experts.first_dense={experts.first_dense}: no layer is left that has "
+            f"experts; set first_dense below {config.layers}, or leave experts out"
+        )
+    if config.ffn is not None and not experts.first_dense:
+        errors.append(
+            f"ffn={config.ffn} experts.first_dense=0: no layer has a dense feed-forward part; leave ffn out "
+            f"(the width of an expert is experts.hidden={experts.hidden}), or set first_dense"
+        )
     return errors

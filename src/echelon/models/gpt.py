@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.models.blocks import Attention, Block, Embedding, Linear, TokenEmbedding, residual_std
 from echelon.models.config import ModelConfig
+from echelon.models.mixture import feed_forward
 from echelon.models.transformer import Transformer
 from echelon.sequence import WHOLE
 
@@ -28,8 +29,8 @@ class GPT(Transformer):
             config,
             PositionedEmbedding(config),
             (
-                Block(Attention(config, rotary=None), MLP(config), norm, config.dropout)
-                for _ in range(config.layers)
+                Block(Attention(config, rotary=None), feed_forward(config, layer, MLP), norm, config.dropout)
+                for layer in range(config.layers)
             ),
             norm(),
         )
@@ -58,10 +59,10 @@ class PositionedEmbedding(TokenEmbedding):
 class MLP(nn.Module):
     """Feed-forward: up, GELU (the tanh form, as GPT-2 was trained), down."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ffn: int) -> None:
         super().__init__()
-        self.up = Linear(config.width, config.ffn_width, config.bias)
-        self.down = Linear(config.ffn_width, config.width, config.bias, std=residual_std(config))
+        self.up = Linear(config.width, ffn, config.bias)
+        self.down = Linear(ffn, config.width, config.bias, std=residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x), approximate="tanh")

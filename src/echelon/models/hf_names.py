@@ -2,16 +2,19 @@
 
 It says which of our tensors make up each Hugging Face tensor: ours are joined along dim 0 and then, for
 GPT-2, transposed: its Conv1D keeps weights as [inputs, outputs], and query, key and value in one matrix.
+Those of experts are in `hf_expert_names`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from echelon.models.config import ModelConfig
-from echelon.weight_files import FileTensor, Piece, WeightLayout
+from echelon.models.hf_dialects import OWN_TYPE, dialect_of
+from echelon.models.hf_expert_names import expert_tensors, mixture_names
+from echelon.weight_files import FileTensor, Piece, WeightLayout, whole_tensor
 
 
 class _Rule(NamedTuple):
@@ -28,6 +31,7 @@ class _Names(NamedTuple):
     outside_blocks: dict[str, str]  # Hugging Face name -> our name, of tensors outside the blocks
     block: str
     parts: tuple[_Rule, ...]
+    mlp: tuple[_Rule, ...]  # where it is dense
 
 
 _NAMES = {
@@ -45,6 +49,8 @@ _NAMES = {
             _Rule("attn.c_attn", ("attention.query", "attention.key", "attention.value"), transposed=True),
             _Rule("attn.c_proj", ("attention.output",), transposed=True),
             _Rule("ln_2", ("mlp_norm",)),
+        ),
+        mlp=(
             _Rule("mlp.c_fc", ("mlp.up",), transposed=True),
             _Rule("mlp.c_proj", ("mlp.down",), transposed=True),
         ),
@@ -61,12 +67,19 @@ _NAMES = {
             _Rule("self_attn.v_proj", ("attention.value",)),
             _Rule("self_attn.o_proj", ("attention.output",)),
             _Rule("post_attention_layernorm", ("mlp_norm",)),
+        ),
+        mlp=(
             _Rule("mlp.gate_proj", ("mlp.gate",)),
             _Rule("mlp.up_proj", ("mlp.up",)),
             _Rule("mlp.down_proj", ("mlp.down",)),
         ),
     ),
 }
+
+_QK_NORM = (
+    _Rule("self_attn.q_norm", ("attention.query_norm",)),
+    _Rule("self_attn.k_norm", ("attention.key_norm",)),
+)
 
 EMBEDDING, HEAD, _HF_HEAD = "embedding.tokens.weight", "head.projection.weight", "lm_head.weight"
 
@@ -80,13 +93,15 @@ def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collectio
     Files of the bare model lack the base name. A tied head is left out, as transformers does, or is a copy.
     `state` has the shapes of ours.
     """
+    if dialect_of(config) == OWN_TYPE:
+        return _own_layout(config, state, names)
     base = _NAMES[config.family].base
     constants = {name for name in names if _CONSTANT.search(name)}
     is_bare = bool(names) and not any(name.startswith(base) for name in names if name not in constants)
     tensors = {}
-    for rule in _rules(config):
-        stored = rule.hf_name.removeprefix(base) if is_bare else rule.hf_name
-        tensors[stored] = _join(rule._replace(hf_name=stored), state)
+    for tensor in _tensors(config, state, names):
+        stored = tensor.renamed(tensor.name.removeprefix(base)) if is_bare else tensor
+        tensors[stored.name] = stored
     embedding = next(iter(tensors))
     return WeightLayout(
         tensors=tensors,
@@ -96,22 +111,46 @@ def hf_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collectio
     )
 
 
-def _rules(config: ModelConfig) -> Iterator[_Rule]:
-    """One rule per Hugging Face tensor; the embedding's is the first."""
-    names = _NAMES[config.family]
-    yield _Rule(names.embedding, (EMBEDDING,))
+def _own_layout(config: ModelConfig, state: Mapping[str, Tensor], names: Collection[str]) -> WeightLayout:
+    """Of files with our names."""
+    ties = {HEAD: EMBEDDING} if config.tied else {}
+    return WeightLayout(
+        tensors={name: whole_tensor(name, state[name], name) for name in state if name not in ties},
+        ties=ties,
+        copies={name: first for name, first in ties.items() if name in names},
+    )
+
+
+def _tensors(
+    config: ModelConfig, state: Mapping[str, Tensor], stored: Collection[str]
+) -> Iterator[FileTensor]:
+    """Every Hugging Face tensor; the embedding is the first."""
+    names, experts = _NAMES[config.family], mixture_names(config, stored)
+    yield _join(_Rule(names.embedding, (EMBEDDING,)), state)
     for hf_name, name in names.outside_blocks.items():
-        yield _Rule(hf_name, (name,))
+        yield _join(_Rule(hf_name, (name,)), state)
     for index in range(config.layers):
-        for part in names.parts:
-            for kind in ("weight", "bias") if config.bias else ("weight",):
-                yield _Rule(
-                    f"{names.block}{index}.{part.hf_name}.{kind}",
-                    tuple(f"blocks.{index}.{name}.{kind}" for name in part.names),
-                    transposed=part.transposed and kind == "weight",
-                )
+        parts = names.parts + (_QK_NORM if config.qk_norm else ())
+        hf_block, block = f"{names.block}{index}.", f"blocks.{index}."
+        for rule in _block_rules(config, hf_block, block, parts):
+            yield _join(rule, state)
+        if config.has_experts(index):
+            yield from expert_tensors(experts, hf_block, f"{block}mlp.", state)
+        else:
+            for rule in _block_rules(config, hf_block, block, names.mlp):
+                yield _join(rule, state)
     if not config.tied:
-        yield _Rule(_HF_HEAD, (HEAD,))
+        yield _join(_Rule(_HF_HEAD, (HEAD,)), state)
+
+
+def _block_rules(config: ModelConfig, hf_block: str, block: str, parts: Iterable[_Rule]) -> Iterator[_Rule]:
+    for part in parts:
+        for kind in ("weight", "bias") if config.bias else ("weight",):
+            yield _Rule(
+                f"{hf_block}{part.hf_name}.{kind}",
+                tuple(f"{block}{name}.{kind}" for name in part.names),
+                transposed=part.transposed and kind == "weight",
+            )
 
 
 def _join(rule: _Rule, state: Mapping[str, Tensor]) -> FileTensor:

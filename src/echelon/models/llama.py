@@ -1,4 +1,4 @@
-"""The Llama family (2, 3, 3.1): rotary positions, RMSNorm, SwiGLU, grouped key/value heads, no biases."""
+"""The Llama family (Mixtral, Qwen3): rotary positions, RMSNorm, SwiGLU, grouped key/value heads, no bias."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from echelon.errors import UserError
 from echelon.models.blocks import Attention, Block, Linear, TokenEmbedding, residual_std
 from echelon.models.config import ModelConfig
+from echelon.models.mixture import feed_forward
 from echelon.models.rotary import Rotary
 from echelon.models.transformer import Transformer
 
@@ -27,8 +28,8 @@ class Llama(Transformer):
             config,
             TokenEmbedding(config),
             (
-                Block(Attention(config, rotary), SwiGLU(config), norm, config.dropout)
-                for _ in range(config.layers)
+                Block(Attention(config, rotary), feed_forward(config, layer, SwiGLU), norm, config.dropout)
+                for layer in range(config.layers)
             ),
             norm(),
         )
@@ -37,11 +38,11 @@ class Llama(Transformer):
 class SwiGLU(nn.Module):
     """Feed-forward whose hidden part is gated: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ffn: int) -> None:
         super().__init__()
-        self.gate = Linear(config.width, config.ffn_width, config.bias)
-        self.up = Linear(config.width, config.ffn_width, config.bias)
-        self.down = Linear(config.ffn_width, config.width, config.bias, std=residual_std(config))
+        self.gate = Linear(config.width, ffn, config.bias)
+        self.up = Linear(config.width, ffn, config.bias)
+        self.down = Linear(ffn, config.width, config.bias, std=residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.silu(self.gate(x)) * self.up(x)

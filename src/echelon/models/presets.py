@@ -1,10 +1,11 @@
-"""Named model sizes: the published GPT-2, GPT-3 and Llama models, and two that a laptop can train.
+"""Named model sizes: the published GPT-2, GPT-3 and Llama models, mixtures of experts, three for a laptop.
 
 A preset is only a `ModelConfig`; change one with `dataclasses.replace(preset("gpt-small"), layers=6)`.
 """
 
 from echelon.errors import UserError, did_you_mean
 from echelon.models.config import ModelConfig, RopeScaling
+from echelon.models.experts_config import ExpertsConfig
 
 
 def _gpt2(layers: int, width: int, heads: int) -> ModelConfig:
@@ -40,6 +41,16 @@ _PRESETS = {
     # Byte models: the vocabulary is the 256 bytes, no tokenizer is needed.
     "gpt-tiny": ModelConfig("gpt", 4, 128, 4, vocab=256, sequence=128, tied=True),
     "llama-tiny": ModelConfig("llama", 4, 128, 4, vocab=256, sequence=128, kv_heads=2, ffn=384),
+    "moe-tiny": ModelConfig(
+        "llama",
+        4,
+        128,
+        4,
+        vocab=256,
+        sequence=128,
+        kv_heads=2,
+        experts=ExpertsConfig(8, 2, hidden=192, balance=0.01),
+    ),
     "gpt-small": _gpt2(12, 768, 12),
     "gpt-medium": _gpt2(24, 1024, 16),
     "gpt-large": _gpt2(36, 1280, 20),
@@ -58,6 +69,44 @@ _PRESETS = {
     "llama3-8b": _llama3(32, 4096, 32, ffn=14336, stretch=None, tied=False),
     "llama3-70b": _llama3(80, 8192, 64, ffn=28672, stretch=None, tied=False),
     "llama3-405b": _llama3(126, 16384, 128, ffn=53248, stretch=8.0, tied=False),
+    "mixtral-8x7b": ModelConfig(
+        "llama",
+        32,
+        4096,
+        32,
+        vocab=32000,
+        sequence=32768,
+        kv_heads=8,
+        rope_theta=1e6,
+        experts=ExpertsConfig(8, 2, hidden=14336, balance=0.02),
+    ),
+    "deepseek-moe-16b": ModelConfig(
+        "llama",
+        28,
+        2048,
+        16,
+        vocab=102400,
+        sequence=4096,
+        ffn=10944,
+        norm_epsilon=1e-6,
+        experts=ExpertsConfig(
+            64, 6, hidden=1408, normalize=False, shared=2 * 1408, first_dense=1, balance=0.001
+        ),
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        "llama",
+        48,
+        2048,
+        32,
+        vocab=151936,
+        sequence=40960,
+        kv_heads=4,
+        head_width=128,
+        qk_norm=True,
+        norm_epsilon=1e-6,
+        rope_theta=1e6,
+        experts=ExpertsConfig(128, 8, hidden=768, balance=0.001),
+    ),
 }
 
 

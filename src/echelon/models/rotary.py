@@ -24,7 +24,7 @@ class Rotary:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Rotary":
-        return cls(config.head_width, config.rope_theta, config.rope_scaling)
+        return cls(config.head_dim, config.rope_theta, config.rope_scaling)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine, each [sequence, head_width / 2], for positions [sequence].

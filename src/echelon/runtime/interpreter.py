@@ -165,9 +165,8 @@ class Interpreter:
         tally = None if self._versions is None else self._no_losses()
         for counted in (self._tally, tally):
             if counted is not None and self._runtime.counts_loss:
-                counted[0] += total.detach()
-                counted[1] += count
-                counted[2] += count * normaliser
+                for place, number in enumerate((total.detach(), count, count * normaliser)):
+                    counted[place].add_(number)
         if isinstance(normaliser, Tensor):  # float64, which would make the loss and the gradients so
             normaliser = normaliser.to(torch.promote_types(total.dtype, torch.float32))
         mean = total / normaliser

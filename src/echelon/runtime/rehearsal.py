@@ -9,7 +9,8 @@ and reads a weight that is updated by then, returns something else, and is refus
 """
 
 from collections.abc import Callable, Sequence
-from typing import final
+from contextlib import AbstractContextManager
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ from echelon.precision import Stepper, with_gradients
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
+class _Flipped(NamedTuple):
+    """Weights of a unit, and what is around a change of them; not its gradients, which would stay."""
+
+    present: Callable[[], AbstractContextManager[None]]
+    weights: list[nn.Parameter]
+
+
 @final
 class Rehearsal:
     """Hears of every unit whose gradients are summed, in place of an update."""
@@ -28,7 +36,7 @@ class Rehearsal:
     def __init__(self, stepper: Stepper, see: Callable[[Sequence[LocalParameter]], None]) -> None:
         """`see`: looks at the gradients of a unit, which are freed afterwards."""
         self._stepper, self._see = stepper, see
-        self._flipped: list[tuple[SummedUnit, list[nn.Parameter]]] = []
+        self._flipped: list[_Flipped] = []
 
     def use(self, unit: SummedUnit) -> None:
         self._see(unit.local)
@@ -36,14 +44,14 @@ class Rehearsal:
         weights = with_gradients(unit.local)
         for weight in weights:
             flip_bits(weight)
-        self._flipped.append((unit, weights))
+        self._flipped.append(_Flipped(unit.present, weights))
 
     def restore(self) -> None:
         """The passes are over: all weights are what they were."""
         while self._flipped:
-            unit, weights = self._flipped.pop()
-            with unit.present():
-                for weight in weights:
+            flipped = self._flipped.pop()
+            with flipped.present():
+                for weight in flipped.weights:
                     flip_bits(weight)
 
 

@@ -186,7 +186,7 @@ class LocalStages:
         flags = torch.zeros(len(Problem), dtype=torch.float64, device=device)
         for sharing in self.sharings:
             for problem, flag in sharing.problems().items():
-                flags[list(Problem).index(problem)] += flag
+                flags[list(Problem).index(problem)].add_(flag)
         return flags
 
     def norm_share(self) -> list[Tensor]:

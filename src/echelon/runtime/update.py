@@ -178,7 +178,8 @@ class SynchronousUpdate(Update):
         if self.units is not None:
             square = square + self.units.square(tally.device)
         flags = self._stages.problem_flags(tally.device)
-        flags[list(Problem).index(Problem.LOST_CHANGE)] += float(self._loses_change)
+        if self._loses_change:
+            flags[list(Problem).index(Problem.LOST_CHANGE)] += 1.0
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
         summed = torch.cat([tally, square.view(1), flags, *of_gates])
         _sum(summed, self._group)
@@ -190,9 +191,7 @@ class SynchronousUpdate(Update):
             self._scaling = scale_on_device(summed, self._clip, scaled=is_scaled)
             self._count: Number = summed[1]
             found = [_on_device(each, summed) for each in self._found()]
-            values: Tensor | list[float] = torch.cat(
-                [summed[:2], torch.stack(found), summed[4:], auxiliary]
-            )
+            values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
             self._scaling = scale_on_host(sums, self._clip, scaled=is_scaled)

@@ -189,7 +189,8 @@ def _unsplittable(module: Any, style: Style) -> str:
 
 def _is_right_kind(module: nn.Module, style: Style) -> bool:
     if style.word == "experts":
-        return hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+        has_first = hasattr(module, "gate_up_proj") or hasattr(module, "up_proj")
+        return has_first and hasattr(module, "down_proj")
     if style.word == "norm":
         return is_norm(module)
     by_rows_or_features = style.word == "vocabulary" or style == Style("column")

@@ -25,7 +25,8 @@ def cuts(module: nn.Module, style: Style) -> list[Cut]:
     """The parameters of a module that its style splits."""
     outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
     if style.word == "experts":
-        return [Cut("gate_up_proj", 1, (1, 1)), Cut("down_proj", 2)]
+        first = Cut("gate_up_proj", 1, (1, 1)) if hasattr(module, "gate_up_proj") else Cut("up_proj", 1)
+        return [first, Cut("down_proj", 2)]
     if isinstance(module, nn.Embedding) and style.word in ("vocabulary", "column"):
         return [Cut("weight", 0 if style.word == "vocabulary" else 1, style.parts)]
     if style.word == "norm":

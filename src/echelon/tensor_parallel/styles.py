@@ -32,13 +32,14 @@ sequence, all replicated modules behind the first layer work on a part of it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
 
 from echelon.errors import UserError, did_you_mean
+from echelon.experts import Experts, Gate
 from echelon.huggingface import CONFIG_LINES, TENSOR_TABLES
 from echelon.tensor_parallel.numbers import Number, find_numbers
 
@@ -130,10 +131,14 @@ _ECHELON: Table = {
     "blocks.*.attention.query": "column",
     "blocks.*.attention.key": "column",
     "blocks.*.attention.value": "column",
+    "blocks.*.attention.*_norm": "heads",
     "blocks.*.attention.output": "row",
     "blocks.*.mlp.gate": "column",
     "blocks.*.mlp.up": "column",
     "blocks.*.mlp.down": "row",
+    "blocks.*.mlp.shared.gate": "column",
+    "blocks.*.mlp.shared.up": "column",
+    "blocks.*.mlp.shared.down": "row",
     "blocks.*_norm": "replicated",
     "blocks.*_dropout": "replicated",
     "head.norm": "replicated",
@@ -153,6 +158,22 @@ def known_table(model: nn.Module) -> Table:
     return {**lines, **{p: text for p, text in TABLES[known].items() if p not in lines}}
 
 
+def _styles_by_class(model: nn.Module) -> dict[str, Style]:
+    """By the name of the module: experts, and all that belongs to a gate."""
+    styles = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Experts):
+            styles[name] = Style("experts")
+        elif isinstance(module, Gate):
+            inside = module.named_modules(prefix=name, remove_duplicate=False)
+            styles |= {each: Style("replicated") for each, _ in inside}
+    return styles
+
+
+def _first_match(name: str, entries: Iterable[tuple[str, Style]]) -> Style | None:
+    return next((s for p, s in entries if s.word in MODULE_WORDS and fnmatchcase(name, p)), None)
+
+
 class Argument(NamedTuple):
     """An argument of a module's forward that has a part for each of `heads`."""
 
@@ -168,12 +189,19 @@ class Styles:
         self._model = model
         config = getattr(model, "config", None)
         self._own = {pattern: Style.read(pattern, text, config) for pattern, text in (table or {}).items()}
+        self._by_class = _styles_by_class(model)
         others = {p: Style.read(p, text, config) for p, text in known_table(model).items()}
         self._entries = [*self._own.items(), *((p, s) for p, s in others.items() if p not in self._own)]
 
     def of(self, name: str) -> Style | None:
-        """The style of the module `name`; None if no pattern matches. `*` matches dots too."""
-        return next((s for p, s in self._entries if s.word in MODULE_WORDS and fnmatchcase(name, p)), None)
+        """The style of the module `name`; None if no pattern matches. `*` matches dots too.
+
+        The gates and experts of a mixture of experts are known by their class; only the user's table comes
+        before that.
+        """
+        own = _first_match(name, self._own.items())
+        by_class = self._by_class.get(name) if own is None else None
+        return own or by_class or _first_match(name, self._entries)
 
     def numbers(self, word: str) -> list[Number]:
         """The numbers with style `word`, once each."""

@@ -107,6 +107,8 @@ class Display:
             ("memory per rank", show_bytes(step.memory_bytes)),
             ("sent per step", f"{show_bytes(step.moved_bytes)}, {_share(step)} hidden behind compute"),
         ]
+        if step.experts:
+            figures.append(("experts", _experts(step)))
         if step.loss_scale != 1.0:
             figures.append(("loss scale", f"{step.loss_scale:,.0f}{', skipped' if step.skipped else ''}"))
         if self._evaluated is not None:
@@ -135,21 +137,31 @@ def print_summary(summary: dict[str, Any], sample: str, console: Console) -> Non
         console.rule("a sample of what the model " + ("writes" if unit == "tokens" else "says"))
         console.print(sample, markup=False, highlight=False)
         console.rule()
-    validation = summary["validation_loss"]
+    validation, share = summary["validation_loss"], summary.get("largest_expert_share")
     console.print(
         f"loss {summary['first_loss']:.4f} → [bold]{summary['loss']:.4f}[/]"
         + ("" if validation is None else f"   validation {validation:.4f}")
         + ("" if accuracy is None else f"   accuracy [bold]{accuracy:.1%}[/]")
+        + ("" if share is None else f"   busiest expert {share:.2f} × fair")
         + f"   {summary['tokens']:,} {unit}, {summary['tokens_per_second']:,.0f} {unit}/s"
     )
     console.print(
-        f"the run is in [bold]{escape(summary['run'])}[/] (loss.svg, metrics.jsonl, sample.txt, model/)"
+        f"the run is in [bold]{escape(summary['run'])}[/] "
+        f"(loss.svg, {'' if share is None else 'experts.svg, '}metrics.jsonl, sample.txt, model/)"
     )
 
 
 def _validation(event: Evaluated) -> str:
     accuracy = "" if event.accuracy is None else f"  accuracy {event.accuracy:.1%}"
     return f"{event.loss:.4f}{accuracy}"
+
+
+def _experts(step: Stepped) -> str:
+    busiest = max(step.experts, key=lambda gate: gate.largest_share)
+    slots = sum(sum(gate.tokens) for gate in step.experts)
+    dropped = sum(gate.dropped for gate in step.experts) / max(slots, 1.0)
+    where = f"[dim]in {escape(busiest.gate)}[/]"
+    return f"busiest has {busiest.largest_share:.2f} × its fair share {where}, {dropped:.1%} dropped"
 
 
 def _share(step: Stepped) -> str:

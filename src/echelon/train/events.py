@@ -29,6 +29,22 @@ class Audited:
 
 
 @dataclass(frozen=True)
+class GateLoad:
+    """What a gate did with the global batch of a step; see engine.expert_load()."""
+
+    gate: str  # its name in the model
+    tokens: tuple[float, ...]  # slots of each expert
+    dropped: float
+    entropy: float
+
+    @property
+    def largest_share(self) -> float:
+        """Of the busiest expert, as a multiple of the fair share."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else 1.0
+
+
+@dataclass(frozen=True)
 class Stepped:
     step: int  # how many are done
     loss: float
@@ -42,6 +58,7 @@ class Stepped:
     memory_bytes: int
     skipped: bool = False  # fp16: gradients were not finite
     loss_scale: float = 1.0
+    experts: tuple[GateLoad, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,19 @@
 """Keys of a job that only another task reads: what they say would be ignored in silence."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
+from echelon.models import ExpertsConfig
 from echelon.train.findings import Findings
 
 if TYPE_CHECKING:
     from echelon.train.job import Job
 
-_SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied")
+_EXPERTS = [f"experts.{field.name}" for field in dataclasses.fields(ExpertsConfig)]
+_SIZES = (
+    *("layers", "width", "heads", "kv_heads", "ffn", "vocab", "sequence", "tied", "head_width", "qk_norm"),
+    *_EXPERTS,
+)
 _KEYS = {
     "language": ("sequence", *(f"model.{name}" for name in _SIZES), "data.dtype"),
     "images": ("model.image_size", "model.divisor", "data.augment"),

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from echelon.errors import UserError, raise_errors
-from echelon.models import ImageConfig, ModelConfig, image_preset, preset, read_hf_config, read_image_config
+from echelon.models import (
+    ExpertsConfig,
+    ImageConfig,
+    ModelConfig,
+    image_preset,
+    preset,
+    read_hf_config,
+    read_image_config,
+)
 from echelon.optim.schedules import Schedule, by_name
 from echelon.train.job_rules import job_errors
 
@@ -19,6 +27,45 @@ IMAGE_PRESET, IMAGE_SOURCE = "alexnet-tiny", "synthetic"
 
 # Only pydantic reads this: an unknown key is an error.
 _FORBID_EXTRA = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class ExpertsJob:
+    """Changes of the experts of the preset; or experts for a model that has none."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = _FORBID_EXTRA
+
+    num_experts: int | None = None
+    top_k: int | None = None
+    hidden: int | None = None
+    gate: str | None = None
+    normalize: bool | None = None
+    scale: float | None = None
+    shared: int | None = None
+    shared_gate: bool | None = None
+    first_dense: int | None = None
+    capacity: float | None = None
+    groups: int | None = None
+    group_top_k: int | None = None
+    balance: float | None = None
+    importance: float | None = None
+    load: float | None = None
+    z_loss: float | None = None
+    bias_rate: float | None = None
+    jitter: float | None = None
+
+    def config(self, preset: ExpertsConfig | None) -> ExpertsConfig | None:
+        """The experts of the preset with the job's changes."""
+        changes = _given(self)
+        if preset is not None:
+            return dataclasses.replace(preset, **changes)
+        missing = [name for name in ("num_experts", "top_k", "hidden") if changes and name not in changes]
+        if missing:
+            raise UserError(
+                f"experts {', '.join(missing)}: must be set, because the preset has none; or use one that "
+                "has experts (moe-tiny)"
+            )
+        return ExpertsConfig(**changes) if changes else None
 
 
 @dataclass(frozen=True)
@@ -38,8 +85,11 @@ class ModelJob:
     sequence: int | None = None
     tied: bool | None = None
     dropout: float | None = None
+    head_width: int | None = None
+    qk_norm: bool | None = None
     image_size: int | None = None  # of image models, like the divisor
     divisor: int | None = None
+    experts: ExpertsJob = field(default_factory=ExpertsJob)
 
     def without_sizes(self) -> "ModelJob":
         return ModelJob(self.preset, self.weights)
@@ -48,8 +98,10 @@ class ModelJob:
         """The sizes: those of the Hugging Face folder, or of the preset with the job's changes."""
         changes = self._changes()
         if self.weights is None:
-            return dataclasses.replace(preset(self.preset or LANGUAGE_PRESET), **changes)
-        self._refuse_changes(changes)
+            named = preset(self.preset or LANGUAGE_PRESET)
+            experts = self.experts.config(named.experts)
+            return dataclasses.replace(named, experts=experts, **changes)
+        self._refuse_changes([*changes, *(f"experts.{name}" for name in _given(self.experts))])
         return read_hf_config(self.weights)
 
     def image_config(self, class_names: tuple[str, ...] = ()) -> ImageConfig:
@@ -63,11 +115,8 @@ class ModelJob:
         return read_image_config(self.weights)
 
     def _changes(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name not in ("preset", "weights") and value is not None
-        }
+        others = ("preset", "weights", "experts")
+        return {name: value for name, value in _given(self).items() if name not in others}
 
     def _refuse_changes(self, changes: Collection[str]) -> None:
         if changes:
@@ -75,6 +124,10 @@ class ModelJob:
                 f"weights={self.weights} {', '.join(changes)}: config.json in the folder has the sizes; "
                 f"leave {'it' if len(changes) == 1 else 'them'} out"
             )
+
+
+def _given(table: ExpertsJob | ModelJob) -> dict[str, Any]:
+    return {name: value for name, value in vars(table).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -160,9 +213,9 @@ def check(job: Job) -> None:
 
 
 def as_plain(job: Job) -> dict[str, Any]:
-    """The job as dicts of plain values, without those that are None."""
+    """The job as dicts of plain values, without those that are None, and without empty tables."""
 
     def keep(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value for name, value in items if value is not None}
+        return {name: value for name, value in items if value is not None and value != {}}
 
     return dataclasses.asdict(job, dict_factory=keep)

@@ -5,6 +5,7 @@ mistake, or will not know what was read.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -41,7 +42,7 @@ def is_value(path: list[str]) -> bool:
 def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
     """Remove values that pydantic would read as another kind; returns by key the error of each."""
     errors: dict[str, str] = {}
-    for path, table in [([], values), *(([name], values[name]) for name in _tables(values))]:
+    for path, table in _tables([], values):
         for name in [name for name in keys_at(path) if name in table]:
             place = [*path, name]
             error = _error(_kind(place), table[name])
@@ -51,10 +52,13 @@ def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
     return errors
 
 
-def _tables(values: dict[str, Any]) -> list[str]:
-    """The tables that a job knows, of those that are there."""
-    known = (name for name in keys_at([]) if _kind([name]) is None)
-    return [name for name in known if isinstance(values.get(name), dict)]
+def _tables(path: list[str], table: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """A table, and those in it that a job knows, with their places."""
+    yield path, table
+    for name in keys_at(path):
+        inner = table.get(name)
+        if not is_value([*path, name]) and isinstance(inner, dict):
+            yield from _tables([*path, name], inner)
 
 
 def _kind(path: list[str]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
 from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.expert_picture import expert_picture
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
@@ -31,6 +32,8 @@ class Logbook:
                 self._steps.append(event)
                 self._line("step", event)
                 self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
+                for gate in event.experts:
+                    self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
             case Evaluated():
                 self._evaluations.append(event)
                 self._line("evaluation", event)
@@ -53,6 +56,8 @@ class Logbook:
         """Draw the loss of the steps that there are."""
         if self._steps:
             self._folder.write("loss.svg", self._picture())
+            if self._steps[-1].experts:
+                self._folder.write("experts.svg", expert_picture(self._steps))
         if self._board is not None:
             with explain_os_errors(self._folder.path):
                 self._board.close()
@@ -74,13 +79,15 @@ class Logbook:
             "tokens_per_second": steps[-1].tokens / usual,
             "memory_bytes": max(step.memory_bytes for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
+            "largest_expert_share": max((gate.largest_share for gate in steps[-1].experts), default=None),
             "audit": [
                 {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
             ],
         }
 
     def _line(self, kind: str, event: Stepped | Evaluated) -> None:
-        values = {name: value for name, value in dataclasses.asdict(event).items() if value is not None}
+        plain = dataclasses.asdict(event).items()
+        values = {name: value for name, value in plain if value is not None and value != ()}
         self._folder.append("metrics.jsonl", [{"kind": kind, **values}])
 
     def _scalars(self, step: int, **values: float) -> None:

@@ -2,7 +2,7 @@
 
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -13,12 +13,13 @@ from torch import nn
 from echelon.audit import AuditResult, Mode
 from echelon.collectives import StepMoves
 from echelon.engine import Engine, Metrics, parallelize
+from echelon.engine.balance import ExpertLoad
 from echelon.initialization import deferred
 from echelon.mesh import this_device
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
 from echelon.train.divergence import refuse_divergence
-from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, GateLoad, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device
 from echelon.train.task import Task
@@ -108,6 +109,7 @@ class _Record(NamedTuple):
     learning_rate: float
     memory_bytes: int
     moves: StepMoves
+    expert_load: Mapping[str, ExpertLoad]
 
 
 class _Unread(NamedTuple):
@@ -120,7 +122,12 @@ class _Unread(NamedTuple):
 
 def _record(engine: Engine) -> _Record:
     """Of the step that was queued last. Waits for nothing."""
-    return _Record(engine.learning_rate, engine.memory().peak_total, engine.ledger.step_moves())
+    return _Record(
+        engine.learning_rate,
+        engine.memory().peak_total,
+        engine.ledger.step_moves(),
+        engine.expert_load(),
+    )
 
 
 def _look(unread: _Unread, job: Job, report: Callable[[Event], None]) -> None:
@@ -146,6 +153,10 @@ def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
         memory_bytes=record.memory_bytes,
         skipped=metrics.skipped,
         loss_scale=metrics.loss_scale,
+        experts=tuple(
+            GateLoad(gate, load.tokens, sum(load.dropped), load.entropy)
+            for gate, load in record.expert_load.items()
+        ),
     )
 
 

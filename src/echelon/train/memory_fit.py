@@ -52,13 +52,26 @@ def num_states(optimizer: "OptimizerJob") -> int:
     return 0 if is_momentum and not optimizer.momentum else _STATES.get(optimizer.name, 0)
 
 
-def rank_bytes(parameters: int, plan: Plan, states: int) -> RankBytes:
-    """The bytes of a rank, for a model of so many parameters and an optimizer of so many states."""
+def rank_bytes(parameters: int, plan: Plan, states: int, routed: int = 0) -> RankBytes:
+    """The bytes of a rank, for a model of so many parameters and an optimizer of so many states.
+
+    `routed` of the parameters are experts that gates choose from, which `expert` ranks divide.
+    """
+    if plan.expert == 1 or plan.pipeline == AUTO:
+        return _even_bytes(parameters, plan, states, 1)
+    dense = _even_bytes(parameters - routed, plan, states, 1)
+    experts = _even_bytes(routed / plan.expert, plan, states, plan.expert)
+    return RankBytes(*(sum(pair) for pair in zip(dense, experts, strict=True)))
+
+
+def _even_bytes(parameters: float, plan: Plan, states: int, expert: int) -> RankBytes:
+    """Of parameters that all replicas hold, or every `expert`-th of them."""
     size = DTYPES[plan.precision].itemsize
     if plan.pipeline == AUTO:  # every rank measures the whole model first
         return RankBytes(parameters * size, 0, 0)
     held = parameters / (plan.stages * plan.tensor)
     holders = plan.shard or max(plan.replicas) * plan.data * plan.context
+    holders = max(1, holders // expert)
     parts = [holders if plan.zero >= level else 1 for level in (3, 2, 1)]
     if plan.sync != "all-reduce":  # the server has the only optimizer
         parts[2] = holders
@@ -71,7 +84,7 @@ def host_memory_errors(job: "Job", config: ModelConfig | ImageConfig, plan: Plan
     free = available_memory()
     if free is None or torch.cuda.device_count() >= ranks:
         return []
-    needed = rank_bytes(num_parameters(config), plan, num_states(job.optimizer))
+    needed = _needed(job, config, plan)
     if needed.total * ranks <= free:
         return []
     each = f"{needed} on each of {ranks} ranks here" if ranks > 1 else str(needed)
@@ -86,7 +99,7 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
     if device.type != "cuda":
         return
     free, plan = torch.cuda.mem_get_info(device)[0], Plan.parse(job.plan)
-    needed = rank_bytes(num_parameters(config), plan, num_states(job.optimizer))
+    needed = _needed(job, config, plan)
     if "parameters" in plan.offload:  # they are in host memory
         needed = needed._replace(weights=0)
     if needed.total > free:
@@ -97,13 +110,17 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
         )
 
 
+def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
+    routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
+    return rank_bytes(num_parameters(config), plan, num_states(job.optimizer), routed)
+
+
 def _fix(job: "Job", config: ModelConfig | ImageConfig, plan: Plan, free: float) -> str:
     """What fits into `free` bytes per rank: another level of ZeRO, or a smaller model."""
     states = num_states(job.optimizer)
-    parameters = num_parameters(config)
     for zero in range(plan.zero + 1, 4):
         sharded = _with_zero(plan, zero)
-        if sharded is not None and rank_bytes(parameters, sharded, states).total <= free:
+        if sharded is not None and _needed(job, config, sharded).total <= free:
             return f"add zero={zero} to the plan, which shards them"
     if isinstance(config, ModelConfig):
         sizes = {name: preset(name).num_parameters for name in presets()}

@@ -4,6 +4,7 @@
         run.json         state (running, failed, finished), job, plan, versions, pid, summary
         metrics.jsonl    one line per step, and one per evaluation
         loss.svg         the loss over the steps
+        experts.svg      of a model with experts: the share of each in the tokens, and the entropy of gates
         sample.txt       what the model writes
         model/           the weights, as a Hugging Face folder
 

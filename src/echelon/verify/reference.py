@@ -120,6 +120,8 @@ class ReferenceModel:
         ]
         for parameter in self.parameters:
             parameter.grad = None
+        for gate in gates_of(self.model):  # of layers that ran again in the backward pass
+            gate.pending.clear()
         return gradients
 
     def update(self, gradients: Sequence[Tensor | None]) -> float:

@@ -98,6 +98,11 @@ class FileTensor(NamedTuple):
         """The model's tensors that it is made of."""
         return list(dict.fromkeys(piece.name for piece in self.pieces))
 
+    def renamed(self, name: str) -> "FileTensor":
+        """The same tensor under another name in the file."""
+        pieces = tuple(piece._replace(stored=name) for piece in self.pieces)
+        return self._replace(name=name, pieces=pieces)
+
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Make it from whole tensors of the model; the model's own tensor where both are the same."""
         first = tensors[self.pieces[0].name]
