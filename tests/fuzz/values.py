@@ -214,6 +214,7 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     # Which experts a token has may change with the last bit.
     yield ("model", "precision"), lambda v: v["model"] != "experts" or v["precision"] not in LOW_PRECISIONS
     yield ("model", "compress"), lambda v: v["model"] != "experts" or v["compress"] in ("none", "gist")
+    yield ("model", "masters"), lambda v: v["model"] != "experts" or v["masters"]
     yield ("model", "compile"), lambda v: v["model"] != "experts" or not v["compile"]
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"

@@ -79,14 +79,18 @@ def _errors(model: nn.Module, found: dict[str, nn.Module], ranks: int) -> Iterat
         )
     for name, module in found.items():
         yield from _errors_of(name, module, ranks)
-    inside = {p: name for name, module in found.items() for p in module.parameters(recurse=False)}
+    yield from _shared_weights(model, found)
+
+
+def _shared_weights(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[str]:
+    owner = {p: name for name, module in found.items() for p in module.parameters(recurse=False)}
     for path, module in model.named_modules():
-        if module not in found.values():
-            shared = [inside[p] for p in module._parameters.values() if p is not None and p in inside]
-            yield from (
-                f"{path}: it has weights of {name} too, of which each rank keeps its experts; give it "
+        own = () if module in found.values() else module.parameters(recurse=False)
+        shared = [owner[p] for p in own if p in owner]
+        if shared:
+            yield (
+                f"{path}: it has weights of {shared[0]} too, of which each rank keeps its experts; give it "
                 "weights of its own"
-                for name in shared[:1]
             )
 
 

@@ -508,12 +508,12 @@ RULES: tuple[Rule, ...] = (
     Rule(_host_updates_need_all_reduce, ("offload", "sync")),
 )
 
+_READ_BY_AUTO_SHARDS = ("pipeline", "shard", "data", "context", "zero", "schedule", "expert")
+
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
-    Rule(
-        _auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule", "expert")
-    ),
+    Rule(_auto_needs_shards_within_data, _READ_BY_AUTO_SHARDS),
     Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 
