@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.collectives import RecordingGroup
-from echelon.engine import Engine
+from echelon.engine import Engine, parallelize
 from echelon.engine.balance import GateList
 from echelon.errors import UserError
 from echelon.experts import SoftmaxGate, gates_of
@@ -108,6 +108,11 @@ def test_the_loss_of_softmax_gates(plan: str) -> None:
     prove(plan, model=make_model)
 
 
+@pytest.mark.parametrize("plan", ["pipeline=2 schedule=gpipe microbatches=3"])
+def test_microbatches_without_samples_do_not_count(plan: str) -> None:
+    prove(plan, samples=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["data=2", "microbatches=2"])
@@ -168,6 +173,30 @@ def forget_the_normaliser(engine: Engine) -> None:
 )
 def test_the_contract_finds_bugs(plan: str, bug: Any) -> None:
     assert not verify(case(), plan, inject_bug=bug).equal
+
+
+# Updates that are not made.
+
+
+@pytest.mark.parametrize("skipped", [True, torch.tensor(True)])
+def test_skipped_updates_leave_gates_as_they_are(skipped: bool | Tensor) -> None:
+    engine = make_alone()
+    gate = gates_of(engine.module)[0]
+    bias = gate.get_buffer("bias").clone()
+    assert engine._balance is not None
+    engine._balance.after_step(skipped)
+    assert torch.equal(gate.get_buffer("bias"), bias)
+    engine._balance.after_step(torch.tensor(False))
+    assert not torch.equal(gate.get_buffer("bias"), bias)
+    engine.close()
+
+
+def make_alone() -> Engine:
+    """An engine of this process, after one step."""
+    alone = case()
+    engine = parallelize(alone.build(), "precision=fp64", optimizer=alone.make_optimizer, loss=alone.loss)
+    engine.step(tokens(0))
+    return engine
 
 
 # What a step tells.

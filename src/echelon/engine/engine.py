@@ -369,7 +369,7 @@ class Engine:
         return self.later_expert_load()()
 
     def later_expert_load(self) -> Callable[[], dict[str, ExpertLoad]]:
-        """The same of the step that was queued last; only the call of what is returned waits for the device."""
+        """The same of the step that was queued last; the call of what is returned waits for the device."""
         return dict if self._balance is None else self._balance.later_load()
 
     def memory(self) -> Memory:
