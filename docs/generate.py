@@ -74,6 +74,8 @@ def pictures() -> dict[str, str]:
         "memory.svg": draw_memory(),
         "tensor.svg": draw_tensor(),
         "images.svg": draw_images(),
+        "experts.svg": draw_experts(),
+        "moe-dense.svg": draw_moe_dense(),
         **{f"schedule-{name}.svg": draw_schedule(schedule) for name, schedule in SCHEDULE_PICTURES.items()},
     }
 
@@ -336,6 +338,49 @@ def draw_tensor() -> str:
     )
     picture.words(left + gap - 10, 288, "leave: the sum forward, nothing backward", 12, colour=QUIET)
     return picture.svg()
+
+
+# --- mixture of experts -------------------------------------------------------------------------------
+
+
+def draw_experts() -> str:
+    picture = Drawing(900, 346, "One mixture of experts of data=2 expert=2: two exchanges, two more backward")
+    columns = {"tokens": 100, "gate": 206, "send": 322, "experts": 452, "back": 622, "sum": 738}
+    for rank, y in enumerate((86, 196)):
+        picture.words(24, y + 35, f"rank {rank}", 12, colour=QUIET)
+        picture.box(columns["tokens"], y, 76, 58, GREY, "tokens")
+        picture.box(columns["gate"], y, 84, 58, GREEN, "gate")
+        picture.box(columns["send"], y, 96, 58, BLUE, "all-to-all", size=12)
+        for index in range(4):
+            picture.box(columns["experts"] + 35 * index, y, 31, 58, ORANGE, str(4 * rank + index))
+        picture.box(columns["back"], y, 84, 58, BLUE, "all-to-all", size=12)
+        picture.box(columns["sum"], y, 112, 58, GREY, "weighted sum", size=12)
+        ends = ((176, 206), (290, 322), (418, 452), (590, 622), (706, 738))
+        for begin, end in ends:
+            picture.arrow(begin, y + 29, end, y + 29)
+        picture.path(f"M{columns['gate'] + 42} {y + 58}v18H{columns['sum'] + 56}v-16")
+        picture.words(columns["experts"] + 68, y + 90, "weights", 11, "middle", QUIET)
+    for x in (columns["send"] + 48, columns["back"] + 42):
+        picture.line(x, 144, x, 196, EDGES[BLUE], dash="4 3")
+    picture.words(columns["experts"] + 68, 74, "8 experts, 4 on each rank", 12, "middle", QUIET)
+    note = "Each exchange moves tokens × top_k × width. A shared expert computes while tokens travel."
+    picture.words(24, 326, note, 12, colour=QUIET)
+    return picture.svg()
+
+
+def draw_moe_dense() -> str:
+    """Validation losses of the bench moe-dense, one line for each seed."""
+    path = RESULTS / "moe-dense.json"
+    title = "Loss at equal active size: 8 experts, 2 for each token, and a dense model"
+    if not path.exists():
+        return line_chart([], title, "step", "validation loss, nats per byte")
+    settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    series = [
+        Series(f"{contender}, seed {seed}", settings["evaluated"], line)
+        for contender, lines in settings["curves"].items()
+        for seed, line in enumerate(lines)
+    ]
+    return line_chart(series, title, "step", "validation loss, nats per byte")
 
 
 # --- the life of a step -------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "_bytes": show_bytes,
     "_seconds": show_seconds,
     "_count": lambda count: f"{count:g}",
+    "_nats": lambda loss: f"{loss:.3f}",
     "_smaller": lambda times: f"{times:.2f} ×",
     "_points": lambda points: f"{points:+.1f} points",
 }

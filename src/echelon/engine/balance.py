@@ -16,8 +16,9 @@ forwards have found: it comes out as that of the loss itself, whatever was expec
 loss scale, which is a part of n.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
@@ -240,15 +241,34 @@ class Balance:
             gate.after_step(self._here[gate].of(self._sums))
         self._buffers.restore(skipped)
 
-    def later_load(self) -> Callable[[], dict[str, ExpertLoad]]:
-        """Of the last step, by the name of the gate. The call of what is returned waits for the device."""
-        sums, places = self._sums if self._is_exchanged else torch.zeros_like(self._sums), self._places
+    def load(self) -> "ExpertLoads":
+        """Of the last step, by the name of the gate."""
+        return ExpertLoads(self._places, self._sums if self._is_exchanged else torch.zeros_like(self._sums))
 
-        def load() -> dict[str, ExpertLoad]:
-            read = sums.cpu()
-            return {place.name: _load(place.gate, place.of(read)) for place in places}
 
-        return load
+@final
+class ExpertLoads(Mapping[str, ExpertLoad]):
+    """The load of each gate. Waits for the device when somebody looks."""
+
+    def __init__(self, places: Sequence[_Place], sums: Tensor) -> None:
+        self._places, self._sums = places, sums
+
+    @cached_property
+    def _loads(self) -> dict[str, ExpertLoad]:
+        sums = self._sums.cpu()
+        return {place.name: _load(place.gate, place.of(sums)) for place in self._places}
+
+    def __getitem__(self, gate: str) -> ExpertLoad:
+        return self._loads[gate]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loads)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return repr(self._loads)
 
 
 @final

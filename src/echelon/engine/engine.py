@@ -6,7 +6,7 @@ plan is said by the strategies that `parallelize` composes.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -360,17 +360,13 @@ class Engine:
         """When each instruction of the last step was executed on this rank."""
         return self._runner.spans
 
-    def expert_load(self) -> dict[str, ExpertLoad]:
+    def expert_load(self) -> Mapping[str, ExpertLoad]:
         """What the experts of each gate got in the last step, over the global batch, the same on every rank;
         by the name of the gate. Empty without gates, and where workers or microbatches update by themselves.
 
-        Waits for the device, as a look at metrics does.
+        Waits for the device when somebody looks into it, as metrics do.
         """
-        return self.later_expert_load()()
-
-    def later_expert_load(self) -> Callable[[], dict[str, ExpertLoad]]:
-        """The same of the step that was queued last; the call of what is returned waits for the device."""
-        return dict if self._balance is None else self._balance.later_load()
+        return {} if self._balance is None else self._balance.load()
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""

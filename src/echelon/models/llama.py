@@ -1,4 +1,4 @@
-"""The Llama family (Qwen3, Mixtral): rotary positions, RMSNorm, SwiGLU, grouped keys and values, no biases."""
+"""The Llama family (Mixtral, Qwen3): rotary positions, RMSNorm, SwiGLU, grouped key/value heads, no bias."""
 
 from functools import partial
 

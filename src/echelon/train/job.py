@@ -62,8 +62,8 @@ class ExpertsJob:
         missing = [name for name in ("num_experts", "top_k", "hidden") if changes and name not in changes]
         if missing:
             raise UserError(
-                f"experts {', '.join(missing)}: must be set, because the preset has no experts; or use a "
-                "preset that has (moe-tiny)"
+                f"experts {', '.join(missing)}: must be set, because the preset has none; or use one that "
+                "has experts (moe-tiny)"
             )
         return ExpertsConfig(**changes) if changes else None
 

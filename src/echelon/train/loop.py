@@ -2,7 +2,7 @@
 
 import platform
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -109,7 +109,7 @@ class _Record(NamedTuple):
     learning_rate: float
     memory_bytes: int
     moves: StepMoves
-    expert_load: Callable[[], dict[str, ExpertLoad]]
+    expert_load: Mapping[str, ExpertLoad]
 
 
 class _Unread(NamedTuple):
@@ -126,7 +126,7 @@ def _record(engine: Engine) -> _Record:
         engine.learning_rate,
         engine.memory().peak_total,
         engine.ledger.step_moves(),
-        engine.later_expert_load(),
+        engine.expert_load(),
     )
 
 
@@ -155,7 +155,7 @@ def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:
         loss_scale=metrics.loss_scale,
         experts=tuple(
             GateLoad(gate, load.tokens, sum(load.dropped), load.entropy)
-            for gate, load in record.expert_load().items()
+            for gate, load in record.expert_load.items()
         ),
     )
 
