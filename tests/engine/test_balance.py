@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echelon.collectives import RecordingGroup
-from echelon.engine import Engine
+from echelon.engine import Engine, parallelize
 from echelon.engine.balance import GateList
 from echelon.errors import UserError
 from echelon.experts import SoftmaxGate, gates_of
@@ -18,8 +18,17 @@ from echelon.plan import Plan
 from echelon.verify import assert_equal, verify
 from echelon.verify.contract import make_engine
 from tests.engine import test_compiling as compiled
-from tests.engine.balance_models import case, crowded_model, mean_of_samples, tokens, weighted_loss
+from tests.engine.balance_models import (
+    CrowdedGate,
+    case,
+    crowded_model,
+    mean_of_samples,
+    tokens,
+    weighted_loss,
+)
+from tests.engine.test_deferred import deferring
 from tests.experts.models import EXPERTS, SEQUENCE, make_model
+from tests.reads import no_reads
 
 Warm = Any
 
@@ -68,6 +77,9 @@ def prove(plan: str, **changes: Any) -> None:
                 "data=2 pipeline=2 microbatches=4",
                 "data=2 pipeline=2 schedule=gpipe microbatches=4 recompute=full",
                 "pipeline=2 tensor=2 sequence=true microbatches=2",
+                "data=2 expert=2 microbatches=2",
+                "data=2 expert=2 pipeline=2 microbatches=2",
+                "data=4 expert=2 zero=3 recompute=full microbatches=2",
             ]
         ),
     ],
@@ -106,6 +118,11 @@ def test_gates_without_a_loss_balance_themselves(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=2 microbatches=2", "tensor=2"])
 def test_the_loss_of_softmax_gates(plan: str) -> None:
     prove(plan, model=make_model)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 schedule=gpipe microbatches=3"])
+def test_microbatches_without_samples_do_not_count(plan: str) -> None:
+    prove(plan, samples=2)
 
 
 @pytest.mark.slow
@@ -168,6 +185,79 @@ def forget_the_normaliser(engine: Engine) -> None:
 )
 def test_the_contract_finds_bugs(plan: str, bug: Any) -> None:
     assert not verify(case(), plan, inject_bug=bug).equal
+
+
+# Updates that are not made.
+
+
+@pytest.mark.parametrize("skipped", [True, torch.tensor(True)])
+def test_skipped_updates_leave_gates_as_they_are(skipped: bool | Tensor) -> None:
+    engine = make_alone()
+    gate = gates_of(engine.module)[0]
+    bias = gate.get_buffer("bias").clone()
+    assert engine._balance is not None
+    engine._balance.after_step(skipped)
+    assert torch.equal(gate.get_buffer("bias"), bias)
+    engine._balance.after_step(torch.tensor(False))
+    assert not torch.equal(gate.get_buffer("bias"), bias)
+    engine.close()
+
+
+class ScaledByGate(nn.Module):
+    """A mixture whose experts do nothing: on a CPU, experts read how many tokens each has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = CrowdedGate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights: Tensor = self.gate(x).weights
+        return x * weights.sum(-1).view(*x.shape[:-1], 1)
+
+
+def model_without_experts() -> nn.Module:
+    model = crowded_model()
+    for block in model.blocks:
+        block.mlp = ScaledByGate()
+    return model
+
+
+def make_alone(plan: str = "data=1") -> Engine:
+    """An engine of this process, after one step."""
+    alone = case(model_without_experts)
+    engine = parallelize(
+        alone.build(), f"{plan} precision=fp64", optimizer=alone.make_optimizer, loss=alone.loss
+    )
+    assert engine.step(tokens(0)).loss > 0  # which the second step after it would do
+    return engine
+
+
+@pytest.mark.parametrize("plan", ["data=1", "microbatches=2"])
+def test_no_step_reads_from_a_device(plan: str) -> None:
+    with deferring():
+        late = make_alone(plan)
+    direct = make_alone(plan)
+    assert late.step(tokens(1)).loss > 0
+    with no_reads():
+        metrics = late.step(tokens(2))
+    expected = [direct.step(tokens(step)) for step in (1, 2)][-1]
+    assert metrics.auxiliary_loss == pytest.approx(expected.auxiliary_loss, rel=1e-12)
+    assert metrics.loss == pytest.approx(expected.loss, rel=1e-12)
+    weights = direct.full_state_dict()
+    for name, value in late.full_state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-12)
+
+
+def test_a_broken_gate_changes_nothing_where_nobody_reads() -> None:
+    with deferring():
+        engine = make_alone()
+    before = engine.full_state_dict()
+    gates_of(engine.module)[0].is_broken = True  # type: ignore[assignment]
+    metrics = engine.step(tokens(1))
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with pytest.raises(UserError, match=r"blocks\.0\.mlp\.gate: the statistics"):
+        _ = metrics.loss
 
 
 # What a step tells.

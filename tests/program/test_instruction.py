@@ -1,5 +1,7 @@
 """Instructions and programs as data: who holds what, and what a program contains."""
 
+import pytest
+
 from echelon.program import RANK_LEVEL, RECEIVES, SENDS, Op, Program, build
 from echelon.program.instruction import COMPUTE, COPIES
 from tests.program.cases import program_of
@@ -45,3 +47,19 @@ def test_pairs_are_all_that_ever_exchange_a_message() -> None:
     ring = build("interleaved", (1, 1, 1), microbatches=3, chunks=2)
     assert (2, 0) in ring.pairs, "the last rank of the first round passes on to the first"
     assert build("gpipe", (1,), microbatches=2).pairs == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "is_first"),
+    [
+        ("gpipe", 4, True),
+        ("1f1b", 1, True),
+        ("1f1b", 2, False),  # the first stage runs all its forwards first, the last one does not
+        ("naive", 2, False),
+        ("zero-bubble", 4, False),
+    ],
+)
+def test_forwards_come_first_where_no_rank_turns_back(
+    schedule: str, microbatches: int, is_first: bool
+) -> None:
+    assert build(schedule, (1, 1), microbatches).forwards_first == is_first

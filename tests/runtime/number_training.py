@@ -66,8 +66,11 @@ class GradientSums:
 
     counts_loss = True
 
-    def __init__(self, modules: Mapping[int, Scale], replicas: Group, everyone: Group) -> None:
+    def __init__(
+        self, modules: Mapping[int, Scale], replicas: Group, everyone: Group, *, forwards_first: bool
+    ) -> None:
         self._modules, self._replicas, self._everyone = modules, replicas, everyone
+        self._forwards_first = forwards_first
         self.sums = dict.fromkeys(modules, 0.0)
 
     def loss(self, output: Any, microbatch: Microbatch) -> MicrobatchLoss:
@@ -91,7 +94,10 @@ class GradientSums:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             self._replicas.all_reduce(weight.grad)
 
-    def start_backwards(self, tally: Tensor) -> None: ...
+    def start_backwards(self, tally: Tensor) -> None:
+        """As gates exchange what they have seen."""
+        if self._forwards_first:
+            self._everyone.all_reduce(tally.clone())
 
     def tie(self) -> None: ...
 
@@ -124,7 +130,8 @@ class RankTraining:
             stage: Stage(stage, module, [], Buffers(module, replicas)) for stage, module in modules.items()
         }
         runtime = StageSums if program.versioned else GradientSums
-        self._runtime = runtime(modules, replicas, self._everyone)
+        first = program.forwards_first
+        self._runtime = runtime(modules, replicas, self._everyone, forwards_first=first)
         self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
         self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)
 

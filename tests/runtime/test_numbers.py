@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from echelon.data_parallel import Problem
 from echelon.errors import UserError
 from echelon.runtime import Outcome, StepNumbers
 from echelon.runtime.numbers import check_counted
@@ -71,3 +72,16 @@ def test_a_mean_over_nothing_is_refused() -> None:
         check_counted(0.0)
     with pytest.raises(UserError, match="this worker had no sample that the loss counts; give every worker"):
         StepNumbers.known(Outcome(0.0, 0.0, 0.0), of_worker=True).read()
+
+
+def test_the_losses_of_gates_are_beside_the_total() -> None:
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, 0.0, 0.0, 0.25], gate_errors=["first", "second"])
+    assert step.read() == Outcome(8.0, 4.0, 5.0, auxiliary=0.25)
+    assert pickle.loads(pickle.dumps(step)).read() == step.read()
+
+
+def test_a_gate_whose_statistics_are_not_finite_is_named() -> None:
+    """Also where that is the reason of another problem."""
+    flags = [0.0] * (len(Problem) - 1) + [1.0]
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, *flags, 0.0, 2.0, 0.25], gate_errors=["first", "second"])
+    assert str(step.error()) == "second"

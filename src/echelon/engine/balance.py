@@ -130,6 +130,8 @@ class Balance:
         has_loss = any(place.gate.has_loss for place in gates.places)
         self.is_early = has_loss  # whether the sums must be known before the first backward pass
         self.needs_pass = has_loss and not local.program.forwards_first
+        late = mesh.plan.update != "step" and not has_loss
+        self._errors = [_error(place.name, late=late) for place in gates.places]
         self.start_step()
 
     def _find_owners(self) -> Tensor:
@@ -228,8 +230,7 @@ class Balance:
         for share, place in zip(self._shares, self._places, strict=True):
             if place.gate in self._losses:
                 auxiliary = auxiliary + self._losses[place.gate] * share
-        late = self._mesh.plan.update != "step" and not self.is_early
-        return GateNumbers(auxiliary, self._broken, [_error(place.name, late=late) for place in self._places])
+        return GateNumbers(auxiliary, self._broken, self._errors)
 
     def after_step(self, skipped: bool | Tensor) -> None:
         """The update is made, or was skipped: then gates stay as they are."""
