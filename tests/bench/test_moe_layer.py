@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from echelon.bench import moe_layer
 from echelon.bench.moe_layer import FusedSwiGLU
@@ -16,6 +17,18 @@ def test_rows_compare_a_mixture_with_dense_layers(monkeypatch: pytest.MonkeyPatc
     assert all(row.extras["share_of_dense"] > 0 for row in rows)
     assert settings["dispatched_bytes"] == 64 * 2 * 32 * 2
     assert settings["microseconds_of_kernels"]["echelon"]
+
+
+def test_a_block_that_does_not_run_here_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError(f"not here, {x.ndim}\nmore")
+
+    monkeypatch.setattr(moe_layer, "_MIXTRAL", {"theirs": "eager"})
+    monkeypatch.setattr(moe_layer, "_mixtral", lambda *_: Broken())
+    settings, rows = moe_layer.bench(quick=True)
+    assert "theirs" not in [row.contender for row in rows]
+    assert settings["left_out"] == {"theirs": "not here, 3"}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from echelon.experts import SoftmaxGate, gates_of
 from echelon.plan import Plan
 from echelon.verify import assert_equal, verify
 from echelon.verify.contract import make_engine
+from tests.engine import test_compiling as compiled
 from tests.engine.balance_models import case, crowded_model, mean_of_samples, tokens, weighted_loss
 from tests.experts.models import EXPERTS, SEQUENCE, make_model
 
@@ -114,6 +115,11 @@ def test_a_loss_scale_is_that_of_auxiliary_losses_too(plan: str, precision: Any)
     checked = case(steps=2, samples=8, options={"loss_scale": 256.0})
     verdict = verify(checked, plan, precision=precision)
     assert verdict.holds, str(verdict)
+
+
+@pytest.mark.slow
+def test_gates_of_compiled_layers(warm_ranks: Warm) -> None:
+    compiled.assert_equal(warm_ranks(2), case(steps=2, samples=8), "data=2 microbatches=2")
 
 
 # Bugs.

@@ -13,6 +13,7 @@ from echelon.dropout import current, key_dropout
 from echelon.engine import Engine
 from echelon.engine.batch import microbatches
 from echelon.engine.samples import Scopes, first_sample, samples_before
+from echelon.experts import NoisyTopKGate
 from echelon.launching import Ranks
 from echelon.wrapping import Wrapping
 from tests.cases import adamw, vectors
@@ -115,3 +116,12 @@ def test_evaluation_drops_nothing() -> None:
     inputs, targets = vectors(0)
     expected = square(engine.module.layer(inputs), targets)
     assert engine.evaluate((inputs, targets)).loss == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_noise_of_gates_needs_a_scope() -> None:
+    model = nn.Sequential(NoisyTopKGate(6, 4, 2))
+    key_dropout(model, Wrapping())
+    with Scopes(model, 5, lambda samples: [samples], replica=0, microbatches=1).of_step(7, 4)(0):
+        assert current() is not None
+    with Scopes(model, None, lambda samples: [samples], replica=0, microbatches=1).of_step(7, 4)(0):
+        assert current() is None

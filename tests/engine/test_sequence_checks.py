@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from echelon.dropout import key_dropout
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError
+from echelon.experts import GShardGate
 from echelon.mesh import Mesh
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.plan import Plan
@@ -21,6 +22,7 @@ from echelon.verify import Case, assert_equal
 from echelon.wrapping import Wrapping
 from tests.cases import adamw
 from tests.contract_models import token_loss
+from tests.experts.models import EXPERTS, WIDTH, make_model
 from tests.tensor_parallel.models import SEQUENCE, VOCAB, tokens
 
 
@@ -91,6 +93,17 @@ def test_ranks_that_split_layers_must_drop_the_same() -> None:
     model.blocks[0].mlp_dropout = OwnDropout(0.1)
     with pytest.raises(UserError, match=r"dropout of blocks\.0\.mlp_dropout is drawn by torch"):
         layers_of(model, "tensor=2")
+
+
+def test_ranks_that_split_layers_must_draw_the_same_noise() -> None:
+    """With seed=None each rank drew its own noise, and routed the same tokens to other experts."""
+    model = make_model(partial(GShardGate, WIDTH, EXPERTS))
+    with pytest.raises(
+        UserError, match=r"noise of blocks\.0\.mlp\.gate, blocks\.1\.mlp\.gate is drawn by torch"
+    ):
+        layers_of(model, "tensor=2")
+    key_dropout(model, Wrapping())
+    layers_of(model, "tensor=2")
 
 
 def test_dropout_inside_torchs_own_modules() -> None:

@@ -21,6 +21,10 @@ def plain_gate(top_k: int = 2) -> Gate:
     return SoftmaxGate(WIDTH, EXPERTS, top_k)
 
 
+def plain_model() -> nn.Module:
+    return make_model(plain_gate)
+
+
 def tokens(step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
     """Some targets of the first sample are left out."""
     generator = torch.Generator().manual_seed(step)
@@ -30,7 +34,7 @@ def tokens(step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def experts_case(
-    make: Callable[[], nn.Module] = partial(make_model, plain_gate),
+    make: Callable[[], nn.Module] = plain_model,
     samples: int = 8,
     steps: int = 20,
     clip: float | None = 1.0,

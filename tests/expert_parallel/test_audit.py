@@ -53,7 +53,7 @@ def refusal_with_a_bug(plan: str) -> str:
 class Squared(nn.Module):
     """Experts whose output is not linear in the weights of tokens."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.num_experts = 4
         self.up_proj = nn.Parameter(torch.randn(4, 16, 16))
@@ -67,7 +67,7 @@ class Squared(nn.Module):
 def refusal_of_squares(plan: str) -> str:
     model = make_model(plain_gate)
     for block in model.blocks:
-        block.mlp.experts = Squared(block.mlp.experts)
+        block.mlp.experts = Squared()
     try:
         with parallelize(model, plan, optimizer=adamw, loss=cross_entropy) as engine:
             engine.step(engine.local(tokens(0)))
@@ -77,9 +77,7 @@ def refusal_of_squares(plan: str) -> str:
 
 
 @pytest.mark.parametrize("refusal", [refusal_with_a_bug, refusal_of_squares])
-def test_what_experts_compute_otherwise_is_found(
-    warm_ranks: Warm, refusal: Callable[[str], str]
-) -> None:
+def test_what_experts_compute_otherwise_is_found(warm_ranks: Warm, refusal: Callable[[str], str]) -> None:
     for message in warm_ranks(2).run(refusal, "data=2 expert=2"):
         assert "computes something else split over ranks than unsplit" in message
         assert "look for experts that do more with the weight of a token" in message

@@ -11,6 +11,8 @@ from echelon.experts import Experts, Gate, MixtureOfExperts, Routing, SoftmaxGat
 from echelon.verify import assert_equal
 from tests.expert_parallel.models import TENSOR_TABLE, experts_case, plain_gate, transformers_case
 from tests.experts.models import EXPERTS, WIDTH, make_model
+from tests.optim.sum_cases import make_optimizer as make_sum_optimizer
+from tests.optim.whole_cases import make_optimizer as make_whole_optimizer
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -183,3 +185,29 @@ def test_experts_of_transformers(kind: str, plan: str) -> None:
 
 def test_experts_of_mixtral() -> None:
     assert_equal(transformers_case("mixtral", steps=2), "data=2 expert=2")
+
+
+OPTIMIZERS = {
+    "adafactor": partial(make_sum_optimizer, "adafactor"),
+    "sm3": partial(make_sum_optimizer, "sm3"),
+    "lamb": partial(make_whole_optimizer, "lamb"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=4 expert=2",
+        "data=4 expert=2 zero=1",
+        "data=4 expert=2 zero=3 shard=2",
+        "data=2 expert=2 tensor=2",
+    ],
+)
+def test_optimizers_see_whole_experts(name: str, plan: str) -> None:
+    """A statistic of a parameter is that of all of its experts."""
+    case = experts_case(steps=3)
+    if "tensor=" in plan:
+        case = replace(case, options={"tensor_table": TENSOR_TABLE})
+    assert_equal(replace(case, make_optimizer=OPTIMIZERS[name]), plan)

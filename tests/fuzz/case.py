@@ -7,18 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from echelon.data_parallel import grad_accumulation
+from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.optim import SM3, Adafactor, CombinedOptimizer
 from echelon.precision import DynamicScale, LossScale
 from echelon.verify import Case
 from tests.contract_models import CASES, SEQUENCE, VOCAB
 from tests.fuzz.random_training import RandomTraining
-from tests.fuzz.values import LOW_PRECISIONS, OF_TOKENS, TRANSFORMERS
+from tests.fuzz.values import LOW_PRECISIONS, NUM_EXPERTS, OF_TOKENS, TRANSFORMERS
 
 _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2, "adafactor": 1e-2, "sm3": 1e-2}
 # Low enough for gradients to be far from an overflow, where one device and parts of a sum would differ.
 _SCALES: tuple[LossScale, ...] = (256.0, DynamicScale(start=256.0, interval=2))
 _IGNORED = -100
+_EXPERTS_TABLE = {"blocks.*.mlp.gate": "replicated", "blocks.*.mlp.experts": "experts"}
 _SMALLEST = grad_accumulation.SMALLEST
 
 
@@ -31,6 +33,8 @@ def case_of(training: RandomTraining) -> Case:
         options["smallest_unit"] = 0
     if training.resident_bytes:
         options["resident_bytes"] = training.resident_bytes
+    if training.model == "experts" and training.plan.tensor > 1:
+        options["tensor_table"] = _EXPERTS_TABLE
     if training.plan.precision == "fp16":
         options["loss_scale"] = _SCALES[training.seed % len(_SCALES)]
     return Case(
@@ -52,18 +56,28 @@ def make_model(training: RandomTraining) -> nn.Module:
         0 if training.seed % 2 else _SMALLEST
     )  # no matrix here is large enough otherwise
     config = ModelConfig(
-        training.model,  # type: ignore[arg-type]
+        "llama" if training.model == "experts" else training.model,  # type: ignore[arg-type]
         training.layers,
         width=8,
         heads=training.heads,
         vocab=training.vocab,
         sequence=training.tokens,
         kv_heads=training.kv_heads or None,
-        ffn=12 if training.model == "llama" else 16,
+        ffn=16 if training.model == "gpt" else 12,
         tied=training.tied,
         dropout=training.dropout,
     )
-    return build(config)
+    model = build(config)
+    if training.model == "experts":
+        _mix_experts(model, training)
+    return model
+
+
+def _mix_experts(model: nn.Module, training: RandomTraining) -> None:
+    """In every second block, or in all: feed-forward parts are mixtures of experts."""
+    for block in list(model.blocks)[:: 1 + training.seed % 2]:  # type: ignore[arg-type]
+        gate = SoftmaxGate(8, NUM_EXPERTS, 1 + training.seed % 3)
+        block.mlp = MixtureOfExperts(gate, Experts(NUM_EXPERTS, 8, 8))
 
 
 @cache

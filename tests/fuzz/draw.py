@@ -37,6 +37,7 @@ _TOGETHER: dict[str, Wish] = {
     "workers": {"pipeline": AUTO},
     "sequence": {"tensor": 2},
     "attention": {"context": 2},
+    "expert": {"model": "experts", "data": 4},
     "checkpoints": {"tensor": 2, "recompute": "full"},
     "contiguous": {"zero": 2, "data": 2},
     "delay": {"offload": ("optimizer",)},

@@ -19,7 +19,8 @@ Values = Mapping[str, Any]
 
 MOST_RANKS = 8
 MOST_COMPILING = 4  # more would take minutes
-TRANSFORMERS = ("gpt", "llama")
+TRANSFORMERS = ("gpt", "llama", "experts")  # the last: a Llama with mixtures of experts
+NUM_EXPERTS = 4
 LOW_PRECISIONS = ("bf16", "fp16")
 OF_TOKENS = (*TRANSFORMERS, "lstm", "encoder")
 PLAN_FIELDS = tuple(Plan.__dataclass_fields__)
@@ -30,7 +31,7 @@ _PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1,
 # The values of each field, in the order of drawing; a value that is listed twice is drawn twice as often.
 _BUDGETS = tuple(f"budget:{thousands}000" for thousands in (100, 300, 1000, 10000))
 _CANDIDATES: dict[str, Sequence[Any]] = {
-    "model": (*("gpt",) * 5, *("llama",) * 5, "resnet", "lstm", "encoder", "twice"),
+    "model": (*("gpt",) * 5, *("llama",) * 5, *("experts",) * 4, "resnet", "lstm", "encoder", "twice"),
     "pipeline": (*_PIPELINES, 1, 1, 2, 2, 3),
     "workers": (1, 2, 3, 4),
     "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b"), ORDER_FILE),
@@ -39,7 +40,7 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "tensor": (1, 2, 4, 2),
     "context": (1, 2, 3, 4, 2),
     "attention": ("ring", "all-to-all"),
-    "expert": (1,),  # the models here have no experts
+    "expert": (1, 2, 4, 2),
     "staleness": (INFINITE, 0, 1, 2, 5),
     "zero": (0, 1, 2, 3),
     "shard": (0, 2, 3, 4, 2),
@@ -140,12 +141,13 @@ def _meets_in_microbatches(values: Values) -> bool:
     """Whether every replica needs a sample."""
     in_stages = values["pipeline"] != 1 or values["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
     has_batch_norm = values["model"] == "resnet"
-    return in_stages or values["zero"] >= 2 or values["sync"] == "async" or has_batch_norm
+    has_others_talk = has_batch_norm or values["expert"] > 1
+    return in_stages or values["zero"] >= 2 or values["sync"] == "async" or has_others_talk
 
 
 def _finds_no_replicas(values: Values) -> bool:
     """Whether measuring finds one stage for each worker."""
-    straight = values["schedule"] in ASYNCHRONOUS_SCHEDULES or values["zero"] == 3
+    straight = values["schedule"] in ASYNCHRONOUS_SCHEDULES or values["zero"] == 3 or values["expert"] > 1
     return values["pipeline"] == AUTO and straight
 
 
@@ -207,7 +209,12 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     ):
         plain = _CANDIDATES[field][0]
         yield ("model", field), lambda v, f=field, plain=plain: _is_transformer(v) or v[f] == plain
-    yield ("model", "kv_heads"), lambda v: v["model"] == "llama" or v["kv_heads"] == 0
+    yield ("model", "kv_heads"), lambda v: v["model"] in ("llama", "experts") or v["kv_heads"] == 0
+    yield ("model", "expert"), lambda v: v["model"] == "experts" or v["expert"] == 1
+    # Which experts a token has may change with the last bit.
+    yield ("model", "precision"), lambda v: v["model"] != "experts" or v["precision"] not in LOW_PRECISIONS
+    yield ("model", "compress"), lambda v: v["model"] != "experts" or v["compress"] in ("none", "gist")
+    yield ("model", "compile"), lambda v: v["model"] != "experts" or not v["compile"]
     # Layers that run again must be listed.
     yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
     yield ("model", "offload"), lambda v: _is_transformer(v) or "activations" not in v["offload"]
@@ -248,11 +255,11 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield ("update", "clip"), lambda v: v["update"] == "step" or v["clip"] == 0
     # Whole parameters are put together on the device.
     yield (
-        ("offload", "zero", "tensor", "optimizer"),
+        ("offload", "zero", "tensor", "expert", "optimizer"),
         lambda v: (
             "optimizer" not in v["offload"]
             or v["optimizer"] != "muon"
-            or (v["zero"] == 0 and v["tensor"] == 1)
+            or (v["zero"] == 0 and v["tensor"] == 1 and v["expert"] == 1)
         ),
     )
     # Interleaved stages need several microbatches.
@@ -278,12 +285,12 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
         ),
     )
     yield (
-        ("pipeline", "schedule", "zero", "workers", "layers"),
+        ("pipeline", "schedule", "zero", "expert", "workers", "layers"),
         lambda v: not _finds_no_replicas(v) or v["workers"] <= v["layers"] + 2,
     )
     # Batches.
     yield (
-        ("samples", "model", "data", "workers", "pipeline", "schedule", "zero", "sync"),
+        ("samples", "model", "data", "expert", "workers", "pipeline", "schedule", "zero", "sync"),
         lambda v: not _meets_in_microbatches(v) or v["samples"] >= v["data"] * v["workers"],
     )
     yield (

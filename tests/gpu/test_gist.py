@@ -30,8 +30,30 @@ def deterministic() -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def test_kernels() -> None:
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time they are launched straight, where it is known how."""
+    from echelon.gist import launch
+
     check_kernels("cuda")
+    if launch._IS_KNOWN:
+        monkeypatch.setattr(launch.Launch, "_choose", _refuse)
+    check_kernels("cuda")
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("Triton chooses a kernel again")
+
+
+def test_kernels_of_memory_that_begins_anywhere() -> None:
+    from echelon.gist import kernels
+
+    whole = torch.randn(4097, device="cuda")
+    for start in (0, 1, 0, 1):
+        x = whole[start : start + 4096]
+        output, mask, layout = kernels.relu_and_mask(x, inplace=False)
+        assert torch.equal(output, x.relu())
+        assert torch.equal(kernels.masked(x, mask, layout), x.relu())
+        assert torch.equal(kernels.encode_floats(x, "fp16")[0], x.half())
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate, grouped_experts
 from echelon.experts.compute import Activation, routed_experts
 from echelon.experts.grouped import is_native, multiply, outer
+from echelon.experts.router import router_logits
 from echelon.experts.sorting import sort_slots
 
 pytestmark = [
@@ -153,3 +154,18 @@ def test_slots_are_sorted_as_on_the_cpu() -> None:
             sort_slots(indices.cuda(), EXPERTS), sort_slots(indices, EXPERTS), strict=True
         ):
             assert torch.equal(here.cpu(), there)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_added_up_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(300, 2048, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(64, 2048, device="cuda", dtype=dtype, requires_grad=True)
+    gradient = torch.randn(300, 64, device="cuda")
+    logits = router_logits(x[None], weight)[0]
+    expected = x.double() @ weight.double().T
+    assert logits.dtype == torch.float32
+    assert error(logits, expected.cpu()) < 1e-6
+    found = torch.autograd.grad(logits, [x, weight], gradient)
+    for one, other in zip(found, torch.autograd.grad(expected, [x, weight], gradient.double()), strict=True):
+        assert error(one, other.double().cpu()) < TOLERANCES[dtype]

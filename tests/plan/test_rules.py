@@ -23,7 +23,11 @@ EXAMPLES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "experts_are_sharded_evenly": [
         ("data=6 expert=2 zero=1 shard=3", "set shard to a multiple of 2", "data=6 expert=2 zero=1 shard=6"),
-        ("data=2 expert=2 context=3 zero=3 shard=2", "(expert × context)", "data=2 expert=2 context=3 zero=3"),
+        (
+            "data=2 expert=2 context=3 zero=3 shard=2",
+            "(expert × context)",
+            "data=2 expert=2 context=3 zero=3",
+        ),
     ],
     "staleness_needs_async": [
         ("staleness=2", "add sync=async", "staleness=2 sync=async"),

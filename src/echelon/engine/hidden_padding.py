@@ -33,11 +33,11 @@ class HiddenPadding:
         not_causal: Sequence[str],
         by_heads: Collection[nn.Module],
         *,
-        has_gates: bool = False,
+        routes_padding: bool = False,
     ) -> None:
         """`not_causal`: classes of modules that may let positions attend to padding behind them; `by_heads`:
-        dropouts of attention weights; `has_gates`: some would route padding."""
-        self._has_gates = has_gates
+        dropouts of attention weights; `routes_padding`: some gates do."""
+        self._routes_padding = routes_padding
         self._plan, self._view, self._not_causal, self._by_heads = plan, view, not_causal, by_heads
 
     def pad(self, hidden: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class HiddenPadding:
                 "= echelon.sequence.WHOLE: docs/context.md; modules that mix no positions can have one too)"
             )
         check_weight_masks(self._by_heads, self._plan, length)
-        if self._has_gates:
+        if self._routes_padding:
             check_gate_padding(self._plan, length)
         self._view.true_length = length
         return pad_to(hidden, next_multiple(length, ranks))

@@ -6,13 +6,14 @@ refuse together. What a rank takes beside the offloads (the process, batches, co
 
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.expert_parallel import experts_of
 from echelon.hardware import available_memory
 from echelon.mesh import Mesh
 from echelon.quantities import show_bytes
@@ -45,8 +46,16 @@ def parameter_bytes(modules: Mapping[int, nn.Module], mesh: Mesh, resident_bytes
     parameters = {p for module in modules.values() for p in module.parameters()}
     if mesh.device.type == "cpu" and not any(p.is_meta for p in parameters):
         return 0
-    parts = mesh.group("shard").size if mesh.plan.zero == 3 else 1
-    return max(0, sum(p.numel() * p.element_size() for p in parameters) // parts - resident_bytes)
+    experts = {p for module in modules.values() for p in experts_of(module)}
+    total = _held_bytes(parameters - experts, mesh, "shard")
+    total += _held_bytes(experts, mesh, "expert_shard") if experts else 0
+    return max(0, total - resident_bytes)
+
+
+def _held_bytes(parameters: Iterable[nn.Parameter], mesh: Mesh, axis: str) -> int:
+    """Of the part that this rank has, if the ranks along `axis` share them out."""
+    parts = mesh.group(axis).size if mesh.plan.zero == 3 else 1
+    return sum(p.numel() * p.element_size() for p in parameters) // parts
 
 
 def _machine() -> int:

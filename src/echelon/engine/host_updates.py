@@ -105,17 +105,19 @@ def check_host_optimizer(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             f"optimizer {name}(capturable=True) with plan '{plan}': it is for CUDA graphs, and the update "
             "runs on the host; drop capturable, or offload=optimizer"
         )
-    has_parts = plan.zero > 0 or plan.tensor > 1
+    has_parts = plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
     need = need_of(optimizer)
     if has_parts and need is Need.WHOLE:
         raise UserError(
             f"optimizer {name} with plan '{plan}': it needs whole parameters, which ranks would put together "
-            "on a device, and the update runs on the host; use zero=0 and tensor=1, or drop offload=optimizer"
+            "on a device, and the update runs on the host; use zero=0, tensor=1 and expert=1, or drop "
+            "offload=optimizer"
         )
     if has_parts and need is Need.SUMS and mesh.device.type == "cuda" and mesh.group("all").size > 1:
         raise UserError(
             f"optimizer {name} with plan '{plan}': ranks add up its sums over a network of GPUs, and the "
-            "update runs on the host; use zero=0 and tensor=1, another optimizer, or drop offload=optimizer"
+            "update runs on the host; use zero=0, tensor=1 and expert=1, another optimizer, or drop "
+            "offload=optimizer"
         )
 
 

@@ -1,5 +1,6 @@
 """What a plan does within layers: matrices split over `tensor`, hidden states along the sequence, the
-sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers, losses and dropout only see it.
+sequence over `context`, and experts over `expert`. Which of them there are is known here alone; layers,
+losses and dropout only see it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,8 @@ class LayerSharding:
         check_heads(model, mesh.plan)
         check_masks(model, mesh.plan)
         before = list(layers[0].modules()) if layers else []  # where all of the sequence is seen
-        self._before, self._has_gates = frozenset(before), bool(gates_of(model))
+        self._before = frozenset(before)
+        self._routes_padding = not all(gate.skips_padding for gate in gates_of(model))
         not_causal = classes_not_causal(model, layers[1:])
         self.spread = spread_experts(model, mesh.group("expert"), wrapping) if mesh.plan.expert > 1 else None
         self.sharded = self._split(model, loss, tensor_table, before, wrapping)
@@ -81,7 +83,7 @@ class LayerSharding:
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)
         if self.by_layers:
-            self._place_gates(model, before, wrapping)
+            self._place_gates(model, wrapping)
 
     # Tensor.
 
@@ -212,7 +214,7 @@ class LayerSharding:
             return None
         assert self.sharded is not None
         by_heads = self.sharded.by_heads
-        return HiddenPadding(plan, self._view, not_causal, by_heads, has_gates=self._has_gates)
+        return HiddenPadding(plan, self._view, not_causal, by_heads, routes_padding=self._routes_padding)
 
     def take_part(self, batch: tuple[Any, Any]) -> LocalPart:
         """This rank's part of the sequences of a batch, padded where ranks cannot share them evenly."""
@@ -220,7 +222,7 @@ class LayerSharding:
         if length is not None:
             by_heads = [] if self.sharded is None else self.sharded.by_heads
             check_weight_masks(by_heads, self._mesh.plan, length)
-            if self._has_gates:
+            if self._routes_padding:
                 check_gate_padding(self._mesh.plan, length)
             batch = self._padding.pad(batch, length)
         inputs, targets = batch
@@ -264,11 +266,12 @@ class LayerSharding:
                 split = self._mesh.plan.sequence and module not in before and module not in inner
                 set_global_indices(module, self._stream if split else self._positions)
 
-    def _place_gates(self, model: nn.Module, before: Sequence[nn.Module], wrapping: Wrapping) -> None:
+    def _place_gates(self, model: nn.Module, wrapping: Wrapping) -> None:
         """Noise and capacity are those of one device: a gate is told which part of a sequence it sees."""
         for gate in gates_of(model):
-            split = self._mesh.plan.sequence and gate not in before
-            numbers, stream = (self._stream, self._mesh.group("tensor")) if split else (self._positions, None)
+            is_split = self.sees_part(gate)
+            stream = self._mesh.group("tensor") if is_split else None
+            numbers = self._stream if is_split else self._positions
             wrapping.assign(gate, "positions", SharedPositions(numbers, self._context, stream, self._view))
 
     def _heads(self, count: int) -> Tensor:

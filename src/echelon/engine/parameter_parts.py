@@ -1,7 +1,7 @@
 """Where what this rank updates lies in whole parameters: for optimizers that need more than single elements.
 
 A local tensor is a run of the elements of a parameter (zero), which itself may be a part of the whole one
-(tensor). Either way it is a few boxes of the whole parameter.
+(tensor, expert). Either way it is a few boxes of the whole parameter.
 """
 
 from collections.abc import Iterator
@@ -54,10 +54,18 @@ def make_exchange(
     stepper: LocalStepper, stages: LocalStages, layers: LayerSharding, mesh: Mesh, device: torch.device
 ) -> Exchange:
     """How an optimizer adds up its sums: over the ranks with other parts of the same copy, then, of what
-    layers split, over tensor ranks."""
+    layers split, over tensor ranks, and of experts over the ranks with the others.
+
+        experts | experts in parts | matrices in parts | all other parameters
+    """
     trained = [named for sharing in stages.sharings for named in sharing.parameter_set.trained]
-    split = [(name, p) for name, p in trained if layers.shard_of(name) is not None]
-    ordered = [*split, *((name, p) for name, p in trained if layers.shard_of(name) is None)]
+
+    def kind(named: tuple[str, Tensor]) -> int:
+        is_expert, is_split = (each(named[0]) is not None for each in (layers.experts_of, layers.shard_of))
+        return int(is_split) if is_expert else 2 if is_split else 3
+
+    ordered = sorted(trained, key=kind)
+    ends = [sum(kind(named) < number for named in ordered) for number in (1, 2, 3)]
     index = {parameter: number for number, (_, parameter) in enumerate(ordered)}
     parts: dict[Tensor, Part] = {}
     for boxes in local_boxes(stages, layers):
@@ -65,8 +73,11 @@ def make_exchange(
         held = boxes.held()
         places = [whole_box(each.shape) if each.is_whole else each.box for each in held]
         parts[updated] = Part(index[boxes.local.parameter], places, boxes.views)
-    rounds = [Round(mesh.group("shard"), len(ordered))] if mesh.plan.zero else []
-    rounds += [Round(mesh.group("tensor"), len(split))]
+    rounds = [Round(mesh.group("shard"), len(ordered), skipped=ends[1])] if mesh.plan.zero else []
+    if ends[1]:
+        rounds += [Round(mesh.group("expert_shard"), ends[1])] if mesh.plan.zero else []
+        rounds += [Round(mesh.group("expert"), ends[1])]
+    rounds += [Round(mesh.group("tensor"), ends[2], skipped=ends[0])]
     return Exchange(
         [_whole_shape(name, parameter, layers) for name, parameter in ordered],
         parts,
@@ -77,5 +88,7 @@ def make_exchange(
 
 
 def _whole_shape(name: str, parameter: Tensor, layers: LayerSharding) -> tuple[int, ...]:
-    shape, shard = tuple(parameter.shape), layers.shard_of(name)
-    return shape if shard is None else shard.whole_shape(shape)
+    shape = tuple(parameter.shape)
+    for shard in layers.shards_of(name):
+        shape = shard.whole_shape(shape)
+    return shape

@@ -199,12 +199,13 @@ def check_weight_masks(by_heads: Collection[nn.Module], plan: Plan, length: int)
 
 
 def check_gate_padding(plan: Plan, length: int) -> None:
-    """Refuse to pad where gates route tokens: they would count those of the padding."""
+    """Refuse to pad where gates with a forward of their own would route the padding."""
     multiple = math.lcm(2 * plan.context if plan.context > 1 else 1, plan.tensor if plan.sequence else 1)
     multiple = math.lcm(multiple, plan.context * plan.tensor) if plan.sequence else multiple
     raise UserError(
-        f"plan '{plan}': a sequence of {length} positions would be padded, and the gates of experts would "
-        f"route the padding too, and balance by it; use sequences of a multiple of {multiple}"
+        f"plan '{plan}': a sequence of {length} positions would be padded, and gates of experts with a "
+        "forward of their own would route the padding too, and balance by it; use sequences of a multiple "
+        f"of {multiple}, or let the gate implement `route` and end with echelon.experts.finish"
     )
 
 

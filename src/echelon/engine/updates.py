@@ -145,7 +145,7 @@ def has_masters(plan: Plan) -> bool:
 
 def has_parts(plan: Plan) -> bool:
     """Whether a rank may update a part of a parameter."""
-    return plan.zero > 0 or plan.tensor > 1
+    return plan.zero > 0 or plan.tensor > 1 or plan.expert > 1
 
 
 def _placements(

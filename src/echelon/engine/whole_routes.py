@@ -63,7 +63,9 @@ def assign(held: Sequence[_Held]) -> dict[str, int]:
 def _key(boxes: LocalBoxes, layers: LayerSharding, mesh: Mesh) -> str:
     """The same on the ranks that hold parts of one copy of a parameter, and on no others."""
     position, name = mesh.position, boxes.local.name
-    copy = (position.copy,) if mesh.plan.zero else (position.data, position.context)
+    copy: object = (position.copy,) if mesh.plan.zero else (position.data, position.context)
+    if layers.experts_of(name) is not None:  # ranks with different experts have parts of one copy
+        copy = mesh.group("expert_copies" if mesh.plan.zero else "experts").rank
     tensor = position.tensor if layers.shard_of(name) is None else None
     return f"{copy} {tensor} {boxes.sharing} {name}"
 

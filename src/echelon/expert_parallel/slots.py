@@ -1,4 +1,4 @@
-"""Rows of slots, sorted by expert, and back: what `experts.sorting` does, with gradients and without dropped slots.
+"""Rows of slots, sorted by expert, and back: as `experts.sorting`, with gradients and no dropped slots.
 
 The rows that leave are those of the first slots in sorted order; dropped slots lie behind them.
 """

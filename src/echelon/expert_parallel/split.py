@@ -1,6 +1,6 @@
 """Which modules hold experts, and what a rank keeps of them: a slice of their stacked matrices.
 
-    8 experts, expert=4     rank 0: experts 0 and 1     rank 1: experts 2 and 3     …
+8 experts, expert=4     rank 0: experts 0 and 1     rank 1: experts 2 and 3     …
 """
 
 import inspect
@@ -79,6 +79,15 @@ def _errors(model: nn.Module, found: dict[str, nn.Module], ranks: int) -> Iterat
         )
     for name, module in found.items():
         yield from _errors_of(name, module, ranks)
+    inside = {p: name for name, module in found.items() for p in module.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        if module not in found.values():
+            shared = [inside[p] for p in module._parameters.values() if p is not None and p in inside]
+            yield from (
+                f"{path}: it has weights of {name} too, of which each rank keeps its experts; give it "
+                "weights of its own"
+                for name in shared[:1]
+            )
 
 
 def _errors_of(name: str, module: nn.Module, ranks: int) -> Iterator[str]:
@@ -91,6 +100,12 @@ def _errors_of(name: str, module: nn.Module, ranks: int) -> Iterator[str]:
         )
     if find_wrapper(module, SpreadExperts) is not None:
         yield f"{name}: another engine has spread its experts already; close that engine first"
+    hooked = [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        yield (
+            f"{name}.{hooked[0]}: has a hook on its gradient, of which each rank would have only that of its "
+            "experts; remove the hook"
+        )
     inside = {p for child in module.children() for p in child.parameters()}
     if inside:
         yield (

@@ -4,6 +4,7 @@ Nothing here communicates. `expert_parallel` spreads experts over ranks; the eng
 are computed of over the global batch.
 """
 
+from echelon.experts.choice import Choice, finish
 from echelon.experts.compute import grouped_experts, routed_experts
 from echelon.experts.expert_choice_gate import ExpertChoiceGate
 from echelon.experts.gate import Gate
@@ -27,6 +28,7 @@ from echelon.experts.softmax_gate import SoftmaxGate
 from echelon.experts.switch_gate import SwitchGate
 
 __all__ = [
+    "Choice",
     "ExpertChoiceGate",
     "Experts",
     "GShardGate",
@@ -42,6 +44,7 @@ __all__ = [
     "SwitchGate",
     "auxiliary_loss",
     "current_recorder",
+    "finish",
     "gates_of",
     "grouped_experts",
     "record",

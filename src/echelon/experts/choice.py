@@ -1,12 +1,10 @@
 """From the choice of a gate to its routing: capacity, padding, and the statistics. The same for all gates."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.errors import UserError
@@ -24,16 +22,6 @@ class Choice(NamedTuple):
     weights: Tensor
     logits: Tensor
     probabilities: Tensor
-
-
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x·Wᵀ in the type of x, also inside of autocast."""
-    with _without_autocast(x.device.type):
-        return F.linear(x, weight.to(x.dtype))
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    return torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext()
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

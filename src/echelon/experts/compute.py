@@ -148,6 +148,7 @@ class _Down(torch.autograd.Function):
             rows_gradient, weights_gradient, hidden = activation_gradients(
                 hidden_gradient, rows, weights, ctx.function, with_hidden=for_matrices
             )
+            del hidden_gradient  # before the largest of gradients is there
         elif for_matrices:
             hidden = activate(rows, weights, ctx.function)
         if hidden is not None:

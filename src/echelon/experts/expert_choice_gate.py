@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of
-from echelon.experts.choice import Choice, finish, router_logits
+from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import no_row, z_row
-from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.positions import as_samples
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 from echelon.second_run import once
+
+_STEPS = 2**20  # in which scores from 0 to 1 are told apart
 
 
 @final
@@ -53,7 +56,7 @@ class ExpertChoiceGate(Gate):
                 f"ExpertChoiceGate: experts choose among the positions of a sample, and the input "
                 f"{list(x.shape)} has none; give it [samples, positions, width]"
             )
-        logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
+        logits = router_logits(as_samples(x), self.weight)
         probabilities = logits.softmax(-1)
         is_chosen = once(partial(self._choose, probabilities.detach()))
         experts = torch.arange(self.num_experts, device=x.device).expand_as(logits)
@@ -71,7 +74,9 @@ class ExpertChoiceGate(Gate):
         whole = self.positions.gather(scores)
         positions = self.positions.whole_length(length)
         count = min(positions, capacity_of(self.chosen_per_token, positions, 1, self.num_experts))
-        best = whole.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        # A sample that begins with the same token twice has two equal positions, whose scores differ by
+        # rounding alone: the earlier one comes first.
+        best = (whole * _STEPS).round().sort(dim=1, descending=True, stable=True).indices[:, :count]
         is_chosen = torch.zeros_like(whole, dtype=torch.bool).scatter_(1, best, True)
         return self.positions.here(is_chosen, length)
 
@@ -81,4 +86,5 @@ class ExpertChoiceGate(Gate):
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         _, _, _, probability, z = statistics
-        return self.z_loss * z.sum() / probability.detach().sum()
+        loss: Tensor = self.z_loss * z.sum() / probability.detach().sum()
+        return loss

@@ -49,8 +49,13 @@ class Gate(nn.Module):
         return self._route_untraced(x) if torch.compiler.is_compiling() else self.route(x)
 
     def route(self, x: Tensor) -> Routing:
-        """What a gate computes. A gate with a `forward` of its own needs none."""
+        """What a gate computes, up to `finish`. A gate with a `forward` of its own needs none."""
         raise NotImplementedError
+
+    @property
+    def skips_padding(self) -> bool:
+        """Whether padding has no experts, and no part in the statistics: `finish` sees to that."""
+        return type(self).forward is Gate.forward
 
     @untraced
     def _route_untraced(self, x: Tensor) -> Routing:

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import KeyedNoise
-from echelon.experts.choice import Choice, finish, largest, router_logits
+from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import no_row, switch_balance, z_row
-from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.positions import as_samples
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -45,7 +46,7 @@ class GShardGate(Gate):
         nn.init.normal_(self.weight, std=0.02)
 
     def route(self, x: Tensor) -> Routing:
-        logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
+        logits = router_logits(as_samples(x), self.weight)
         probabilities = logits.softmax(-1)
         indices = largest(probabilities, 2)
         weights = probabilities.gather(-1, indices)
@@ -71,4 +72,5 @@ class GShardGate(Gate):
         _, _, _, probability, z, first = statistics
         num_tokens = first.sum()
         balance = switch_balance(first, probability, num_tokens)
-        return self.balance * balance + self.z_loss * z.sum() / num_tokens
+        loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
+        return loss

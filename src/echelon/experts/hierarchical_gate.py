@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import KeyedNoise
-from echelon.experts.choice import Choice, finish, router_logits
+from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import cv_squared
 from echelon.experts.noisy_choice import choose_noisily
 from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -93,7 +94,7 @@ class HierarchicalGate(Gate):
         return self.noise.normal(like.shape, like, self.positions.numbers(like.shape[1]))
 
     def _by_group(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.groups, -1))
+        return x.view(*x.shape[:-1], self.groups, self.num_experts // self.groups)
 
     def _join(
         self, groups: Tensor, group_weights: Tensor, experts: Tensor, weights: Tensor
@@ -115,7 +116,8 @@ class HierarchicalGate(Gate):
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         _, _, _, importance, group_load, load, group_tokens = statistics
         load = group_load * load / group_tokens.clamp_min(1.0)
-        return self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        loss: Tensor = self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        return loss
 
 
 def _level_errors(groups: int, experts_per_group: int, top_groups: int, top_experts: int) -> Iterator[str]:

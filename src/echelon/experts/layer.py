@@ -27,7 +27,7 @@ class MixtureOfExperts(nn.Module):
         if shared is None:
             return self._mix(x, routing)
         if torch.compiler.is_compiling():  # which orders operations itself
-            return self._mix(x, routing) + shared(x)
+            return self._mix(x, routing).add(shared(x))
         with beside(lambda: shared(x)) as work:
             mixed = self._mix(x, routing)
         return mixed + work.result()

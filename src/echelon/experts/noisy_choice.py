@@ -39,4 +39,6 @@ def _load(clean: Tensor, noisy: Tensor, deviation: Tensor, order: Tensor, chosen
     """P(x, i) = Φ((clean_i − kth_excluding(H, k, i)) / deviation_i)."""
     last, next_one = noisy.gather(-1, order[..., -2:]).split(1, -1)  # the k-th and the (k+1)-th largest
     kth_excluding = torch.where(chosen > 0, next_one, last)
-    return torch.special.ndtr((clean - kth_excluding) / deviation.clamp_min(_SMALLEST_DEVIATION))
+    distance = (clean - kth_excluding) / deviation.clamp_min(_SMALLEST_DEVIATION)
+    load: Tensor = torch.special.ndtr(distance)
+    return load

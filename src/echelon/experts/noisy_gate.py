@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import KeyedNoise
-from echelon.experts.choice import Choice, finish, router_logits
+from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import cv_squared, no_row, z_row
 from echelon.experts.noisy_choice import choose_noisily
 from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -70,5 +71,6 @@ class NoisyTopKGate(Gate):
 
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         tokens, _, _, importance, load, z = statistics
-        mean_z = z.sum() * self.top_k / tokens.sum()
-        return self.importance * cv_squared(importance) + self.load * cv_squared(load) + self.z_loss * mean_z
+        balance = self.importance * cv_squared(importance) + self.load * cv_squared(load)
+        loss: Tensor = balance + self.z_loss * z.sum() * self.top_k / tokens.sum()
+        return loss

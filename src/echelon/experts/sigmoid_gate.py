@@ -6,10 +6,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from echelon.experts.choice import Choice, finish, largest, router_logits
+from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import group_errors, weight_errors
-from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.positions import as_samples
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -58,7 +59,7 @@ class SigmoidGate(Gate):
         nn.init.zeros_(self.e_score_correction_bias)
 
     def route(self, x: Tensor) -> Routing:
-        logits = router_logits(as_samples(x).to(router_dtype(x)), self.weight)
+        logits = router_logits(as_samples(x), self.weight)
         scores = logits.sigmoid()
         indices = largest(self._allowed(scores.detach() + self.e_score_correction_bias), self.top_k)
         weights = scores.gather(-1, indices)
@@ -75,7 +76,8 @@ class SigmoidGate(Gate):
         best = by_group.topk(min(2, by_group.shape[-1])).values.sum(-1)
         is_allowed = torch.zeros_like(best, dtype=torch.bool)
         is_allowed.scatter_(-1, largest(best, self.top_groups), True)
-        return by_group.masked_fill(~is_allowed[..., None], -torch.inf).flatten(-2)
+        allowed: Tensor = by_group.masked_fill(~is_allowed[..., None], -torch.inf).flatten(-2)
+        return allowed
 
     @torch.no_grad()
     def after_step(self, statistics: Tensor) -> None:
@@ -85,7 +87,7 @@ class SigmoidGate(Gate):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """A conversion of the model moves the bias, but does not round it."""
         before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.e_score_correction_bias
         if after.dtype.itemsize < 4:
             self.e_score_correction_bias = before.to(

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import KeyedNoise
-from echelon.experts.choice import Choice, finish, largest, router_logits
+from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
 from echelon.experts.gate_checks import weight_errors
 from echelon.experts.losses import no_row, switch_balance, z_row
 from echelon.experts.positions import as_samples, router_dtype
+from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
 
 
@@ -43,7 +44,7 @@ class SoftmaxRouter(Gate):
         nn.init.normal_(self.weight, std=0.02)
 
     def route(self, x: Tensor) -> Routing:
-        logits = router_logits(self._jittered(as_samples(x).to(router_dtype(x))), self.weight)
+        logits = router_logits(self._jittered(as_samples(x)), self.weight)
         probabilities = logits.softmax(-1)
         indices = largest(probabilities, self.top_k)
         weights = probabilities.gather(-1, indices)
@@ -57,6 +58,7 @@ class SoftmaxRouter(Gate):
         """In training, each input of the router times a number from 1 − jitter to 1 + jitter."""
         if self.noise is None or not self.training:
             return x
+        x = x.to(router_dtype(x))
         uniform = self.noise.uniform(x.shape, x, self.positions.numbers(x.shape[1]))
         return x * (1 + self.jitter * (2 * uniform - 1))
 
@@ -68,7 +70,8 @@ class SoftmaxRouter(Gate):
         tokens, _, _, probability, z = statistics
         num_tokens = tokens.sum() / self.top_k
         balance = switch_balance(tokens, probability, num_tokens)
-        return self.balance * balance + self.z_loss * z.sum() / num_tokens
+        loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
+        return loss
 
 
 @final

@@ -45,7 +45,8 @@ class _Encoding:
     """What a ReLU writes along with its output."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.parts = name, ()  # type: tuple[str, Parts]
+        self.name = name
+        self.parts: Parts = ()
 
 
 def _written_format(x: Tensor, compression: Compression) -> str | None:

@@ -22,6 +22,7 @@ _TILE = 1024  # elements of a program; three times as many for fp10
 _LONG_TILE = 2048
 _BYTES = 256  # of a mask, in a program
 _BLOCKS = 32  # of fp8, in a program
+_DECODED = 8  # the same, of one that decodes
 
 
 def relu_and_mask(x: Tensor, *, inplace: bool) -> tuple[Tensor, Tensor, Layout]:
@@ -93,40 +94,48 @@ def _relu_mask_and_fp8(  # type: ignore[no-untyped-def]
     x, output, mask, codes, shifts, num, num_blocks, block_size: tl.constexpr, num_rows: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
-    place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
+    byte = block[:, None] * (block_size // 8) + tl.arange(0, block_size // 8)[None, :]
+    place = byte[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     value = tl.load(x + place, mask=place < num, other=0.0)
     passes = (place < num) & ~(value <= 0)
     value = tl.where(passes, value, 0.0)
     tl.store(output + place, value, mask=place < num)
-    bits = tl.reshape(passes.to(tl.int32), (num_rows, block_size // 8, 8))
-    packed = tl.sum(bits << tl.arange(0, 8)[None, None, :], axis=2)
-    byte = block[:, None] * (block_size // 8) + tl.arange(0, block_size // 8)[None, :]
+    packed = tl.sum(passes.to(tl.int32) << tl.arange(0, 8)[None, None, :], axis=2)
     tl.store(mask + byte, packed.to(tl.uint8), mask=byte * 8 < num)
-    code, shift = _codes_of_fp8(value.to(tl.float32))
-    tl.store(codes + place, code.to(tl.uint8), mask=block[:, None] < num_blocks)
+    value = value.to(tl.float32)
+    shift = _shift_of_fp8(tl.max(tl.max(_sizes(value), axis=2), axis=1))
+    code = _codes_of_fp8(value, shift[:, None, None])
+    tl.store(codes + place, code.to(tl.uint8), mask=block[:, None, None] < num_blocks)
     tl.store(shifts + block, shift.to(tl.int8), mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _codes_of_fp8(value):  # type: ignore[no-untyped-def]
-    """Of rows that are scaled alike: codes, and the shift of each row."""
-    is_nan = value != value
-    value = tl.where(is_nan, 0.0, value)
+def _sizes(value):  # type: ignore[no-untyped-def]
+    """Of what counts for the scale of a block: infinity and NaN do not."""
     size = tl.abs(value)
-    largest = tl.max(tl.where(size > 3.4028234663852886e38, 0.0, size), axis=1)
+    return tl.where(size <= 3.4028234663852886e38, size, 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _shift_of_fp8(largest):  # type: ignore[no-untyped-def]
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 126
     shift = tl.minimum(tl.maximum(8 - exponent, -120), 120)
-    shift = tl.where(largest == 0.0, 0, shift)
+    return tl.where(largest == 0.0, 0, shift)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _codes_of_fp8(value, shift):  # type: ignore[no-untyped-def]
+    is_nan = value != value
+    value = tl.where(is_nan, 0.0, value)
     factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.minimum(tl.maximum(value * factor[:, None], -256.0), 256.0)
+    scaled = tl.minimum(tl.maximum(value * factor, -256.0), 256.0)
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     small = ((tl.abs(scaled) * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.where(magnitude < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
     # Of which sign NaN is, nobody asks.
-    code = tl.where(is_nan, 0x7F, code)
-    return code, shift
+    return tl.where(is_nan, 0x7F, code)
 
 
 _RELU, _RELU_HALF = Launch(_relu_and_mask, tile=_BYTES), Launch(_relu_mask_and_half, tile=_BYTES)
@@ -240,7 +249,7 @@ def decode_floats(parts: Parts, name: str, layout: Layout, dtype: torch.dtype) -
     if name == "fp10":
         _DECODE_FP10(_cdiv(num, _TILE), (*parts, output), num)
     else:
-        _DECODE_FP8(_cdiv(num, _TILE), (*parts, output), num, torch.finfo(dtype).max)
+        _DECODE_FP8(_cdiv(num, BLOCK * _DECODED), (*parts, output), num, torch.finfo(dtype).max)
     return output
 
 
@@ -285,21 +294,23 @@ def _encode_fp8(x, codes, shifts, num, num_blocks, block_size: tl.constexpr, num
     block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     value = tl.load(x + place, mask=place < num, other=0.0).to(tl.float32)
-    code, shift = _codes_of_fp8(value)
+    shift = _shift_of_fp8(tl.max(_sizes(value), axis=1))
+    code = _codes_of_fp8(value, shift[:, None])
     tl.store(codes + place, code.to(tl.uint8), mask=block[:, None] < num_blocks)
     tl.store(shifts + block, shift.to(tl.int8), mask=block < num_blocks)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    place = block[:, None] * block_size + tl.arange(0, block_size)[None, :]
     code = tl.load(codes + place, mask=place < num, other=0).to(tl.int32)
-    shift = tl.load(shifts + place // block_size, mask=place < num, other=0).to(tl.int32)
+    shift = tl.load(shifts + block, mask=block * block_size < num, other=0).to(tl.int32)
     magnitude = code & 0x7F
     normal = ((magnitude + (120 << 3)) << 20).to(tl.float32, bitcast=True)
     value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
     value = tl.where((code & 0x80) != 0, -value, value)
-    value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    value = value * ((127 - shift) << 23).to(tl.float32, bitcast=True)[:, None]
     value = tl.minimum(tl.maximum(value, -largest), largest)
     value = tl.where(magnitude == 0x7F, float("nan"), value)
     tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
@@ -308,7 +319,7 @@ def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, t
 _ENCODE_FP16 = Launch(_encode_fp16, tile=_LONG_TILE)
 _ENCODE_FP10, _DECODE_FP10 = Launch(_encode_fp10, tile=_TILE), Launch(_decode_fp10, tile=_TILE)
 _ENCODE_FP8 = Launch(_encode_fp8, block_size=BLOCK, num_rows=_BLOCKS)
-_DECODE_FP8 = Launch(_decode_fp8, block_size=BLOCK, tile=_TILE)
+_DECODE_FP8 = Launch(_decode_fp8, block_size=BLOCK, num_rows=_DECODED)
 
 
 def _cdiv(number: int, divisor: int) -> int:

@@ -139,7 +139,8 @@ class Saver:
         address = int(tensor.untyped_storage()._cdata)
         if address in self._held or self._is_exact(tensor, address):
             return None
-        dense, order = tensor, (tensor.numel(), None)
+        dense = tensor
+        order: tuple[Any, ...] = (tensor.numel(),)
         if not tensor.is_contiguous():
             dense = tensor if is_dense(tensor) else tensor.detach().clone()
             order = (tensor.size(), tensor.stride())

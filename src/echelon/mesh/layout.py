@@ -84,8 +84,9 @@ class Extent(NamedTuple):
     tensor: range
 
     def same(self, other: "Extent") -> bool:
-        ours, theirs = ([tuple(cells) for cells in each.cells] for each in (self, other))
-        return self.stages == other.stages and self.tensor == other.tensor and ours == theirs
+        if (self.stages, self.tensor) != (other.stages, other.tensor):
+            return False
+        return all(map(_same_cells, self.cells, other.cells))
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,9 @@ class Layout:
         self, equal: Collection[str], position: Position, everyone: range, size: int
     ) -> Iterator[int]:
         """The cells with the experts of `position`, of all contexts; in its copy alone, or with its part."""
-        begin, end = (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
+        begin, end = (
+            (position.copy * size, (position.copy + 1) * size) if "copy" in equal else (0, len(everyone))
+        )
         for cell in everyone[begin:end]:
             same_part = "expert_part" not in equal or (
                 self._expert_part(cell, cell % size) == position.expert_part
@@ -254,6 +257,12 @@ class Layout:
         if "expert_data" in equal:
             return everyone[position.expert_data * experts : (position.expert_data + 1) * experts]
         return everyone[position.expert :: experts] if "expert" in equal else everyone
+
+
+def _same_cells(ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    if isinstance(ours, range) and isinstance(theirs, range):  # whatever their length, at once
+        return ours == theirs
+    return len(ours) == len(theirs) and tuple(ours) == tuple(theirs)
 
 
 def _along(coordinates: range, own: int, *, fixed: bool) -> range:

@@ -43,10 +43,11 @@ class Part(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The ranks of `group` hold other parts of the first `num_parameters`."""
+    """The ranks of `group` hold other parts of the first `num_parameters`, but for the first `skipped`."""
 
     group: Group
     num_parameters: int
+    skipped: int = 0
 
 
 class Exchange(NamedTuple):
@@ -103,9 +104,9 @@ class StatisticsBuffer:
 
     def reduce(self, op: Reduction) -> None:
         """Sums, or maxima, over the ranks that hold other parts."""
-        for group, num_parameters in self._rounds:
+        for group, end, begin in self._rounds:
             with group.ledger.about("optimizer"):
-                group.all_reduce(self._memory[: self._ends[num_parameters]], op)
+                group.all_reduce(self._memory[self._ends[begin] : self._ends[end]], op)
 
 
 def add_in_turns(targets: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]) -> None:

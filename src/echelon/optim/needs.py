@@ -62,7 +62,8 @@ def check_parts(optimizer: torch.optim.Optimizer, plan: str) -> None:
         raise UserError(
             f"optimizer {name} with {plan}: each rank holds parts of parameters, and nobody knows what it "
             'needs of them; set `needs = "element"` on its class if it treats every element alike, or '
-            '`needs = "whole"` if it looks at one whole parameter at a time; or use zero=0 and tensor=1'
+            '`needs = "whole"` if it looks at one whole parameter at a time; or use zero=0, '
+            "tensor=1 and expert=1"
         )
 
 

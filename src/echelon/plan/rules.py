@@ -511,7 +511,9 @@ RULES: tuple[Rule, ...] = (
 # For pipeline=auto, whose stages are not known yet. The plan that it resolves to is checked by RULES.
 AUTO_RULES: tuple[Rule, ...] = (
     Rule(_auto_needs_one_stage_per_rank, ("pipeline", "schedule")),
-    Rule(_auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule", "expert")),
+    Rule(
+        _auto_needs_shards_within_data, ("pipeline", "shard", "data", "context", "zero", "schedule", "expert")
+    ),
     Rule(_auto_needs_synchronous_training, ("pipeline", "sync")),
 )
 

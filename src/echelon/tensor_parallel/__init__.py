@@ -18,10 +18,10 @@ proposal  a table to paste, where there is none
 split     applies a table to a model
 """
 
+from echelon.shards import Shard
 from echelon.tensor_parallel.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
 from echelon.tensor_parallel.modules import number_layers, prepare_compiling
 from echelon.tensor_parallel.regions import Region
-from echelon.shards import Shard
 from echelon.tensor_parallel.split import Sharded, split_over
 from echelon.tensor_parallel.styles import TABLES, Table
 

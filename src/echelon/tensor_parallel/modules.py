@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from echelon.errors import UserError
 from echelon.huggingface import embedding_scale, is_transposed
+from echelon.shards import share_of
 from echelon.tensor_parallel.columns import Matrix, can_share
 from echelon.tensor_parallel.moves import gathered
 from echelon.tensor_parallel.operators import check_tokens, checked_tokens
 from echelon.tensor_parallel.regions import Region
-from echelon.shards import share_of
 from echelon.tensor_parallel.shards import rows_of_rank
 from echelon.tensor_parallel.styles import Style
 from echelon.wrapping import Wrapper, find_wrapper

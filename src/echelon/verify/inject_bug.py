@@ -37,7 +37,7 @@ def _skip_bucket(engine: Engine) -> None:
 
     def do_all_but_the_first(*args: Any, **options: Any) -> Handle:
         operation, traffic, wait, begin, *tensors = args
-        sent = any(move.subject == "gradients" for move in group.ledger.moves)
+        sent = any((move.axis, move.subject) == (group.axis, "gradients") for move in group.ledger.moves)
         if group.ledger.subject == "gradients" and not sent:
             begin = CompletedWork
         return do(operation, traffic, wait, begin, *tensors, **options)
