@@ -60,7 +60,7 @@ def test_the_largest_models_build_without_memory(name):
     assert sum(p.numel() for p in model.parameters()) == preset(name).num_parameters
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", pytest.param("moe-tiny", marks=pytest.mark.slow)])
 def test_tiny_models_are_byte_models_that_learn(name):
     torch.manual_seed(0)
     model = build(name)

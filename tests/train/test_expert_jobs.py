@@ -52,9 +52,7 @@ def test_experts_for_a_preset_that_has_none() -> None:
     table = ExpertsJob(num_experts=4, top_k=2, hidden=64)
     assert ModelJob(experts=table).config().experts == ExpertsConfig(4, 2, 64)
     (error,) = job_errors(Job(model=ModelJob(experts=ExpertsJob(top_k=2))))
-    assert error.startswith(
-        "model: experts num_experts, hidden: must be set, because the preset has no experts"
-    )
+    assert error.startswith("model: experts num_experts, hidden: must be set, because the preset has none")
 
 
 def test_all_errors_of_the_table_at_once() -> None:
