@@ -20,7 +20,6 @@ _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2, "adafactor": 1e-2, "sm3": 1e-
 # Low enough for gradients to be far from an overflow, where one device and parts of a sum would differ.
 _SCALES: tuple[LossScale, ...] = (256.0, DynamicScale(start=256.0, interval=2))
 _IGNORED = -100
-_EXPERTS_TABLE = {"blocks.*.mlp.gate": "replicated", "blocks.*.mlp.experts": "experts"}
 _SMALLEST = grad_accumulation.SMALLEST
 
 
@@ -33,8 +32,6 @@ def case_of(training: RandomTraining) -> Case:
         options["smallest_unit"] = 0
     if training.resident_bytes:
         options["resident_bytes"] = training.resident_bytes
-    if training.model == "experts" and training.plan.tensor > 1:
-        options["tensor_table"] = _EXPERTS_TABLE
     if training.plan.precision == "fp16":
         options["loss_scale"] = _SCALES[training.seed % len(_SCALES)]
     return Case(
