@@ -34,10 +34,11 @@ def check_kernels(device: str) -> None:
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for num, dtype, name in product(NUMBERS, dtypes, ("fp16", "fp10", "fp8")):
+        if floats.format_for(dtype, name) is None:
+            continue
         flat, layout = flatten(numbers(num, dtype))
         expected, parts = floats.encode(flat, name), kernels.encode_floats(flat.to(device), name)
-        decode = backend.decode_floats if name == "fp16" else kernels.decode_floats
-        decoded = decode(parts, name, layout, dtype).cpu()
+        decoded = kernels.decode_floats(parts, name, layout, dtype).cpu()
         assert torch.equal(decoded.nan_to_num(7.0), floats.decode(expected, name, num, dtype).nan_to_num(7.0))
         is_real = [not bool(flat.isnan().any())] * len(parts)
         assert all(

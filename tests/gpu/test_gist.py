@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from echelon.gist import any_size
+from echelon.gist.dense import Layout
 from echelon.models import ModelConfig, build, build_image
 from tests.gist.nets import compress, gradients, is_same, saved_bytes
 from tests.gist.test_kernels import check_kernels
@@ -53,7 +54,10 @@ def test_kernels_of_memory_that_begins_anywhere() -> None:
         output, mask, layout = kernels.relu_and_mask(x, inplace=False)
         assert torch.equal(output, x.relu())
         assert torch.equal(kernels.masked(x, mask, layout), x.relu())
-        assert torch.equal(kernels.encode_floats(x, "fp16")[0], x.half())
+        (half,) = kernels.encode_floats(x, "fp16")
+        assert torch.equal(half, x.half())
+        half, layout = half[start:], Layout(half[start:].size(), (1,))
+        assert torch.equal(kernels.decode_floats((half,), "fp16", layout, torch.float32), half.float())
 
 
 @pytest.mark.parametrize("network", NETWORKS)
