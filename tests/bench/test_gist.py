@@ -22,9 +22,14 @@ def test_a_transformer_is_compared_with_none() -> None:
 
 
 def test_accuracy_by_format() -> None:
-    _, rows = gist_accuracy.bench(quick=True, only="gist-fp8")
-    assert [(row.case, row.contender) for row in rows] == [
-        ("vgg16, seed 0", "none"),
-        ("vgg16, seed 0", "gist-fp8"),
-    ]
-    assert all(0 <= row.extras["accuracy"] <= 1 for row in rows)
+    """What is kept without loss trains the weights of none: the bench would raise."""
+    _, rows = gist_accuracy.bench(quick=True)
+    assert [row.contender for row in rows] == ["none", "gist", "gist-fp16", "gist-fp8"]
+    assert all(0 <= row.extras["lowest"] <= row.extras["accuracy"] <= 1 for row in rows)
+    assert rows[1].extras["to_none_points"] == 0
+
+
+def test_a_loss_where_none_may_be_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gist_accuracy, "_LOSSLESS", "gist-fp8")
+    with pytest.raises(RuntimeError, match="compress=gist-fp8 trained other weights than compress=none"):
+        gist_accuracy.bench(quick=True, only="gist-fp8")

@@ -86,7 +86,7 @@ def encode_floats(dense: Tensor, name: str) -> floats.Parts:
 
 def decode_floats(parts: floats.Parts, name: str, layout: Layout, dtype: torch.dtype) -> Tensor:
     kernels = _kernels(parts[0])
-    if kernels is None or name in (floats.EXACT, "fp16"):  # these are one operation
+    if kernels is None or name == floats.EXACT:
         return layout.shape(floats.decode(parts, name, layout.size.numel(), dtype))
     return kernels.decode_floats(parts, name, layout, dtype)  # type: ignore[no-any-return]
 

@@ -246,7 +246,9 @@ def encode_floats(dense: Tensor, name: str) -> Parts:
 def decode_floats(parts: Parts, name: str, layout: Layout, dtype: torch.dtype) -> Tensor:
     output = torch.empty_strided(*layout, dtype=dtype, device=parts[0].device)
     num = output.numel()
-    if name == "fp10":
+    if name == "fp16":
+        _DECODE_FP16(_cdiv(num, _LONG_TILE), (*parts, output), num)
+    elif name == "fp10":
         _DECODE_FP10(_cdiv(num, _TILE), (*parts, output), num)
     else:
         _DECODE_FP8(_cdiv(num, BLOCK * _DECODED), (*parts, output), num, torch.finfo(dtype).max)
@@ -260,6 +262,13 @@ def _encode_fp16(x, half, num, tile: tl.constexpr):  # type: ignore[no-untyped-d
     value = tl.where(value > 65504.0, 65504.0, value)  # NaN stays
     value = tl.where(value < -65504.0, -65504.0, value)
     tl.store(half + place, value.to(tl.float16), mask=place < num)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _decode_fp16(half, output, num, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    value = tl.load(half + place, mask=place < num, other=0.0)
+    tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -316,7 +325,7 @@ def _decode_fp8(codes, shifts, output, num, largest, block_size: tl.constexpr, n
     tl.store(output + place, value.to(output.dtype.element_ty), mask=place < num)
 
 
-_ENCODE_FP16 = Launch(_encode_fp16, tile=_LONG_TILE)
+_ENCODE_FP16, _DECODE_FP16 = (Launch(each, tile=_LONG_TILE) for each in (_encode_fp16, _decode_fp16))
 _ENCODE_FP10, _DECODE_FP10 = Launch(_encode_fp10, tile=_TILE), Launch(_decode_fp10, tile=_TILE)
 _ENCODE_FP8 = Launch(_encode_fp8, block_size=BLOCK, num_rows=_BLOCKS)
 _DECODE_FP8 = Launch(_decode_fp8, block_size=BLOCK, num_rows=_DECODED)
