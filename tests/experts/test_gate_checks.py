@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import echelon
+from echelon.dropout import counted_samples, scope
 from echelon.errors import UserError
 from echelon.experts import (
     ExpertChoiceGate,
@@ -16,6 +18,8 @@ from echelon.experts import (
     SoftmaxGate,
     SwitchGate,
 )
+from echelon.models import cross_entropy
+from tests.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
 
 
 @pytest.mark.parametrize(
@@ -88,3 +92,50 @@ def test_names_of_rows_match_the_statistics() -> None:
     for gate in (GShardGate(8, 4), HierarchicalGate(8, 2, 2), ExpertChoiceGate(8, 4)):
         gate(torch.randn(1, 3, 8))
         assert gate.pending[0].shape == (len(gate.rows), 4)
+
+
+@pytest.mark.parametrize(
+    ("gate", "shape"),
+    [
+        (NoisyTopKGate(8, 4, 2), (6, 8)),
+        (SoftmaxGate(8, 4, 2, jitter=0.1), (6, 8)),
+        (GShardGate(8, 4), (1, 6, 8)),
+        (HierarchicalGate(8, 2, 2), (3, 2, 8)),
+        (SoftmaxGate(8, 4, 2, capacity=1.0), (1, 6, 8)),
+        (ExpertChoiceGate(8, 4), (1, 6, 8)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Gate) else str(value),
+)
+def test_what_is_counted_by_sample_needs_samples(gate: Gate, shape: tuple[int, ...]) -> None:
+    """Of a pass of two samples. Outside of a pass nothing is known of them."""
+    if gate.noise is not None:
+        gate.noise.key("gate")
+    gate(torch.randn(shape))
+    with scope(seed=0, step=0, first_sample=0), counted_samples(2):
+        gate(torch.randn(2, 3, 8))
+        with pytest.raises(UserError, match=r"this pass has 2: give the gate \[samples, positions, width\]"):
+            gate(torch.randn(shape))
+        SoftmaxGate(8, 4, 2)(torch.randn(shape))  # each token by itself
+
+
+class Flat(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flattened: torch.Tensor = self.inner(x.flatten(0, 1)).view_as(x)
+        return flattened
+
+
+def test_an_engine_knows_the_samples_of_a_microbatch() -> None:
+    model = make_model(lambda: NoisyTopKGate(WIDTH, EXPERTS, 2), layers=1)
+    model.blocks[0].mlp = Flat(model.blocks[0].mlp)
+    tokens = torch.randint(VOCAB, (4, SEQUENCE))
+    with echelon.parallelize(
+        model, "data=1 microbatches=2", optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=cross_entropy
+    ) as engine:
+        before = model.blocks[0].mlp.inner.experts.down_proj.detach().clone()
+        with pytest.raises(UserError, match="noise of blocks.0.mlp.inner.gate .* which this pass has 2"):
+            engine.step((tokens, tokens))
+        assert torch.equal(model.blocks[0].mlp.inner.experts.down_proj, before)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout.mask import sample_keys
-from echelon.dropout.training_position import TrainingPosition, next_use
+from echelon.dropout.training_position import TrainingPosition, check_samples, next_use
 from echelon.errors import UserError
 from echelon.hashing import WEYL, hash_of, mix_, signed
 
@@ -64,6 +64,7 @@ class KeyedNoise:
         device: torch.device,
         positions: Tensor | None,
     ) -> Tensor:
+        check_samples(f"noise of {self.name or 'the model'}", shape)
         key = hash_of(position.seed, position.step, self._layer, use)
         keys = sample_keys(key, position.first_sample, shape[0], device)
         columns = math.prod(shape[2:])

@@ -6,6 +6,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from echelon.dropout import check_samples
 from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of
 from echelon.experts.choice import Choice, finish
@@ -56,6 +57,7 @@ class ExpertChoiceGate(Gate):
                 f"ExpertChoiceGate: experts choose among the positions of a sample, and the input "
                 f"{list(x.shape)} has none; give it [samples, positions, width]"
             )
+        check_samples("ExpertChoiceGate: the choice of experts", x.shape)
         logits = router_logits(as_samples(x), self.weight)
         probabilities = logits.softmax(-1)
         is_chosen = once(partial(self._choose, probabilities.detach()))
