@@ -16,7 +16,7 @@ DOUBLE = torch.zeros((), dtype=torch.float64)
 
 def keyed(name: str = "gate") -> KeyedNoise:
     noise = KeyedNoise()
-    noise.key(name)
+    noise.name = name
     return noise
 
 
@@ -112,6 +112,16 @@ def test_a_module_keeps_its_first_name_also_in_a_copy() -> None:
     copied = nn.Sequential(copy.deepcopy(model)[1])
     key_dropout(copied, Wrapping())
     assert noises(copied)["0"].name == "1"
+
+
+def test_the_name_is_taken_away_with_the_wrapping() -> None:
+    model = nn.Sequential(Noisy())
+    with Wrapping() as wrapping:
+        key_dropout(model, wrapping)
+        with Wrapping() as second:
+            key_dropout(model, second)
+        assert noises(model)["0"].name == "0"
+    assert noises(model)["0"].name is None
 
 
 def test_a_second_run_draws_the_same_where_the_position_is_restored() -> None:

@@ -109,7 +109,7 @@ def test_names_of_rows_match_the_statistics() -> None:
 def test_what_is_counted_by_sample_needs_samples(gate: Gate, shape: tuple[int, ...]) -> None:
     """Of a pass of two samples. Outside of a pass nothing is known of them."""
     if gate.noise is not None:
-        gate.noise.key("gate")
+        gate.noise.name = "gate"
     gate(torch.randn(shape))
     with scope(seed=0, step=0, first_sample=0), counted_samples(2):
         gate(torch.randn(2, 3, 8))

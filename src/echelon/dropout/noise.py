@@ -16,6 +16,7 @@ from echelon.dropout.mask import sample_keys
 from echelon.dropout.training_position import TrainingPosition, check_samples, next_use
 from echelon.errors import UserError
 from echelon.hashing import WEYL, hash_of, mix_, signed
+from echelon.wrapping import Wrapping
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
 
@@ -25,14 +26,12 @@ class KeyedNoise:
     """Numbers for elements [samples, positions, …] of one module. Outside every scope torch draws them."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self._layer = 0
+        self.name: str | None = None  # where it has one, numbers are drawn from the open scope
 
-    def key(self, name: str) -> None:
-        """Draw from the open scope from now on. The first name stays, as with dropout."""
-        if self.name is None:
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            self.name, self._layer = name, int.from_bytes(digest, "little")
+    @property
+    def _layer(self) -> int:
+        digest = hashlib.blake2b((self.name or "").encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def normal(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
         """N(0, 1), of the type and on the device of `like`.
@@ -95,7 +94,8 @@ def noises(model: nn.Module) -> dict[str, KeyedNoise]:
     return {name: noise for name, noise in found.items() if isinstance(noise, KeyedNoise)}
 
 
-def key_noise(model: nn.Module) -> None:
-    """Let all noise of a whole model draw from the open scope."""
+def key_noise(model: nn.Module, wrapping: Wrapping) -> None:
+    """Let all noise of a whole model draw from the open scope. The first name stays, as with dropout."""
     for name, noise in noises(model).items():
-        noise.key(name)
+        if noise.name is None:
+            wrapping.assign(noise, "name", name)
