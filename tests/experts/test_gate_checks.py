@@ -10,9 +10,11 @@ from echelon.dropout import counted_samples, scope
 from echelon.errors import UserError
 from echelon.experts import (
     ExpertChoiceGate,
+    Experts,
     Gate,
     GShardGate,
     HierarchicalGate,
+    MixtureOfExperts,
     NoisyTopKGate,
     SigmoidGate,
     SoftmaxGate,
@@ -86,6 +88,13 @@ def test_a_router_that_is_not_finite_shows_in_the_statistics(gate: Gate, value: 
     assert not gate.pending.pop()[gate.rows.index("entropy")].isfinite().all()
     assert int(routing.indices.min()) >= 0
     assert int(routing.indices.max()) <= 4
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_gate_and_experts_of_other_numbers_are_refused(number: int) -> None:
+    with pytest.raises(UserError, match=f"gate has num_experts={number}, the experts num_experts=4"):
+        MixtureOfExperts(SoftmaxGate(8, number, 2), Experts(4, 8, 5))
+    MixtureOfExperts(SoftmaxGate(8, 4, 2), Experts(4, 8, 5))
 
 
 def test_names_of_rows_match_the_statistics() -> None:
