@@ -28,6 +28,8 @@ from tests.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
     ("make", "found"),
     [
         (lambda: SoftmaxGate(8, 4, 5), ["top_k=5 is above num_experts=4"]),
+        (lambda: SoftmaxGate(8, 4, 1, z_loss=-1), ["top_k=1 normalize=True", "z_loss=-1"]),
+        (lambda: SigmoidGate(8, 4, 1), ["set normalize=False"]),
         (lambda: SoftmaxGate(8, 0, 0), ["num_experts=0", "top_k=0"]),
         (
             lambda: SoftmaxGate(8, 4, 0, balance=-1.0, z_loss=float("nan"), capacity=0.0),

@@ -41,3 +41,12 @@ def group_errors(num_experts: int, groups: int, top_groups: int, top_k: int) -> 
             f"top_k={top_k} is above the {top_groups * (num_experts // groups)} experts of "
             f"top_groups={top_groups} groups of {num_experts // groups}: use a larger top_groups"
         )
+
+
+def normalize_errors(top_k: int, normalize: bool) -> Iterator[str]:
+    """Errors of weights that are normalized to sum 1."""
+    if top_k == 1 and normalize:
+        yield (
+            "top_k=1 normalize=True: a single weight would always be 1, and the gate would learn nothing of "
+            "the loss; set normalize=False"
+        )

@@ -26,6 +26,8 @@ class HierarchicalGate(Gate):
 
     `importance` weighs CV² of Σ_x G(x)_i · G_i(x)_j over all experts. `load` weighs CV² of
     Load(X)_i · Load_i(X⁽ⁱ⁾)_j / |X⁽ⁱ⁾|, where X⁽ⁱ⁾ are the tokens of group i. So both levels are balanced.
+
+    A level that takes one weighs it with 1, and learns of `importance` and `load` alone: see `NoisyTopKGate`.
     """
 
     rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "importance", "group_load", "load", "group_tokens")
