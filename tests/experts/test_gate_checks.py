@@ -29,6 +29,18 @@ from tests.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
     [
         (lambda: SoftmaxGate(8, 4, 5), ["top_k=5 is above num_experts=4"]),
         (lambda: SoftmaxGate(8, 4, 1, z_loss=-1), ["top_k=1 normalize=True", "z_loss=-1"]),
+        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be a whole number"]),
+        (lambda: SoftmaxGate(0, 4, True, normalize=False), ["width=0", "top_k=True"]),
+        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0"]),
+        (lambda: GShardGate(8.0, 4), ["width=8.0"]),
+        (lambda: SigmoidGate(-1, 4, 2), ["width=-1"]),
+        (lambda: HierarchicalGate(0, 2.0, 2), ["width=0", "groups=2.0"]),
+        (lambda: ExpertChoiceGate(0, 4), ["width=0"]),
+        (lambda: Experts(0, 8, 5), ["num_experts=0"]),
+        (
+            lambda: Experts(4, 0, 2.5, activation="relu", std=-1.0),  # type: ignore[arg-type]
+            ["width=0", "hidden=2.5", "activation='relu': must be one of swiglu, gelu", "std=-1.0"],
+        ),
         (lambda: SigmoidGate(8, 4, 1), ["set normalize=False"]),
         (lambda: SoftmaxGate(8, 0, 0), ["num_experts=0", "top_k=0"]),
         (
@@ -90,6 +102,14 @@ def test_a_router_that_is_not_finite_shows_in_the_statistics(gate: Gate, value: 
     assert not gate.pending.pop()[gate.rows.index("entropy")].isfinite().all()
     assert int(routing.indices.min()) >= 0
     assert int(routing.indices.max()) <= 4
+
+
+def test_an_input_of_the_wrong_form_is_refused() -> None:
+    for gate in (SoftmaxGate(8, 4, 2, jitter=0.1), NoisyTopKGate(8, 4, 2), HierarchicalGate(8, 2, 2)):
+        with pytest.raises(UserError, match=r"an input \[8\]: give it \[samples, positions, width\]"):
+            gate(torch.randn(8))
+        with pytest.raises(UserError, match="made for width=8, .* are 6 wide: make the gate with width=6"):
+            gate(torch.randn(2, 3, 6))
 
 
 @pytest.mark.parametrize("number", [2, 8])

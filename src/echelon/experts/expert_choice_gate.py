@@ -11,7 +11,7 @@ from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of
 from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import size_errors, weight_errors
 from echelon.experts.losses import no_row, z_row
 from echelon.experts.positions import as_samples
 from echelon.experts.router import router_logits
@@ -38,7 +38,7 @@ class ExpertChoiceGate(Gate):
     def __init__(
         self, width: int, num_experts: int, *, chosen_per_token: float = 2.0, z_loss: float = 0.0
     ) -> None:
-        errors = [*weight_errors(z_loss=z_loss)]
+        errors = [*size_errors(width=width), *weight_errors(z_loss=z_loss)]
         if not 0 < chosen_per_token <= num_experts:
             errors.append(
                 f"chosen_per_token={chosen_per_token}: must be above 0 and at most num_experts={num_experts}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from echelon.dropout import KeyedNoise
 from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import normalize_errors, weight_errors
+from echelon.experts.gate_checks import normalize_errors, size_errors, weight_errors
 from echelon.experts.losses import no_row, switch_balance, z_row
 from echelon.experts.positions import as_samples, router_dtype
 from echelon.experts.router import router_logits
@@ -33,6 +33,7 @@ class SoftmaxRouter(Gate):
         jitter: float = 0.0,
     ) -> None:
         errors = [
+            *size_errors(width=width),
             *normalize_errors(top_k, normalize),
             *weight_errors(balance=balance, z_loss=z_loss, jitter=jitter),
         ]
