@@ -43,7 +43,8 @@ class KeyedNoise:
 
     def uniform(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
         """Uniform in (0, 1); see `normal`."""
-        return self._draw(shape, like, positions).to(like.dtype)
+        below_one = 1 - torch.finfo(like.dtype).eps / 2  # to which float32 rounds what is nearer to 1
+        return self._draw(shape, like, positions).to(like.dtype).clamp_max_(below_one)
 
     def _draw(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
         """Multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
@@ -67,15 +68,19 @@ class KeyedNoise:
         key = hash_of(position.seed, position.step, self._layer, use)
         keys = sample_keys(key, position.first_sample, shape[0], device)
         columns = math.prod(shape[2:])
-        here = torch.arange(shape[1], device=device) if positions is None else positions.to(device)
-        counters = (here[:, None] * columns + torch.arange(columns, device=device)).flatten()
-        counters.mul_(signed(WEYL))
-        drawn = torch.empty(shape[0], len(counters), dtype=torch.float64, device=device)
-        height = max(1, _MOST_HASHES // max(1, len(counters)))
-        for top in range(0, shape[0], height):
-            hashes = mix_(keys[top : top + height, None] + counters)
-            high = (hashes >> 32).bitwise_and_(2**32 - 1)
-            drawn[top : top + height] = high.double().add_(0.5).mul_(2.0**-32)
+        drawn = torch.empty(shape[0], shape[1] * columns, dtype=torch.float64, device=device)
+        width = max(1, min(drawn.shape[1], _MOST_HASHES))
+        height = _MOST_HASHES // width
+        for left in range(0, drawn.shape[1], width):
+            counters = torch.arange(left, min(left + width, drawn.shape[1]), device=device)
+            if positions is not None:
+                here = positions.to(device)[counters.div(columns, rounding_mode="floor")]
+                counters = here.mul_(columns).add_(counters.remainder_(columns))
+            counters.mul_(signed(WEYL))
+            for top in range(0, shape[0], height):
+                hashes = mix_(keys[top : top + height, None] + counters)
+                high = (hashes >> 32).bitwise_and_(2**32 - 1)
+                drawn[top : top + height, left : left + width] = high.double().add_(0.5).mul_(2.0**-32)
         return drawn.view(tuple(shape))
 
     def _refuse_recomputation(self) -> None:
