@@ -62,9 +62,7 @@ def test_a_large_draw_is_that_of_its_samples(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("positions", [None, torch.tensor([4, 0, 5, 2])])
-def test_a_long_sample_is_drawn_in_parts(
-    positions: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_sample_is_drawn_in_parts(positions: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn() -> Tensor:
         with scope(seed=0, step=0, first_sample=0):
             return keyed().uniform((2, 4, 3), DOUBLE, positions)

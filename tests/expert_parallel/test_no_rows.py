@@ -43,7 +43,9 @@ def test_no_rows_have_the_type_and_width_of_some(make: type[nn.Module], has_auto
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_autocast):
         some, _ = computed(module, 3)
         none, rows = computed(module, 0)
-    assert some.dtype == (torch.float64 if make is Wider else torch.bfloat16 if has_autocast else torch.float32)
+    assert some.dtype == (
+        torch.float64 if make is Wider else torch.bfloat16 if has_autocast else torch.float32
+    )
     assert (none.dtype, none.shape) == (some.dtype, (0, some.shape[1]))
     none.sum().backward()
     assert rows.grad is not None
