@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.dropout import KeyedNoise, current, key_dropout, noises, restore, scope
 from echelon.errors import UserError
+from echelon.hashing import mix_
 from echelon.wrapping import Wrapping
 
 DOUBLE = torch.zeros((), dtype=torch.float64)
@@ -16,7 +17,7 @@ DOUBLE = torch.zeros((), dtype=torch.float64)
 
 def keyed(name: str = "gate") -> KeyedNoise:
     noise = KeyedNoise()
-    noise.key(name)
+    noise.name = name
     return noise
 
 
@@ -58,6 +59,34 @@ def test_a_large_draw_is_that_of_its_samples(monkeypatch: pytest.MonkeyPatch) ->
     expected = draw(keyed(), (5, 4, 3))
     monkeypatch.setattr("echelon.dropout.noise._MOST_HASHES", 24)
     assert torch.equal(draw(keyed(), (5, 4, 3)), expected)
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([4, 0, 5, 2])])
+def test_a_long_sample_is_drawn_in_parts(positions: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> Tensor:
+        with scope(seed=0, step=0, first_sample=0):
+            return keyed().uniform((2, 4, 3), DOUBLE, positions)
+
+    sizes: list[int] = []
+
+    def noting(hashes: Tensor) -> Tensor:
+        sizes.append(hashes.numel())
+        return mix_(hashes)
+
+    expected = drawn()
+    monkeypatch.setattr("echelon.dropout.noise._MOST_HASHES", 5)
+    monkeypatch.setattr("echelon.dropout.noise.mix_", noting)
+    assert torch.equal(drawn(), expected)
+    assert max(sizes) <= 5
+    assert sum(sizes) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_uniform_numbers_are_below_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.randint", lambda *_, **__: torch.tensor([2**32 - 1]))
+    drawn = KeyedNoise().uniform((1,), torch.zeros((), dtype=dtype))
+    assert drawn.dtype == dtype
+    assert 0.99 < float(drawn) < 1
 
 
 def test_distributions() -> None:
@@ -112,6 +141,16 @@ def test_a_module_keeps_its_first_name_also_in_a_copy() -> None:
     copied = nn.Sequential(copy.deepcopy(model)[1])
     key_dropout(copied, Wrapping())
     assert noises(copied)["0"].name == "1"
+
+
+def test_the_name_is_taken_away_with_the_wrapping() -> None:
+    model = nn.Sequential(Noisy())
+    with Wrapping() as wrapping:
+        key_dropout(model, wrapping)
+        with Wrapping() as second:
+            key_dropout(model, second)
+        assert noises(model)["0"].name == "0"
+    assert noises(model)["0"].name is None
 
 
 def test_a_second_run_draws_the_same_where_the_position_is_restored() -> None:

@@ -18,7 +18,7 @@ from tests.huggingface.models import tokens as huggingface_tokens
 
 
 def plain_gate(top_k: int = 2) -> Gate:
-    return SoftmaxGate(WIDTH, EXPERTS, top_k)
+    return SoftmaxGate(WIDTH, EXPERTS, top_k, normalize=top_k > 1)
 
 
 def plain_model() -> nn.Module:

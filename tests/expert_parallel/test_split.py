@@ -1,5 +1,6 @@
 """Which experts a rank keeps, how it tells of them, and what is refused."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,12 +9,15 @@ from torch import Tensor, nn
 
 from echelon import deferred, parallelize
 from echelon.collectives import RecordingGroup
+from echelon.engine.token_positions import SharedPositions
 from echelon.errors import UserError
 from echelon.expert_parallel import experts_of, spread_experts
-from echelon.experts import Experts
+from echelon.expert_parallel.modules import SpreadExperts
+from echelon.experts import Experts, gates_of
 from echelon.launching import Ranks
 from echelon.models import cross_entropy
-from echelon.wrapping import Wrapping
+from echelon.sequence import View
+from echelon.wrapping import Wrapping, find_wrapper
 from tests.cases import adamw
 from tests.expert_parallel.models import plain_gate, tokens, transformers_model
 from tests.experts.models import make_model
@@ -40,6 +44,22 @@ def test_a_rank_keeps_its_slice_of_every_stacked_matrix() -> None:
     assert kept.gate_up_proj.no_decay
     assert kept.num_experts == 2
     assert experts_of(model) == list(kept.parameters())
+
+
+def test_a_copy_talks_to_the_same_ranks() -> None:
+    group = RecordingGroup("expert", 1, 2)
+    model = make_model()
+    spread_experts(model, group, Wrapping())
+    for gate in gates_of(model):
+        gate.positions = SharedPositions(torch.arange, group, None, View())
+    copied = copy.deepcopy(model)
+    for block, original in zip(copied.blocks, model.blocks, strict=True):
+        experts = find_wrapper(block.mlp.experts, SpreadExperts)
+        assert experts is not None
+        assert experts.module is block.mlp.experts
+        assert experts.group is group
+        assert block.mlp.gate.positions is original.mlp.gate.positions
+        assert block.mlp.experts.down_proj is not original.mlp.experts.down_proj
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])

@@ -5,23 +5,43 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import echelon
+from echelon.dropout import counted_samples, scope
 from echelon.errors import UserError
 from echelon.experts import (
     ExpertChoiceGate,
+    Experts,
     Gate,
     GShardGate,
     HierarchicalGate,
+    MixtureOfExperts,
     NoisyTopKGate,
     SigmoidGate,
     SoftmaxGate,
     SwitchGate,
 )
+from echelon.models import cross_entropy
+from tests.experts.models import EXPERTS, SEQUENCE, VOCAB, WIDTH, make_model
 
 
 @pytest.mark.parametrize(
     ("make", "found"),
     [
         (lambda: SoftmaxGate(8, 4, 5), ["top_k=5 is above num_experts=4"]),
+        (lambda: SoftmaxGate(8, 4, 1, z_loss=-1), ["top_k=1 normalize=True", "z_loss=-1"]),
+        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be a whole number"]),
+        (lambda: SoftmaxGate(0, 4, True, normalize=False), ["width=0", "top_k=True"]),
+        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0"]),
+        (lambda: GShardGate(8.0, 4), ["width=8.0"]),
+        (lambda: SigmoidGate(-1, 4, 2), ["width=-1"]),
+        (lambda: HierarchicalGate(0, 2.0, 2), ["width=0", "groups=2.0"]),
+        (lambda: ExpertChoiceGate(0, 4), ["width=0"]),
+        (lambda: Experts(0, 8, 5), ["num_experts=0"]),
+        (
+            lambda: Experts(4, 0, 2.5, activation="relu", std=-1.0),  # type: ignore[arg-type]
+            ["width=0", "hidden=2.5", "activation='relu': must be one of swiglu, gelu", "std=-1.0"],
+        ),
+        (lambda: SigmoidGate(8, 4, 1), ["set normalize=False"]),
         (lambda: SoftmaxGate(8, 0, 0), ["num_experts=0", "top_k=0"]),
         (
             lambda: SoftmaxGate(8, 4, 0, balance=-1.0, z_loss=float("nan"), capacity=0.0),
@@ -84,7 +104,69 @@ def test_a_router_that_is_not_finite_shows_in_the_statistics(gate: Gate, value: 
     assert int(routing.indices.max()) <= 4
 
 
+def test_an_input_of_the_wrong_form_is_refused() -> None:
+    for gate in (SoftmaxGate(8, 4, 2, jitter=0.1), NoisyTopKGate(8, 4, 2), HierarchicalGate(8, 2, 2)):
+        with pytest.raises(UserError, match=r"an input \[8\]: give it \[samples, positions, width\]"):
+            gate(torch.randn(8))
+        with pytest.raises(UserError, match="made for width=8, .* are 6 wide: make the gate with width=6"):
+            gate(torch.randn(2, 3, 6))
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_a_gate_and_experts_of_other_numbers_are_refused(number: int) -> None:
+    with pytest.raises(UserError, match=f"gate has num_experts={number}, the experts num_experts=4"):
+        MixtureOfExperts(SoftmaxGate(8, number, 2), Experts(4, 8, 5))
+    MixtureOfExperts(SoftmaxGate(8, 4, 2), Experts(4, 8, 5))
+
+
 def test_names_of_rows_match_the_statistics() -> None:
     for gate in (GShardGate(8, 4), HierarchicalGate(8, 2, 2), ExpertChoiceGate(8, 4)):
         gate(torch.randn(1, 3, 8))
         assert gate.pending[0].shape == (len(gate.rows), 4)
+
+
+@pytest.mark.parametrize(
+    ("gate", "shape"),
+    [
+        (NoisyTopKGate(8, 4, 2), (6, 8)),
+        (SoftmaxGate(8, 4, 2, jitter=0.1), (6, 8)),
+        (GShardGate(8, 4), (1, 6, 8)),
+        (HierarchicalGate(8, 2, 2), (3, 2, 8)),
+        (SoftmaxGate(8, 4, 2, capacity=1.0), (1, 6, 8)),
+        (ExpertChoiceGate(8, 4), (1, 6, 8)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Gate) else str(value),
+)
+def test_what_is_counted_by_sample_needs_samples(gate: Gate, shape: tuple[int, ...]) -> None:
+    """Of a pass of two samples. Outside of a pass nothing is known of them."""
+    if gate.noise is not None:
+        gate.noise.name = "gate"
+    gate(torch.randn(shape))
+    with scope(seed=0, step=0, first_sample=0), counted_samples(2):
+        gate(torch.randn(2, 3, 8))
+        with pytest.raises(UserError, match=r"this pass has 2: give the gate \[samples, positions, width\]"):
+            gate(torch.randn(shape))
+        SoftmaxGate(8, 4, 2)(torch.randn(shape))  # each token by itself
+
+
+class Flat(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flattened: torch.Tensor = self.inner(x.flatten(0, 1)).view_as(x)
+        return flattened
+
+
+def test_an_engine_knows_the_samples_of_a_microbatch() -> None:
+    model = make_model(lambda: NoisyTopKGate(WIDTH, EXPERTS, 2), layers=1)
+    model.blocks[0].mlp = Flat(model.blocks[0].mlp)
+    tokens = torch.randint(VOCAB, (4, SEQUENCE))
+    with echelon.parallelize(
+        model, "data=1 microbatches=2", optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=cross_entropy
+    ) as engine:
+        before = model.blocks[0].mlp.inner.experts.down_proj.detach().clone()
+        with pytest.raises(UserError, match="noise of blocks.0.mlp.inner.gate .* which this pass has 2"):
+            engine.step((tokens, tokens))
+        assert torch.equal(model.blocks[0].mlp.inner.experts.down_proj, before)

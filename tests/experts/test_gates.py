@@ -88,8 +88,9 @@ def z_of(logits: list[list[float]]) -> float:
     return sum(math.log(sum(map(math.exp, each))) ** 2 for each in logits) / len(logits)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+@pytest.mark.parametrize(
+    ("top_k", "normalize"), [(1, False), (2, False), (2, True), (EXPERTS, False), (EXPERTS, True)]
+)
 def test_softmax(top_k: int, normalize: bool) -> None:
     gate = prepare(SoftmaxGate(WIDTH, EXPERTS, top_k, normalize=normalize, balance=0.3, z_loss=0.2))
     x = inputs()
@@ -282,10 +283,11 @@ def test_expert_choice() -> None:
 @pytest.mark.parametrize("factor", [0.3, 0.75])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_capacity(top_k: int, factor: float) -> None:
-    gate = prepare(SoftmaxGate(WIDTH, EXPERTS, top_k, capacity=factor))
+    gate = prepare(SoftmaxGate(WIDTH, EXPERTS, top_k, normalize=top_k > 1, capacity=factor))
     x = inputs()
     routing, statistics = route(gate, x)
-    whole = [reference.softmax_top_k(each, top_k, normalize=True) for each in logits_of(gate.weight, x)]
+    logits = logits_of(gate.weight, x)
+    whole = [reference.softmax_top_k(each, top_k, normalize=top_k > 1) for each in logits]
     capacity = math.ceil(factor * POSITIONS * top_k / EXPERTS)
     expected = [
         slots

@@ -63,3 +63,19 @@ def test_nothing_is_offered_outside() -> None:
     assert not ran
     assert work.result() is work.result()
     assert ran == [1]
+
+
+def test_experts_inside_of_the_shared_expert_do_not_run_it_again() -> None:
+    ran: list[int] = []
+
+    def compute() -> Tensor:
+        ran.append(1)
+        assert len(ran) == 1
+        run_beside()  # of experts inside
+        return torch.ones(1)
+
+    with beside(compute) as work:
+        run_beside()
+        run_beside()
+    assert work.result() is work.result()
+    assert ran == [1]

@@ -73,7 +73,7 @@ def make_model(training: RandomTraining) -> nn.Module:
 def _mix_experts(model: nn.Module, training: RandomTraining) -> None:
     """In every second block, or in all: feed-forward parts are mixtures of experts."""
     for block in list(model.blocks)[:: 1 + training.seed % 2]:  # type: ignore[arg-type]
-        gate = SoftmaxGate(8, NUM_EXPERTS, 1 + training.seed % 3)
+        gate = SoftmaxGate(8, NUM_EXPERTS, 1 + training.seed % 3, normalize=training.seed % 3 > 0)
         block.mlp = MixtureOfExperts(gate, Experts(NUM_EXPERTS, 8, 8))
 
 

@@ -10,7 +10,7 @@ returns at once, and the caller must call `wait()` of the Handle before it uses 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Group(ABC):
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
         self._is_closed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
+        """A copy of a model talks to the same ranks as the model does."""
+        return self
 
     def close(self, *, failed: bool = False) -> None:
         """Release this rank's process group, threads, sockets and shared memory of the group.

@@ -21,13 +21,22 @@ from echelon.dropout.modules import (
     unkeyed_dropout,
 )
 from echelon.dropout.noise import KeyedNoise, noises
-from echelon.dropout.training_position import TrainingPosition, current, restore, scope
+from echelon.dropout.training_position import (
+    TrainingPosition,
+    check_samples,
+    counted_samples,
+    current,
+    restore,
+    scope,
+)
 
 __all__ = [
     "GlobalIndices",
     "KeyedDropout",
     "KeyedNoise",
     "TrainingPosition",
+    "check_samples",
+    "counted_samples",
     "current",
     "draw_ahead",
     "draw_masks_again",

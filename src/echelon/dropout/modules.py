@@ -40,7 +40,7 @@ def key_dropout(model: nn.Module, wrapping: Wrapping) -> int:
             if previous is not None:
                 unwrap(previous)
             wrapping.wrap(KeyedDropout(module, name if previous is None else previous.name))
-    key_noise(model)
+    key_noise(model, wrapping)
     return len(keyed_modules(model))
 
 

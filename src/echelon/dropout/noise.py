@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout.mask import sample_keys
-from echelon.dropout.training_position import TrainingPosition, next_use
+from echelon.dropout.training_position import TrainingPosition, check_samples, next_use
 from echelon.errors import UserError
 from echelon.hashing import WEYL, hash_of, mix_, signed
+from echelon.wrapping import Wrapping
 
 _MOST_HASHES = 1 << 22  # computed at a time: bounds the memory beside the result
 
@@ -25,14 +26,12 @@ class KeyedNoise:
     """Numbers for elements [samples, positions, …] of one module. Outside every scope torch draws them."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self._layer = 0
+        self.name: str | None = None  # where it has one, numbers are drawn from the open scope
 
-    def key(self, name: str) -> None:
-        """Draw from the open scope from now on. The first name stays, as with dropout."""
-        if self.name is None:
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            self.name, self._layer = name, int.from_bytes(digest, "little")
+    @property
+    def _layer(self) -> int:
+        digest = hashlib.blake2b((self.name or "").encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def normal(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
         """N(0, 1), of the type and on the device of `like`.
@@ -44,7 +43,8 @@ class KeyedNoise:
 
     def uniform(self, shape: Sequence[int], like: Tensor, positions: Tensor | None = None) -> Tensor:
         """Uniform in (0, 1); see `normal`."""
-        return self._draw(shape, like, positions).to(like.dtype)
+        below_one = 1 - torch.finfo(like.dtype).eps / 2  # to which float32 rounds what is nearer to 1
+        return self._draw(shape, like, positions).to(like.dtype).clamp_max_(below_one)
 
     def _draw(self, shape: Sequence[int], like: Tensor, positions: Tensor | None) -> Tensor:
         """Multiples of 2⁻³², and half of that more; in float64. Not for compiled code."""
@@ -64,18 +64,23 @@ class KeyedNoise:
         device: torch.device,
         positions: Tensor | None,
     ) -> Tensor:
+        check_samples(f"noise of {self.name or 'the model'}", shape)
         key = hash_of(position.seed, position.step, self._layer, use)
         keys = sample_keys(key, position.first_sample, shape[0], device)
         columns = math.prod(shape[2:])
-        here = torch.arange(shape[1], device=device) if positions is None else positions.to(device)
-        counters = (here[:, None] * columns + torch.arange(columns, device=device)).flatten()
-        counters.mul_(signed(WEYL))
-        drawn = torch.empty(shape[0], len(counters), dtype=torch.float64, device=device)
-        height = max(1, _MOST_HASHES // max(1, len(counters)))
-        for top in range(0, shape[0], height):
-            hashes = mix_(keys[top : top + height, None] + counters)
-            high = (hashes >> 32).bitwise_and_(2**32 - 1)
-            drawn[top : top + height] = high.double().add_(0.5).mul_(2.0**-32)
+        drawn = torch.empty(shape[0], shape[1] * columns, dtype=torch.float64, device=device)
+        width = max(1, min(drawn.shape[1], _MOST_HASHES))
+        height = _MOST_HASHES // width
+        for left in range(0, drawn.shape[1], width):
+            counters = torch.arange(left, min(left + width, drawn.shape[1]), device=device)
+            if positions is not None:
+                here = positions.to(device)[counters.div(columns, rounding_mode="floor")]
+                counters = here.mul_(columns).add_(counters.remainder_(columns))
+            counters.mul_(signed(WEYL))
+            for top in range(0, shape[0], height):
+                hashes = mix_(keys[top : top + height, None] + counters)
+                high = (hashes >> 32).bitwise_and_(2**32 - 1)
+                drawn[top : top + height, left : left + width] = high.double().add_(0.5).mul_(2.0**-32)
         return drawn.view(tuple(shape))
 
     def _refuse_recomputation(self) -> None:
@@ -94,7 +99,8 @@ def noises(model: nn.Module) -> dict[str, KeyedNoise]:
     return {name: noise for name, noise in found.items() if isinstance(noise, KeyedNoise)}
 
 
-def key_noise(model: nn.Module) -> None:
-    """Let all noise of a whole model draw from the open scope."""
+def key_noise(model: nn.Module, wrapping: Wrapping) -> None:
+    """Let all noise of a whole model draw from the open scope. The first name stays, as with dropout."""
     for name, noise in noises(model).items():
-        noise.key(name)
+        if noise.name is None:
+            wrapping.assign(noise, "name", name)

@@ -5,12 +5,14 @@ computes activations again there calls `current()` in the forward pass and `rest
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from echelon.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class _Scope:
 
 
 _SCOPE: ContextVar[_Scope | None] = ContextVar("echelon.dropout", default=None)
+_SAMPLES: ContextVar[int | None] = ContextVar("echelon.dropout.samples", default=None)
 
 
 @contextmanager
@@ -72,3 +75,24 @@ def count_uses(layer: int, count: int) -> None:
     opened = _SCOPE.get()
     assert opened is not None
     opened.uses[layer] += count
+
+
+@contextmanager
+def counted_samples(number: int) -> Iterator[None]:
+    """Around a forward pass of so many samples: `check_samples` knows them."""
+    token = _SAMPLES.set(number)
+    try:
+        yield
+    finally:
+        _SAMPLES.reset(token)
+
+
+def check_samples(what: str, shape: Sequence[int]) -> None:
+    """Refuse an input whose dim 0 has not the samples of the pass: what is counted by sample would depend on
+    how the batch is divided."""
+    number = _SAMPLES.get()
+    if number is not None and shape[0] != number:
+        raise UserError(
+            f"{what} is that of each sample, and dim 0 of the input {list(shape)} does not count samples, of "
+            f"which this pass has {number}: give the gate [samples, positions, width]"
+        )

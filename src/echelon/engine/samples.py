@@ -1,7 +1,7 @@
 """Which samples of the global batch a microbatch holds, and dropout's scopes, which are keyed by them."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import final
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.dropout import draw_masks_again, key_dropout, keyed_modules, noises, scope
+from echelon.dropout import counted_samples, draw_masks_again, key_dropout, keyed_modules, noises, scope
 from echelon.engine.batch import part_bounds
 from echelon.mesh import Mesh
 from echelon.wrapping import Wrapping
@@ -79,6 +79,13 @@ class Scopes:
 
 def no_scope(_: object) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+@contextmanager
+def counting(samples: int, scope: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A scope around a pass of so many samples."""
+    with counted_samples(samples), scope():
+        yield
 
 
 def make_scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrapping) -> Scopes:

@@ -30,7 +30,7 @@ from echelon.engine.measuring import Measure, Measuring
 from echelon.engine.missing_operation import missing_operation
 from echelon.engine.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.padding import LocalTargets
-from echelon.engine.samples import Scopes, no_scope
+from echelon.engine.samples import Scopes, counting, no_scope
 from echelon.engine.step_program import continuous_steps, step_program
 from echelon.engine.untouched import untouched
 from echelon.engine.upload import Upload, to_device
@@ -240,7 +240,9 @@ class StepRunner(ABC):
         check_batch(batch)
         parts = microbatches(batch, self._mesh.plan.microbatches, always=self.fixed_count)
         return {
-            begin + number: self.make_microbatch(part, weight, purpose, partial(scope, number))
+            begin + number: self.make_microbatch(
+                part, weight, purpose, partial(counting, num_samples(part), partial(scope, number))
+            )
             for number, (part, weight) in enumerate(parts)
         }
 

@@ -1,7 +1,7 @@
 """The positions that a gate of experts sees, where ranks share sequences (`context`, `sequence`)."""
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ class SharedPositions(Positions):
         """`numbers`: from the number of positions here to their places in the whole sequence. `stream`: the
         ranks that divide the part of a context rank. `view` knows what is padding."""
         self._numbers, self._context, self._stream, self._view = numbers, context, stream, view
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedPositions":
+        """A copy of a gate sees the same part: it is called inside of the same passes."""
+        return self
 
     def numbers(self, length: int) -> Tensor:
         return self._numbers(length)

@@ -43,13 +43,23 @@ class SpreadExperts(Wrapper):
     def _compute(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """What the expert of each row makes of it."""
         if dispatch.received == 0:
-            unused: Tensor = _Unused.apply(rows, *self.module.parameters())  # type: ignore[no-untyped-call]
+            form = self._form_of_output(rows)
+            unused: Tensor = _Unused.apply(rows, form, *self.module.parameters())  # type: ignore[no-untyped-call]
             return unused
         if isinstance(self.module, Experts):
             return self._compute_sorted(self.module, rows, dispatch)
         index = dispatch.expert_of_row[:, None]
         computed: Tensor = self.inner(rows, index, rows.new_ones(index.shape))
         return computed
+
+    @torch.no_grad()
+    def _form_of_output(self, rows: Tensor) -> Tensor:
+        """No rows, of the width and type of what experts make of some: other ranks send such. They make it of
+        one row of zeros, since not every module can be called with none."""
+        row = rows.new_zeros(1, *rows.shape[1:])
+        index = torch.zeros(1, 1, dtype=torch.long, device=rows.device)
+        computed: Tensor = self.inner(row, index, row.new_ones(1, 1))
+        return computed[:0]
 
     def _compute_sorted(self, module: Experts, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """Rows come from one rank after the other; experts compute those of all ranks together."""
@@ -66,18 +76,19 @@ class _Unused(torch.autograd.Function):
     that are used; without one, an optimizer would leave them out."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: nn.Parameter) -> Tensor:
-        ctx.forms = [(p.shape, p.dtype, p.device) for p in parameters]
-        return rows.detach()
+    def forward(ctx: Any, rows: Tensor, form: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.forms = [(p.shape, p.dtype, p.device) for p in (rows, *parameters)]
+        return form.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = [
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        is_needed = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]
+        of_rows, *zeros = [
             torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in zip(ctx.forms, ctx.needs_input_grad[1:], strict=True)
+            for (shape, dtype, device), needed in zip(ctx.forms, is_needed, strict=True)
         ]
-        return gradient, *zeros
+        return of_rows, None, *zeros
 
 
 def experts_of(module: nn.Module) -> list[nn.Parameter]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.dropout import check_samples
 from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of, over_capacity
 from echelon.experts.gate import Gate
@@ -64,6 +65,7 @@ def _check_positions(gate: Gate, x: Tensor) -> None:
             f"capacity={gate.capacity} is a part of the positions of a sample, and the gate's input "
             f"{list(x.shape)} has none; give it [samples, positions, width], or use capacity=None"
         )
+    check_samples(f"capacity={gate.capacity}", x.shape)
 
 
 def _count(indices: Tensor, num_experts: int) -> Tensor:

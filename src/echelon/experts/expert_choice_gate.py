@@ -6,11 +6,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from echelon.dropout import check_samples
 from echelon.errors import UserError
 from echelon.experts.capacity import capacity_of
 from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import size_errors, weight_errors
 from echelon.experts.losses import no_row, z_row
 from echelon.experts.positions import as_samples
 from echelon.experts.router import router_logits
@@ -37,7 +38,7 @@ class ExpertChoiceGate(Gate):
     def __init__(
         self, width: int, num_experts: int, *, chosen_per_token: float = 2.0, z_loss: float = 0.0
     ) -> None:
-        errors = [*weight_errors(z_loss=z_loss)]
+        errors = [*size_errors(width=width), *weight_errors(z_loss=z_loss)]
         if not 0 < chosen_per_token <= num_experts:
             errors.append(
                 f"chosen_per_token={chosen_per_token}: must be above 0 and at most num_experts={num_experts}"
@@ -56,6 +57,7 @@ class ExpertChoiceGate(Gate):
                 f"ExpertChoiceGate: experts choose among the positions of a sample, and the input "
                 f"{list(x.shape)} has none; give it [samples, positions, width]"
             )
+        check_samples("ExpertChoiceGate: the choice of experts", x.shape)
         logits = router_logits(as_samples(x), self.weight)
         probabilities = logits.softmax(-1)
         is_chosen = once(partial(self._choose, probabilities.detach()))

@@ -1,4 +1,4 @@
-"""What a gate cannot be made with."""
+"""What a gate, or experts, cannot be made with."""
 
 import math
 from collections.abc import Iterator
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 def gate_errors(num_experts: int, top_k: int, capacity: float | None) -> Iterator[str]:
     """Errors in what all gates have."""
-    if num_experts < 1:
-        yield f"num_experts={num_experts}: must be at least 1"
-    if top_k < 1:
+    wrong = list(size_errors(num_experts=num_experts))
+    yield from wrong
+    if not _is_whole(top_k) and not wrong:
+        yield f"top_k={top_k!r}: must be a whole number of experts, an int"
+    elif top_k < 1:
         yield f"top_k={top_k}: each token needs an expert; use at least 1"
-    elif num_experts >= 1 and top_k > num_experts:
+    elif not wrong and top_k > num_experts:
         yield (
             f"top_k={top_k} is above num_experts={num_experts}: a token can take each expert once; use at "
             f"most {num_experts}"
@@ -20,6 +22,19 @@ def gate_errors(num_experts: int, top_k: int, capacity: float | None) -> Iterato
             f"capacity={capacity}: a factor of the fair share of an expert, above 0 (1.25 is usual), or None "
             "to drop nothing"
         )
+
+
+def size_errors(**sizes: int) -> Iterator[str]:
+    """Numbers of which there must be one or more."""
+    for name, size in sizes.items():
+        if not _is_whole(size):
+            yield f"{name}={size!r}: must be a whole number, an int"
+        elif size < 1:
+            yield f"{name}={size}: must be at least 1"
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def weight_errors(**weights: float) -> Iterator[str]:
@@ -40,4 +55,13 @@ def group_errors(num_experts: int, groups: int, top_groups: int, top_k: int) -> 
         yield (
             f"top_k={top_k} is above the {top_groups * (num_experts // groups)} experts of "
             f"top_groups={top_groups} groups of {num_experts // groups}: use a larger top_groups"
+        )
+
+
+def normalize_errors(top_k: int, normalize: bool) -> Iterator[str]:
+    """Errors of weights that are normalized to sum 1."""
+    if top_k == 1 and normalize:
+        yield (
+            "top_k=1 normalize=True: a single weight would always be 1, and the gate would learn nothing of "
+            "the loss; set normalize=False"
         )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from echelon.dropout import KeyedNoise
 from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import size_errors, weight_errors
 from echelon.experts.losses import no_row, switch_balance, z_row
 from echelon.experts.positions import as_samples
 from echelon.experts.router import router_logits
@@ -36,7 +36,8 @@ class GShardGate(Gate):
         z_loss: float = 0.0,
         capacity: float | None = None,
     ) -> None:
-        super().__init__(num_experts, 2, capacity, weight_errors(balance=balance, z_loss=z_loss))
+        errors = [*size_errors(width=width), *weight_errors(balance=balance, z_loss=z_loss)]
+        super().__init__(num_experts, 2, capacity, errors)
         self.balance, self.z_loss = balance, z_loss
         self.noise = KeyedNoise()
         self.weight = nn.Parameter(torch.empty(num_experts, width))

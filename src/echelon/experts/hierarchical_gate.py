@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from echelon.dropout import KeyedNoise
 from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import size_errors, weight_errors
 from echelon.experts.losses import cv_squared
 from echelon.experts.noisy_choice import choose_noisily
 from echelon.experts.positions import as_samples, router_dtype
@@ -26,6 +26,8 @@ class HierarchicalGate(Gate):
 
     `importance` weighs CV² of Σ_x G(x)_i · G_i(x)_j over all experts. `load` weighs CV² of
     Load(X)_i · Load_i(X⁽ⁱ⁾)_j / |X⁽ⁱ⁾|, where X⁽ⁱ⁾ are the tokens of group i. So both levels are balanced.
+
+    A level that takes one weighs it with 1, and learns of `importance` and `load` alone: see `NoisyTopKGate`.
     """
 
     rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "importance", "group_load", "load", "group_tokens")
@@ -43,6 +45,7 @@ class HierarchicalGate(Gate):
         capacity: float | None = None,
     ) -> None:
         errors = [
+            *size_errors(width=width, groups=groups, experts_per_group=experts_per_group),
             *_level_errors(groups, experts_per_group, top_groups, top_experts),
             *weight_errors(importance=importance, load=load),
         ]
@@ -121,9 +124,6 @@ class HierarchicalGate(Gate):
 
 
 def _level_errors(groups: int, experts_per_group: int, top_groups: int, top_experts: int) -> Iterator[str]:
-    for name, number in (("groups", groups), ("experts_per_group", experts_per_group)):
-        if number < 1:
-            yield f"{name}={number}: must be at least 1"
     if not 1 <= top_groups <= max(groups, 1):
         yield f"top_groups={top_groups}: must be from 1 to groups={groups}"
     if not 1 <= top_experts <= max(experts_per_group, 1):

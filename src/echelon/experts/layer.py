@@ -1,10 +1,12 @@
 """The feed-forward part of a transformer block, as a mixture of experts."""
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import raise_errors
 from echelon.experts.gate import Gate
 from echelon.experts.module import Experts
 from echelon.experts.overlap import beside
@@ -15,11 +17,13 @@ from echelon.experts.routing import Routing
 class MixtureOfExperts(nn.Module):
     """y = shared(x) + Σ over the experts that the gate chose, weighted.
 
-    The shared expert may compute while tokens are on their way to the others.
+    The shared expert may compute while tokens are on their way to the others. An index that a gate of your own
+    returns is not looked at: from the number of experts on, it is a dropped slot.
     """
 
     def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
+        raise_errors("MixtureOfExperts", list(_errors(gate, experts)))
         self.gate, self.experts, self.shared = gate, experts, shared
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,3 +39,12 @@ class MixtureOfExperts(nn.Module):
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         mixed: Tensor = self.experts(x.flatten(0, -2), routing.indices, routing.weights)
         return mixed.view_as(x)
+
+
+def _errors(gate: nn.Module, experts: nn.Module) -> Iterator[str]:
+    chosen, there = (getattr(module, "num_experts", None) for module in (gate, experts))
+    if None not in (chosen, there) and chosen != there:
+        yield (
+            f"the gate has num_experts={chosen}, the experts num_experts={there}: what is routed to an expert "
+            "that is not there would be dropped; give both the same number"
+        )

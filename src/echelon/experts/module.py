@@ -6,12 +6,14 @@ Names and shapes are those of transformers' models, so that what splits one spli
     up_proj [experts, hidden, width]            down_proj [experts, width, hidden]      GELU
 """
 
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import raise_errors
 from echelon.experts.compute import grouped_experts, routed_experts
+from echelon.experts.gate_checks import size_errors, weight_errors
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -24,6 +26,10 @@ class Experts(nn.Module):
         self, num_experts: int, width: int, hidden: int, activation: Activation = "swiglu", std: float = 0.02
     ) -> None:
         super().__init__()
+        errors = [*size_errors(num_experts=num_experts, width=width, hidden=hidden), *weight_errors(std=std)]
+        if activation not in get_args(Activation):
+            errors.append(f"activation={activation!r}: must be one of {', '.join(get_args(Activation))}")
+        raise_errors("Experts", errors)
         self.num_experts, self.activation, self.std = num_experts, activation, std
         first = "gate_up_proj" if activation == "swiglu" else "up_proj"
         rows = 2 * hidden if activation == "swiglu" else hidden

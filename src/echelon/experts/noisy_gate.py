@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from echelon.dropout import KeyedNoise
 from echelon.experts.choice import Choice, finish
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import size_errors, weight_errors
 from echelon.experts.losses import cv_squared, no_row, z_row
 from echelon.experts.noisy_choice import choose_noisily
 from echelon.experts.positions import as_samples, router_dtype
@@ -23,6 +23,9 @@ class NoisyTopKGate(Gate):
     `importance` weighs CV(Σ_x G(x))², `load` weighs CV(Σ_x P(x, ·))², where P(x, i) is the probability that i
     is among the k largest if its noise alone is drawn again. Both matrices start at 0: at first the noise
     decides. `z_loss` weighs the mean of (log Σ exp x·W_g)². In float32 at least.
+
+    With top_k=1, as in the paper, the only weight is always 1: the gate then learns of `importance`, `load` and
+    `z_loss` alone, and nothing of the model's loss.
     """
 
     rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "importance", "load", "z")
@@ -38,7 +41,10 @@ class NoisyTopKGate(Gate):
         z_loss: float = 0.0,
         capacity: float | None = None,
     ) -> None:
-        errors = weight_errors(importance=importance, load=load, z_loss=z_loss)
+        errors = [
+            *size_errors(width=width),
+            *weight_errors(importance=importance, load=load, z_loss=z_loss),
+        ]
         super().__init__(num_experts, top_k, capacity, errors)
         self.importance, self.load, self.z_loss = importance, load, z_loss
         self.noise = KeyedNoise()

@@ -25,7 +25,11 @@ class Work:
 
     def run(self) -> None:
         if self._result is None:
-            self._result = self._compute()
+            token = _WORK.set(None)  # experts inside of it wait for their own tokens
+            try:
+                self._result = self._compute()
+            finally:
+                _WORK.reset(token)
 
     def result(self) -> Tensor:
         self.run()

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from echelon.errors import UserError
+
 
 class Positions:
     """All positions are on this rank, in order. The engine knows other layouts (`token_positions`)."""
@@ -34,6 +36,11 @@ WHOLE = Positions()
 
 def as_samples(x: Tensor) -> Tensor:
     """x as [samples, positions, width]; [samples, width] has one position, an image has all its places."""
+    if x.ndim < 2:
+        raise UserError(
+            f"a gate cannot tell samples in an input {list(x.shape)}: give it [samples, positions, width], or "
+            "[samples, width]"
+        )
     return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
 

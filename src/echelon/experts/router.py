@@ -12,11 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from echelon.errors import UserError
 from echelon.experts.positions import router_dtype
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x·Wᵀ in the type of gates, also inside of autocast."""
+    if x.shape[-1] != weight.shape[1]:
+        raise UserError(
+            f"the gate was made for width={weight.shape[1]}, and its tokens {list(x.shape)} are "
+            f"{x.shape[-1]} wide: make the gate with width={x.shape[-1]}"
+        )
     dtype = router_dtype(x)
     with _without_autocast(x.device.type):
         if x.is_cuda and x.dtype == weight.dtype != dtype and x.numel():

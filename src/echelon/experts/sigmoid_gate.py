@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import group_errors, weight_errors
+from echelon.experts.gate_checks import group_errors, normalize_errors, size_errors, weight_errors
 from echelon.experts.positions import as_samples
 from echelon.experts.router import router_logits
 from echelon.experts.routing import Routing
@@ -44,7 +44,9 @@ class SigmoidGate(Gate):
     ) -> None:
         top_groups = groups if top_groups is None else top_groups
         errors = [
+            *size_errors(width=width),
             *group_errors(num_experts, groups, top_groups, min(top_k, num_experts)),
+            *normalize_errors(top_k, normalize),
             *weight_errors(scale=scale, bias_rate=bias_rate),
         ]
         super().__init__(num_experts, top_k, capacity, errors)

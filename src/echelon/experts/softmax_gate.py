@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from echelon.dropout import KeyedNoise
 from echelon.experts.choice import Choice, finish, largest
 from echelon.experts.gate import Gate
-from echelon.experts.gate_checks import weight_errors
+from echelon.experts.gate_checks import normalize_errors, size_errors, weight_errors
 from echelon.experts.losses import no_row, switch_balance, z_row
 from echelon.experts.positions import as_samples, router_dtype
 from echelon.experts.router import router_logits
@@ -32,7 +32,11 @@ class SoftmaxRouter(Gate):
         capacity: float | None = None,
         jitter: float = 0.0,
     ) -> None:
-        errors = [*weight_errors(balance=balance, z_loss=z_loss, jitter=jitter)]
+        errors = [
+            *size_errors(width=width),
+            *normalize_errors(top_k, normalize),
+            *weight_errors(balance=balance, z_loss=z_loss, jitter=jitter),
+        ]
         super().__init__(num_experts, top_k, capacity, errors)
         self.normalize, self.balance, self.z_loss, self.jitter = normalize, balance, z_loss, jitter
         if jitter > 0:
