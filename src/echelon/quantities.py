@@ -43,11 +43,12 @@ def show_rate(bytes_per_second: float) -> str:
 
 _UNITS: dict[str, Callable[[float], str]] = {
     "_bytes_per_second": show_rate,
+    "_flops_per_second": lambda rate: f"{rate / 1e12:,.0f} TFLOP/s",
     "_per_second": lambda rate: f"{rate:,.0f}/s",
     "_bytes": show_bytes,
     "_seconds": show_seconds,
     "_count": lambda count: f"{count:g}",
-    "_nats": lambda loss: f"{loss:.3f}",
+    "_loss": lambda loss: f"{loss:.3f}",
     "_smaller": lambda times: f"{times:.2f} ×",
     "_points": lambda points: f"{points:+.1f} points",
 }
@@ -67,7 +68,7 @@ def show_figure(name: str, number: float) -> str:
 def heading(name: str) -> str:
     """The title of a column of figures: heading('bus_bytes_per_second') == 'bus'."""
     for unit in _UNITS:
-        if name.endswith(unit):
+        if name.endswith(unit) and unit != "_loss":
             return name.removesuffix(unit).replace("_", " ")
     return name.replace("_", " ")
 

@@ -129,7 +129,8 @@ def _in_one_order() -> Iterator[None]:
 
     Torch warns of every max pool on a CUDA device. Its kernels add in any order only where windows overlap.
     """
-    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
     before = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory
     was_on = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -74,7 +74,7 @@ def bench(quick: bool) -> tuple[dict[str, Any], list[Row]]:
             losses[contender] = line[-1]
         rows += [
             dataclasses.replace(
-                row, extras={"validation_loss_nats": losses[row.contender], **_sizes(training, row.contender)}
+                row, extras={"validation_loss": losses[row.contender], **_sizes(training, row.contender)}
             )
             for row in compare(f"seed {seed}", samples, "dense")
         ]

@@ -225,7 +225,7 @@ def _extras(size: _Size, row: Row, peaks: dict[str, int]) -> dict[str, float]:
     weights, of which a mixture has more."""
     figures = {
         "share_of_dense": 1 / row.ratio.median,
-        "flops_per_second": size.flops / row.seconds.median,
+        "compute_flops_per_second": size.flops / row.seconds.median,
     }
     peak = peaks[row.contender]
     return figures | ({"peak_bytes": peak, "dispatch_bytes": peak - peaks[_FUSED]} if peak else {})

@@ -29,9 +29,9 @@ _FACTOR_1, _FACTOR_2 = (tl.constexpr(factor) for _, factor in ROUNDS[:2])
 
 def round_runs(target: Tensor, source: Tensor, key: int, runs: ElementRuns) -> None:
     """The elements of `runs`: target (bf16) = source (float32), rounded; both are flat."""
-    num_words = triton.cdiv(runs.length + 3, 4)
-    words = min(_MOST_WORDS, triton.next_power_of_2(num_words))
-    num_tiles = triton.cdiv(num_words, words)
+    num_words = (runs.length + 6) // 4  # in plain numbers: Triton's functions take the host longer
+    words = min(_MOST_WORDS, 1 << (num_words - 1).bit_length())
+    num_tiles = -(-num_words // words)
     assert len(runs.in_part) * num_tiles <= _MOST_PROGRAMS
     with torch.cuda.device(source.device) if source.is_cuda else torch.no_grad():
         _round[(len(runs.in_part) * num_tiles,)](
