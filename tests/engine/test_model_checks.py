@@ -14,6 +14,7 @@ from echelon import Plan, UserError
 from echelon.engine.model_checks import check_content
 from echelon.verify import Case, assert_equal
 from tests.cases import sgd
+from tests.huggingface.models import make as make_transformers
 
 pytestmark = pytest.mark.usefixtures("warm_contract")
 
@@ -118,6 +119,22 @@ def test_what_would_be_wrong_is_refused(make: Make, plan: str, match: str) -> No
     check_content(make(), Plan.parse("data=1"))
     with pytest.raises(UserError, match=match):
         check_content(make(), Plan.parse(plan))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "microbatches=2", "context=2"])
+def test_the_loss_of_transformers_gates_is_refused_where_a_call_sees_a_part(plan: str) -> None:
+    """It was that of each part, and no mean of them, without a word."""
+    model: Any = make_transformers("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    nested = nn.ModuleDict({"inner": model})
+    for each, place in ((model, "the model"), (nested, "inner")):
+        with pytest.raises(
+            UserError, match=f"{place} has output_router_logits=True and router_aux_loss_coef=0.5"
+        ):
+            check_content(each, Plan.parse(plan))
+        check_content(each, Plan.parse("data=1 expert=1"))
+    model.router_aux_loss_coef = 0  # what the forward reads
+    check_content(model, Plan.parse(plan))
+    check_content(make_transformers("mixtral", router_aux_loss_coef=0.5), Plan.parse(plan))
 
 
 @pytest.mark.parametrize(

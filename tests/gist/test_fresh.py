@@ -1,12 +1,15 @@
 """A ReLU writes the encoding of its output, where the operation that reads it saves it."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from echelon.gist import CompressedModule, backend
+from echelon.gist.floats import Parts
+from echelon.gist.fresh import Fresh, Maker
 from echelon.wrapping import find_wrapper
 from tests.gist.nets import compress, gradients, is_same, saved_bytes
 
@@ -71,6 +74,26 @@ def test_a_changed_output_is_encoded_again() -> None:
     between.factor = fresh[2].factor = 3.0
     compress(fresh, "gist-fp16")
     assert is_same(gradients(model, x), gradients(fresh, x))
+
+
+def test_an_encoding_that_nobody_asks_for_goes_with_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept until the next step: of a ReLU that is called twice, and whose first output is saved."""
+    torch.manual_seed(0)
+    again = nn.ReLU()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), again, nn.Conv2d(8, 8, 3), again, nn.MaxPool2d(2))
+    compress(model, "gist-fp16")
+    written: list[weakref.ref[torch.Tensor]] = []
+    show = Fresh.show
+
+    def watch(self: Fresh, output: torch.Tensor, maker: Maker, parts: Parts | None) -> None:
+        written.extend(map(weakref.ref, parts or ()))
+        show(self, output, maker, parts)
+
+    monkeypatch.setattr(Fresh, "show", watch)
+    for _ in range(2):
+        gradients(model, torch.randn(2, 3, 12, 12))
+    assert written
+    assert [each() for each in written] == [None] * len(written)
 
 
 def test_no_encoding_for_a_pool() -> None:

@@ -123,3 +123,27 @@ def test_nothing_is_kept_without_gradients() -> None:
     with torch.no_grad():
         model(torch.randn(4, 64, 32))
     assert not found
+
+
+class Refusing(nn.Module):
+    """Calls relu, unless its input is refused, or told not to."""
+
+    def forward(self, x: Tensor, with_relu: bool = True) -> Tensor:
+        if x.shape[1] != 64:
+            raise ValueError("the width must be 64")
+        return F.relu(x * 2) if with_relu else x * 2
+
+
+def test_a_call_that_failed_teaches_nothing() -> None:
+    """Nor one without functions, after others: every ReLU from then on was saved as it is."""
+    model = Refusing()
+    found = compress(model, "gist").found
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(ValueError, match="width"):
+        model(x[:, :32])
+    model(x)
+    assert "relu" in found
+    model(x, with_relu=False)
+    found.clear()
+    model(x)
+    assert "relu" in found

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from echelon.errors import UserError
+from echelon.experts import auxiliary_loss
 from echelon.models import build, from_hf_state, load_hf, preset, read_hf_config, save_hf, to_hf_state
 from echelon.models.hf_config import config_differences, config_from_hf, config_to_hf
 from echelon.models.hf_dialects import dialect_of
@@ -122,6 +123,37 @@ def test_loss_weights_may_differ_but_not_what_is_computed():
     assert config_differences(config, raw | {"router_aux_loss_coef": 0.5}) == []
     (error,) = config_differences(config, raw | {"norm_topk_prob": True})
     assert error.startswith("config.json says experts=ExpertsConfig(")
+
+
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_balance_is_the_loss_of_transformers(name, layers, tokens, tmp_path):
+    """Of one layer, or of layers whose probabilities are alike; it was layers / top_k times as large."""
+    experts = dataclasses.replace(MIXTURES[name].experts, first_dense=0, balance=0.0)
+    config = dataclasses.replace(MIXTURES[name], layers=layers, experts=experts, ffn=None)
+    raw = config_to_hf(config, "float32") | {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+    ours = ours_of(config_from_hf(raw))
+    if layers > 1:
+        for block in ours.blocks:
+            nn.init.zeros_(block.mlp.gate.weight)
+    save_hf(ours, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.router_aux_loss_coef == pytest.approx(0.5)
+    assert theirs.config.output_router_logits
+    theirs.set_experts_implementation("eager")
+    ours.train()(tokens)
+    expected = 0.5 * theirs(tokens).aux_loss
+    torch.testing.assert_close(auxiliary_loss(ours), expected, rtol=1e-5, atol=0)
+
+
+def test_a_balance_that_is_not_trained_with_is_not_read():
+    for name in IN_TRANSFORMERS:
+        raw = config_to_hf(MIXTURES[name], "float32")
+        assert config_from_hf(raw).experts.balance == MIXTURES[name].experts.balance > 0
+        assert config_from_hf(raw | {"output_router_logits": False}).experts.balance == 0
+    raw = config_to_hf(MIXTURES["deepseek"], "float32")
+    assert config_from_hf(raw | {"aux_loss_alpha": 0.3}).experts.balance == 0.3
+    assert config_from_hf(raw | {"seq_aux": True}).experts.balance == 0
 
 
 def test_our_own_type_lists_all_errors(tmp_path):

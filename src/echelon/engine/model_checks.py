@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from echelon.engine.arguments import check_model
 from echelon.engine.unwrapping import without_compiling
 from echelon.errors import raise_errors
+from echelon.huggingface import gate_loss_coefficients
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.precision import LossScale
 from echelon.runtime.power_iteration import iterated_modules
@@ -50,6 +51,7 @@ def check_content(model: nn.Module, plan: Plan) -> None:
         *_lookup_errors(model, plan),
         *_iteration_errors(model, plan),
         *_adapter_errors(model, plan),
+        *_gate_loss_errors(model, plan),
     ]
     raise_errors(f"the model with plan '{plan}'", errors)
 
@@ -159,3 +161,22 @@ def _adapter_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
             f"the model is a {type(model).__name__} of peft, around the model whose layers this plan must "
             "know: give model.get_base_model(), in which the adapters are; or use data and zero alone"
         )
+
+
+def _gate_loss_errors(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """transformers' balancing losses, which are those of a whole batch only in a call that sees all of it."""
+    if not is_cut(plan):
+        return
+    for name, module in model.named_modules():
+        coefficients = gate_loss_coefficients(module)
+        if coefficients:
+            values = ", ".join(f"{key}={value:g}" for key, value in coefficients.items())
+            yield (
+                f"{name or 'the model'} has output_router_logits=True and {values}: the loss that "
+                f"{type(module).__name__} adds for its gates is not a mean over samples, and with "
+                f"data={plan.data}, microbatches={plan.microbatches} and context={plan.context} a call sees "
+                f"a part of the batch; set model.config.output_router_logits=False or "
+                f"{' and '.join(f'model.{key}=0' for key in coefficients)}, use data=1, microbatches=1 and "
+                "context=1, or build the model with gates of echelon.experts, whose losses are those of the "
+                "global batch"
+            )

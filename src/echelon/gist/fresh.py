@@ -4,10 +4,11 @@
          └─── fp16
 
 A ReLU whose output nobody saves (a pool keeps only positions) writes none: what was so the last time is taken
-to be so again.
+to be so again. An encoding that nobody has asked for lives no longer than the output.
 """
 
-from typing import final
+from typing import Any, final
+from weakref import ref
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Fresh:
         self._maker: Maker | None = None
         self._parts: Parts | None = None
         self._num = 0
+        self._output: ref[Tensor] | None = None
 
     def show(self, output: Tensor, maker: Maker, parts: Parts | None) -> None:
         """`parts`: its encoding, where one was written."""
@@ -37,6 +39,11 @@ class Fresh:
             self._maker.is_read = False  # nobody has asked for the one before
         self._memory, self._maker, self._parts = Memory(output), maker, parts
         self._num = output.numel()
+        self._output = None if parts is None else ref(output, self._forget)
+
+    def _forget(self, output: Any) -> None:
+        if output is self._output:
+            self._parts = self._output = None
 
     def take(self, tensor: Tensor, address: int) -> Parts | None:
         """The encoding of a tensor without gaps, if it is that output. It is given once."""
@@ -46,5 +53,5 @@ class Fresh:
         if tensor.numel() != self._num:  # a part of it
             return None
         maker.is_read = True
-        self._memory = self._maker = self._parts = None
+        self._memory = self._maker = self._parts = self._output = None
         return parts

@@ -45,14 +45,14 @@ class CompressedLayer(Wrapper):
         inputs = _tensors(args, kwargs)
         calls = CompressedCalls(compression) if self._calls_functions is not False else None
         around: AbstractContextManager[Any] = nullcontext() if calls is None else calls
-        try:
-            with around:
-                if compression.format is None and inputs and all(each.is_cuda for each in inputs):
-                    return self.inner(*args, **kwargs)  # all that is left is not sparse: see `Saver`
-                return self._call_saving(compression, inputs, args, kwargs)
-        finally:
-            if self._calls_functions is None and calls is not None:
-                self._calls_functions = calls.seen
+        with around:
+            if compression.format is None and inputs and all(each.is_cuda for each in inputs):
+                output = self.inner(*args, **kwargs)  # all that is left is not sparse: see `Saver`
+            else:
+                output = self._call_saving(compression, inputs, args, kwargs)
+        if calls is not None:
+            self._calls_functions = self._calls_functions or calls.seen  # of a call that has returned
+        return output
 
     def _call_saving(self, compression: Compression, inputs: list[Tensor], args: Any, kwargs: Any) -> Any:
         saver = Saver(compression, self._held(inputs), _most_numbers(inputs))

@@ -26,6 +26,8 @@ _PLAIN_LOSS = re.compile(
     r"loss = self\.loss_function\(\s*(?:logits=)?(?:lm_)?logits,\s*(?:labels=)?labels,"
     r"\s*(?:vocab_size=)?(?:self\.[\w.]*vocab_size|logits\.shape\[-1\]),\s*\*\*kwargs,?\s*\)"
 )
+# What a model multiplies losses of its gates by, where it has them.
+_GATE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 _ADDED_TO_LOSS = re.compile(r"\bloss (?:\+=|= loss [+*/-]) *([^\n]*)")
 
 
@@ -49,6 +51,24 @@ def is_plain_causal_loss(model: Any) -> bool:
     has_auxiliary = bool(getattr(model.config, "output_router_logits", False))
     additions = [term for term in _ADDED_TO_LOSS.findall(text) if has_auxiliary or "aux_loss" not in term]
     return len(_PLAIN_LOSS.findall(text)) == 1 and not additions
+
+
+def gate_loss_coefficients(model: Any) -> dict[str, float]:
+    """Of the losses of gates that the model adds to its own loss: none, unless it outputs their logits.
+
+    Such a loss is no mean over labels: fractions of tokens times mean probabilities, of what one call sees.
+    """
+    if not is_pretrained(model) or "aux_loss" not in _source(type(model).forward):
+        return {}
+    configs = [model.config, model.config.get_text_config(decoder=True)]
+    if not any(getattr(config, "output_router_logits", False) for config in configs):
+        return {}
+    owners = [model, *configs]  # a forward reads the model's own attribute where there is one
+    values = {
+        name: next((getattr(owner, name) for owner in owners if hasattr(owner, name)), None)
+        for name in _GATE_COEFFICIENTS
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def causal_loss(model: Any, *, in_float64: bool) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]]:
