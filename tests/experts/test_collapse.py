@@ -18,6 +18,7 @@ from echelon.experts import (
     NoisyTopKGate,
     SigmoidGate,
     SoftmaxGate,
+    after_step,
     auxiliary_loss,
 )
 
@@ -41,16 +42,17 @@ def shares(gate: Gate, x: Tensor, targets: Tensor) -> Tensor:
     for parameter in layer.experts.parameters():
         nn.init.normal_(parameter, std=0.2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
-    history = []
+    history: list[Tensor] = []
+    gate.register_forward_hook(
+        lambda _, __, routing: history.append(routing.indices.flatten().bincount(minlength=gate.num_experts))
+    )
     for _ in range(STEPS):
         loss = F.mse_loss(layer(x), targets)
-        statistics = gate.pending[0].detach()
         optimizer.zero_grad()
         (loss + auxiliary_loss(layer)).backward()
         optimizer.step()
-        gate.after_step(statistics)
-        history.append(statistics[0] / TOKENS)
-    return torch.stack(history[-LAST:])
+        after_step(layer)
+    return torch.stack(history[-LAST:]) / TOKENS
 
 
 CASES: dict[str, tuple[float, float, Callable[[float], Gate]]] = {

@@ -22,8 +22,10 @@ from echelon.experts import (
     SoftmaxGate,
     SwitchGate,
     auxiliary_loss,
+    recording,
 )
 from echelon.wrapping import Wrapping
+from tests.experts.statistics import Kept, statistics_of
 
 WIDTH, EXPERTS = 6, 4
 GATES: dict[str, Callable[[], Gate]] = {
@@ -48,9 +50,11 @@ def make(name: str) -> Gate:
 
 
 def route(gate: Gate, x: Tensor, first_sample: int = 0, step: int = 0) -> tuple[Routing, Tensor]:
-    with scope(seed=0, step=step, first_sample=first_sample):
+    kept = Kept()
+    with scope(seed=0, step=step, first_sample=first_sample), recording(kept):
         routing = gate(x)
-    return routing, gate.pending.pop().detach()
+    (statistics,) = kept.passes
+    return routing, statistics
 
 
 class Half(Positions):
@@ -160,11 +164,11 @@ def test_the_router_computes_in_float32_at_least_also_inside_autocast() -> None:
     assert torch.equal(cast.weights, exact.weights)
     low = gate.bfloat16()(x.bfloat16())
     assert low.weights.dtype == torch.bfloat16
-    assert gate.pending[-1].dtype == torch.float32
+    assert statistics_of(gate, x.bfloat16()).dtype == torch.float32
 
 
 def test_a_copy_has_no_pending_statistics() -> None:
-    gate = SoftmaxGate(WIDTH, EXPERTS, 2)
+    gate = SoftmaxGate(WIDTH, EXPERTS, 2, balance=0.1)
     gate(torch.randn(2, 3, WIDTH))
     assert len(gate.pending) == 1
     assert copy.deepcopy(gate).pending == []

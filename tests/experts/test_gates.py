@@ -19,10 +19,12 @@ from echelon.experts import (
     SigmoidGate,
     SoftmaxGate,
     SwitchGate,
+    recording,
 )
 from echelon.wrapping import Wrapping
 from tests.experts import reference
 from tests.experts.reference import Slots
+from tests.experts.statistics import Kept
 
 SAMPLES, POSITIONS, WIDTH, EXPERTS = 2, 5, 6, 4
 DOUBLE = torch.float64
@@ -49,11 +51,11 @@ def inputs() -> Tensor:
 
 
 def route(gate: Gate, x: Tensor) -> tuple[Routing, Tensor]:
-    with step():
+    kept = Kept()
+    with step(), recording(kept):
         routing = gate(x)
-    (statistics,) = gate.pending
-    gate.pending.clear()
-    return routing, statistics.detach()
+    (statistics,) = kept.passes
+    return routing, statistics
 
 
 def check_slots(routing: Routing, expected: list[Slots]) -> None:

@@ -17,7 +17,7 @@ loss scale, which is a part of n.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -26,11 +26,16 @@ from torch import Tensor, nn
 
 from echelon.engine.buffer_snapshot import BufferSnapshot
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.experts import Gate, Recorder, recording
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.runtime import GateNumbers, LocalStages
+
+_LATE = (
+    "{name}: its auxiliary loss was switched on after parallelize(), which decides by it when ranks exchange "
+    "the statistics of gates; give it a weight above 0 before, however small, or call parallelize() again"
+)
 
 
 class ExpertLoad(NamedTuple):
@@ -105,11 +110,7 @@ class GateList:
 def _need(gate: Gate) -> str:
     if gate.has_loss:
         return "its auxiliary loss is a function of"
-    return "it balances itself by" if _balances_itself(gate) else ""
-
-
-def _balances_itself(gate: Gate) -> bool:
-    return type(gate).after_step is not Gate.after_step
+    return "it balances itself by" if gate.balances_itself else ""
 
 
 @final
@@ -121,7 +122,8 @@ class Balance:
         in_stages = {module for stage in local.modules for module in stage.modules()}
         self._here = {place.gate: place for place in gates.places if place.gate in in_stages}
         self._with_loss = [place for place in self._here.values() if place.gate.has_loss]
-        self._balanced = [gate for gate in self._here if _balances_itself(gate)]
+        self._losing = {place.gate for place in gates.places if place.gate.has_loss}
+        self._balanced = [gate for gate in self._here if gate.balances_itself]
         self._buffers = BufferSnapshot(self._balanced)
         # Ranks along `tensor` see the same tokens, unless they share the sequence: then one of them counts.
         self._counted = {gate for gate in self._here if layers.counts_loss or layers.sees_part(gate)}
@@ -150,6 +152,7 @@ class Balance:
     # One step.
 
     def start_step(self) -> None:
+        self._check_losses()
         size = self._places[-1].end
         # Two more numbers: what all losses counted, and the same times what they were divided by.
         self._row = torch.zeros(size + 2, dtype=torch.float64, device=self._mesh.device)
@@ -157,9 +160,14 @@ class Balance:
         self._broken: Tensor | None = None
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
-        self._asked: set[Gate] = set()  # gates whose gradient a backward pass has asked for
+        self._traced: set[Gate] = set()  # gates that were recorded in a forward pass with a backward pass
         for gate in self._here:  # of passes that nobody recorded
             gate.pending.clear()
+            gate.seen, gate.ran_in_backward = None, False
+
+    def _check_losses(self) -> None:
+        late = [place for place in self._places if place.gate.has_loss and place.gate not in self._losing]
+        raise_errors(f"plan '{self._mesh.plan}'", [_LATE.format(name=place.name) for place in late])
 
     @property
     def _sums(self) -> Tensor:
@@ -171,6 +179,8 @@ class Balance:
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
         """A microbatch has passed the gate; after the exchange it has done so in the statistics pass."""
+        if torch.is_grad_enabled():
+            self._traced.add(gate)
         if not self._is_exchanged and gate in self._counted:
             self._here[gate].of(self._sums).add_(statistics)
 
@@ -200,19 +210,22 @@ class Balance:
             self._gradients[place.gate] = torch.where(is_used, gradient * factor, 0.0)
 
     def gradient(self, gate: Gate) -> Tensor:
-        self._asked.add(gate)
         return self._gradients[gate]
 
     def check_gradients(self) -> None:
         """After the passes of a step: refuse gates that ran in the backward pass alone, where nobody
         recorded them."""
-        lost = [each for each in self._with_loss if each.gate.pending and each.gate not in self._asked]
+        lost = [
+            each
+            for each in self._here.values()
+            if each.gate.ran_in_backward and each.gate not in self._traced and _need(each.gate)
+        ]
         raise_errors(
             f"plan '{self._mesh.plan}'",
             [
                 f"{name} ({type(gate).__name__}): the model runs this gate again in the backward pass "
-                "(torch.utils.checkpoint?), where its auxiliary loss gets no gradient; leave that to the "
-                "plan, by recompute=full, or use use_reentrant=False"
+                "(torch.utils.checkpoint?), where nobody counts what it sees; leave that to the plan, by "
+                "recompute=full, or use use_reentrant=False"
                 for name, gate, _ in lost
             ],
         )
@@ -238,7 +251,8 @@ class Balance:
             return
         self._buffers.take()
         for gate in self._balanced:
-            gate.after_step(self._here[gate].of(self._sums))
+            if gate.training:
+                gate.after_step(self._here[gate].of(self._sums))
         self._buffers.restore(skipped)
 
     def load(self) -> "ExpertLoads":
@@ -256,7 +270,7 @@ class ExpertLoads(Mapping[str, ExpertLoad]):
     @cached_property
     def _loads(self) -> dict[str, ExpertLoad]:
         sums = self._sums.cpu()
-        return {place.name: _load(place.gate, place.of(sums)) for place in self._places}
+        return {place.name: load_of(place.gate, place.of(sums)) for place in self._places}
 
     def __getitem__(self, gate: str) -> ExpertLoad:
         return self._loads[gate]
@@ -285,8 +299,20 @@ class _MicrobatchRecorder(Recorder):
         return gradient if self._counts else torch.zeros_like(gradient)
 
 
+@final
+class _Discard(Recorder):
+    """For updates without a global batch: gates that need its statistics were refused."""
+
+    def add(self, gate: Gate, statistics: Tensor) -> None:
+        pass
+
+    def gradient(self, gate: Gate) -> Tensor:
+        raise UserError(_LATE.format(name=type(gate).__name__))
+
+
 def recording_of(balance: Balance | None, weight: int) -> AbstractContextManager[None]:
-    return nullcontext() if balance is None else balance.recording(weight)
+    """Around the forward pass of a microbatch in training."""
+    return recording(_Discard()) if balance is None else balance.recording(weight)
 
 
 def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerSharding) -> Balance | None:
@@ -297,9 +323,9 @@ def make_balance(gates: GateList, mesh: Mesh, local: LocalStages, layers: LayerS
     return Balance(gates, mesh, local, layers)
 
 
-def _load(gate: Gate, statistics: Tensor) -> ExpertLoad:
+def load_of(gate: Gate, statistics: Tensor) -> ExpertLoad:
     rows: Mapping[str, Sequence[float]] = dict(zip(gate.rows, statistics.tolist(), strict=True))
-    tokens = sum(rows["tokens"]) / gate.top_k
+    tokens = float(gate.num_tokens(statistics))
     entropy = sum(rows["entropy"]) / tokens if tokens else 0.0
     return ExpertLoad(tuple(rows["tokens"]), tuple(rows["dropped"]), entropy)
 

@@ -299,7 +299,9 @@ class StepRunner(ABC):
 
     def _recording(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """In training, gates tell what they have seen."""
-        return recording_of(None if microbatch.normaliser is None else self._balance, microbatch.weight)
+        if microbatch.normaliser is None:
+            return nullcontext()
+        return recording_of(self._balance, microbatch.weight)
 
     def _offload(self, microbatch: Microbatch, slot: Slot, value: Any) -> AbstractContextManager[None]:
         """What the forward pass saves goes to host memory; what it is given stays."""

@@ -16,6 +16,7 @@ from echelon.experts.noisy_gate import NoisyTopKGate
 from echelon.experts.positions import Positions
 from echelon.experts.recording import (
     Recorder,
+    after_step,
     auxiliary_loss,
     current_recorder,
     gates_of,
@@ -42,6 +43,7 @@ __all__ = [
     "SigmoidGate",
     "SoftmaxGate",
     "SwitchGate",
+    "after_step",
     "auxiliary_loss",
     "current_recorder",
     "finish",

@@ -86,7 +86,9 @@ class ExpertChoiceGate(Gate):
     def has_loss(self) -> bool:
         return self.z_loss > 0
 
+    def num_tokens(self, statistics: Tensor) -> Tensor:
+        return statistics[self.rows.index("probability")].detach().sum()  # 1 for each
+
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
-        _, _, _, probability, z = statistics
-        loss: Tensor = self.z_loss * z.sum() / probability.detach().sum()
+        loss: Tensor = self.z_loss * statistics[self.rows.index("z")].sum() / self.num_tokens(statistics)
         return loss

@@ -41,7 +41,10 @@ class Gate(nn.Module):
         super().__init__()
         raise_errors(type(self).__name__, [*gate_errors(num_experts, top_k, capacity), *errors])
         self.num_experts, self.top_k, self.capacity = num_experts, top_k, capacity
-        self.pending: list[Tensor] = []  # statistics that nobody records; see `auxiliary_loss`
+        # Statistics that nobody records: of each pass, for `auxiliary_loss`; of all, for `after_step`.
+        self.pending: list[Tensor] = []
+        self.seen: Tensor | None = None
+        self.ran_in_backward = False  # where nobody recorded it
 
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of x [samples, positions, width]; of [samples, width], one of each sample."""
@@ -65,10 +68,19 @@ class Gate(nn.Module):
         """What is added to the loss for these `rows`, summed over the global batch; one number."""
         return statistics.new_zeros(())
 
+    def num_tokens(self, statistics: Tensor) -> Tensor:
+        """How many tokens these `rows` are the sums of."""
+        return statistics[0].sum() / self.top_k
+
     @property
     def has_loss(self) -> bool:
         """Whether `auxiliary_loss` depends on the statistics at all."""
-        return False
+        return type(self).auxiliary_loss is not Gate.auxiliary_loss
+
+    @property
+    def balances_itself(self) -> bool:
+        """Whether `after_step` does anything."""
+        return type(self).after_step is not Gate.after_step
 
     @torch.no_grad()
     def after_step(self, statistics: Tensor) -> None:
@@ -76,4 +88,4 @@ class Gate(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in forward passes of the original."""
-        return self.__dict__ | {"pending": []}
+        return self.__dict__ | {"pending": [], "seen": None, "ran_in_backward": False}

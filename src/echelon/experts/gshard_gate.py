@@ -69,9 +69,12 @@ class GShardGate(Gate):
     def has_loss(self) -> bool:
         return self.balance > 0 or self.z_loss > 0
 
+    def num_tokens(self, statistics: Tensor) -> Tensor:
+        return statistics[self.rows.index("first")].sum()  # a second choice may be left out
+
     def auxiliary_loss(self, statistics: Tensor) -> Tensor:
         _, _, _, probability, z, first = statistics
-        num_tokens = first.sum()
+        num_tokens = self.num_tokens(statistics)
         balance = switch_balance(first, probability, num_tokens)
         loss: Tensor = self.balance * balance + self.z_loss * z.sum() / num_tokens
         return loss

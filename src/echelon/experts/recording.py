@@ -9,7 +9,10 @@ backward pass arrives there:
     backward    gradient of weights goes on as it is;  gradient of statistics = recorder.gradient(gate)
 
 Without a recorder, gates keep their statistics, and `auxiliary_loss(model)` is added to the loss as in any
-plain training loop.
+plain training loop, in which `after_step(model)` follows an update.
+
+A gate in evaluation mode has no part in any of this. Nor have passes under `no_grad` in the forward pass of a
+model that is trained, where a loss or the balance of the gate is computed of the statistics.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ class Recorder(Protocol):
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("echelon.experts", default=None)
+_TRACES: ContextVar[bool] = ContextVar("echelon.experts.traces", default=True)  # whether autograd does
 
 
 def current_recorder() -> Recorder | None:
@@ -46,25 +50,40 @@ def current_recorder() -> Recorder | None:
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
     """Around a forward pass whose statistics `recorder` adds up."""
-    token = _RECORDER.set(recorder)
+    token, traces = _RECORDER.set(recorder), _TRACES.set(torch.is_grad_enabled())
     try:
         yield
     finally:
         _RECORDER.reset(token)
+        _TRACES.reset(traces)
 
 
 def record(gate: Gate, weights: Tensor, statistics: Tensor) -> Tensor:
     """`weights`, whose backward pass brings the gradient of the auxiliary loss to `statistics`."""
+    if not gate.training:
+        return weights
     recorder = _RECORDER.get()
     if recorder is None:
-        if gate.training and torch.is_grad_enabled():
-            gate.pending.append(statistics)
+        if torch.is_grad_enabled():
+            _keep(gate, statistics)
         return weights
-    once(lambda: recorder.add(gate, statistics.detach()))
+    counts = torch.is_grad_enabled() == _TRACES.get() or not (gate.has_loss or gate.balances_itself)
+    once(lambda: recorder.add(gate, statistics.detach()) if counts else None)
     if not gate.has_loss:
         return weights
     attached: Tensor = _Attach.apply(weights, statistics, partial(recorder.gradient, gate))  # type: ignore[no-untyped-call]
     return attached
+
+
+def _keep(gate: Gate, statistics: Tensor) -> None:
+    if torch._C._current_graph_task_id() != -1:  # a second run, in the backward pass
+        gate.ran_in_backward = True
+        return
+    if gate.has_loss:
+        gate.pending.append(statistics)
+    if gate.balances_itself:
+        seen = statistics.detach()
+        gate.seen = seen if gate.seen is None else gate.seen + seen
 
 
 class _Attach(torch.autograd.Function):
@@ -94,3 +113,12 @@ def auxiliary_loss(model: nn.Module) -> Tensor | float:
         if pending:
             total = total + gate.auxiliary_loss(torch.stack(pending).sum(0))
     return total
+
+
+def after_step(model: nn.Module) -> None:
+    """Gates that balance themselves do so, by all forward passes since the last call; after an update, in a
+    training loop of your own."""
+    for gate in gates_of(model):
+        seen, gate.seen = gate.seen, None
+        if seen is not None:
+            gate.after_step(seen)

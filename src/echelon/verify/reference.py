@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.dropout import key_dropout, scope
-from echelon.experts import Gate, auxiliary_loss, gates_of
+from echelon.experts import after_step, auxiliary_loss, gates_of
 from echelon.precision import DynamicScale
 from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
@@ -85,7 +85,6 @@ class ReferenceModel:
         self._case, self._dtype = case, dtype
         self._keeps_masters = keeps_masters or dtype.itemsize >= 4
         self._num_updates = 0
-        self._statistics: dict[Gate, Tensor] = {}  # of the last samples
         self.model = case.build(dtype=dtype)
         key_dropout(self.model, Wrapping())
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -101,15 +100,14 @@ class ReferenceModel:
 
     def auxiliary_loss(self) -> Tensor | float:
         """That of all gates, for the samples since the last call."""
-        self._statistics = {
-            gate: torch.stack(gate.pending).sum(0).detach() for gate in gates_of(self.model) if gate.pending
-        }
         return auxiliary_loss(self.model)
 
-    def balance(self) -> None:
-        """An update was made of these samples."""
-        for gate, statistics in self._statistics.items():
-            gate.after_step(statistics)
+    def balance(self, *, skipped: bool) -> None:
+        """An update was made of the samples since the last call, or was skipped."""
+        if not skipped:
+            after_step(self.model)
+        for gate in gates_of(self.model):
+            gate.seen = None
 
     def pop_gradients(self, scale: float = 1.0) -> list[Tensor | None]:
         """The gradients of all parameters, in the type that the optimizer works in; of a loss times `scale`,
@@ -120,8 +118,6 @@ class ReferenceModel:
         ]
         for parameter in self.parameters:
             parameter.grad = None
-        for gate in gates_of(self.model):  # of layers that ran again in the backward pass
-            gate.pending.clear()
         return gradients
 
     def update(self, gradients: Sequence[Tensor | None]) -> float:
@@ -225,8 +221,7 @@ def train_on_one_device(
             reference.load(newest)
             before = newest
         grad_norms.append(math.inf if skips else reference.update(gradients))
-        if not skips:
-            reference.balance()
+        reference.balance(skipped=skips)
         losses.append(float(loss.detach()))
         skipped.append(skips)
         loss_scales.append(scale.value)

@@ -1,0 +1,174 @@
+"""Which passes of a gate count, in an engine as in a plain loop, and what is refused where they would not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.engine import Engine, parallelize
+from echelon.errors import UserError
+from echelon.experts import (
+    Experts,
+    Gate,
+    MixtureOfExperts,
+    SigmoidGate,
+    SoftmaxGate,
+    after_step,
+    auxiliary_loss,
+)
+from echelon.experts.softmax_gate import SoftmaxRouter
+
+WIDTH, EXPERTS = 8, 4
+PLANS = ["data=1", "microbatches=2"]
+
+balanced = partial(SoftmaxGate, WIDTH, EXPERTS, 2, balance=1.0)
+
+
+class Net(nn.Module):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+        self.moe = MixtureOfExperts(gate, Experts(EXPERTS, WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        output: Tensor = self.last(hidden + self.mix(hidden))
+        return output
+
+    def mix(self, x: Tensor) -> Tensor:
+        output: Tensor = self.moe(x)
+        return output
+
+
+def mean_square(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().mean()
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return draw(6, 5, 4), draw(6, 5, 3)
+
+
+def make(gate: Callable[[], Gate], kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind(gate()).double()
+
+
+def engine_of(model: Net, plan: str) -> Engine:
+    return parallelize(
+        model,
+        f"{plan} precision=fp64",
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=mean_square,
+        audit="off",
+    )
+
+
+def train_plainly(model: Net, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        (mean_square(model(inputs), targets) + auxiliary_loss(model)).backward()
+        optimizer.step()
+        after_step(model)
+
+
+def train(model: Net, plan: str, steps: int = 2) -> None:
+    with engine_of(model, plan) as engine:
+        for step in range(steps):
+            assert engine.step(batch(step)).loss > 0
+
+
+def check_equal(plan: str, gate: Callable[[], Gate], kind: type[Net] = Net, **modes: Any) -> None:
+    models = [make(gate, kind) for _ in range(2)]
+    for model in models:
+        model.moe.gate.train(modes.get("training", True))
+    train_plainly(models[0])
+    train(models[1], plan)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("gate", [balanced, partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)])
+@pytest.mark.parametrize("training", [True, False])
+def test_gates_in_evaluation_mode_are_not_balanced(
+    plan: str, gate: Callable[[], Gate], training: bool
+) -> None:
+    check_equal(plan, gate, training=training)
+
+
+class LossAlone(Gate):
+    """Says nothing of having a loss. Inside it, a gate that has one."""
+
+    rows: ClassVar[tuple[str, ...]] = SoftmaxGate.rows
+
+    def __init__(self) -> None:
+        super().__init__(EXPERTS, 2)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    route = SoftmaxRouter.route
+    _jittered = SoftmaxRouter._jittered
+    normalize, z_loss = True, 1.0
+
+    def auxiliary_loss(self, statistics: Tensor) -> Tensor:
+        tokens, _, _, probability, _ = statistics
+        return (tokens * probability).sum() / tokens.sum() ** 2
+
+
+def test_a_gate_with_a_loss_of_its_own_has_a_loss() -> None:
+    assert LossAlone().has_loss
+    check_equal("data=1", LossAlone)
+
+
+@pytest.mark.parametrize("plan", ["schedule=pipedream microbatches=2", "sync=async"])
+def test_nothing_is_kept_where_updates_have_no_global_batch(plan: str) -> None:
+    model = make(partial(SoftmaxGate, WIDTH, EXPERTS, 2))
+    train(model, plan)
+    assert not model.moe.gate.pending
+    assert model.moe.gate.seen is None
+
+
+def test_a_plain_loop_keeps_what_is_asked_for() -> None:
+    free, biased = SoftmaxGate(WIDTH, EXPERTS, 2), SigmoidGate(WIDTH, EXPERTS, 2)
+    x = torch.randn(2, 3, WIDTH)
+    for gate in (free, biased):
+        for _ in range(3):
+            gate(x)
+        assert not gate.pending
+    assert free.seen is None
+    assert biased.seen is not None
+    assert biased.seen.shape == (3, EXPERTS)
+    assert not biased.seen.requires_grad
+    assert biased.seen[0].sum() == 3 * 2 * 3 * 2
+    after_step(biased)
+    assert biased.seen is None
+    assert biased.e_score_correction_bias.any()
+
+
+def test_losses_that_are_switched_on_later_are_refused() -> None:
+    model = make(partial(SoftmaxGate, WIDTH, EXPERTS, 2))
+    with engine_of(model, "data=1") as engine:
+        engine.step(batch())
+        model.moe.gate.balance = 1.0  # type: ignore[assignment]
+        with pytest.raises(UserError, match=r"moe\.gate: its auxiliary loss was switched on after"):
+            engine.step(batch())
+        model.moe.gate.balance = 0.0  # type: ignore[assignment]
+        assert engine.step(batch()).loss > 0
+
+
+class LooksTwice(Net):
+    def mix(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target: Tensor = self.moe(x.flip(0) * 3)
+        return super().mix(x) + target
+
+
+@pytest.mark.parametrize("gate", [balanced, partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)])
+def test_passes_without_a_trace_do_not_count(gate: Callable[[], Gate]) -> None:
+    check_equal("data=1", gate, LooksTwice)
