@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from echelon.engine import Engine, parallelize
 from echelon.errors import UserError
@@ -172,3 +173,111 @@ class LooksTwice(Net):
 @pytest.mark.parametrize("gate", [balanced, partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)])
 def test_passes_without_a_trace_do_not_count(gate: Callable[[], Gate]) -> None:
     check_equal("data=1", gate, LooksTwice)
+
+
+# Gradients that would be lost.
+
+
+class Detached(Net):
+    def mix(self, x: Tensor) -> Tensor:
+        return super().mix(x).detach()
+
+
+class LooksTwiceWithATrace(Net):
+    def mix(self, x: Tensor) -> Tensor:
+        return super().mix(x) + super().mix(x.flip(0) * 3).detach()
+
+
+class Counting(Net):
+    """Another function in each call."""
+
+    calls = 0
+
+    def mix(self, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        return super().mix(x * Counting.calls)
+
+
+class OtherWithoutAutograd(Net):
+    def mix(self, x: Tensor) -> Tensor:
+        return super().mix(x if torch.is_grad_enabled() else x * 5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "words"),
+    [
+        ("data=1", Detached, "does not depend on the weights"),
+        ("microbatches=2", Detached, "does not depend on the weights"),
+        ("data=1", LooksTwiceWithATrace, "does not use what the gate returned in some of its calls"),
+        ("microbatches=2", Counting, "the passes whose statistics are counted"),
+        ("microbatches=2", OtherWithoutAutograd, "computes something else without autograd"),
+        ("microbatches=2", LooksTwice, "leave out passes under no_grad"),
+    ],
+)
+def test_gradients_that_would_be_lost_are_refused(plan: str, kind: type[Net], words: str) -> None:
+    model = make(balanced, kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with engine_of(model, plan) as engine, pytest.raises(UserError, match=words) as error:
+        engine.step(batch())
+    assert "moe.gate (SoftmaxGate)" in str(error.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Checkpointed(Net):
+    def mix(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.moe, x, use_reentrant=isinstance(self, Reentrant))
+        return output
+
+
+class Reentrant(Checkpointed):
+    pass
+
+
+biased = partial(SigmoidGate, WIDTH, EXPERTS, 2, bias_rate=0.1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("gate", [balanced, biased])
+def test_gates_that_also_run_in_the_backward_pass_count_once(plan: str, gate: Callable[[], Gate]) -> None:
+    check_equal(plan, gate, Checkpointed)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a pass without autograd
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("gate", [balanced, biased])
+def test_gates_that_run_in_the_backward_pass_alone_are_refused(plan: str, gate: Callable[[], Gate]) -> None:
+    with (
+        engine_of(make(gate, Reentrant), plan) as engine,
+        pytest.raises(UserError, match="runs this gate again in the backward pass"),
+    ):
+        engine.step(batch())
+
+
+def test_frozen_gates_have_no_gradient_to_lose() -> None:
+    model = make(balanced, Detached)
+    model.first.requires_grad_(False)
+    model.moe.requires_grad_(False)
+    train(model, "microbatches=2")
+
+
+class LossOfWeights(SoftmaxRouter):
+    def auxiliary_loss(self, statistics: Tensor) -> Tensor:
+        return super().auxiliary_loss(statistics) + self.weight.square().sum()
+
+
+class ConstantLoss(SoftmaxRouter):
+    has_loss = True
+
+    def auxiliary_loss(self, statistics: Tensor) -> Tensor:
+        return statistics.new_ones(())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_of_other_tensors_are_refused(plan: str) -> None:
+    model = make(partial(LossOfWeights, WIDTH, EXPERTS, 2, balance=1.0))
+    with engine_of(model, plan) as engine, pytest.raises(UserError, match="depends on other tensors"):
+        engine.step(batch())
+
+
+def test_a_constant_loss_has_no_gradient() -> None:
+    check_equal("data=1", partial(ConstantLoss, WIDTH, EXPERTS, 2))

@@ -15,7 +15,10 @@ class Kept(Recorder):
     def add(self, gate: Gate, statistics: Tensor) -> None:  # noqa: ARG002
         self.passes.append(statistics)
 
-    def gradient(self, gate: Gate) -> Tensor:
+    def attach(self, gate: Gate) -> None:
+        pass
+
+    def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:  # noqa: ARG002
         return torch.zeros(len(gate.rows), gate.num_experts)
 
 

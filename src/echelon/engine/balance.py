@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.engine.buffer_snapshot import BufferSnapshot
+from echelon.engine.gate_passes import TOLERANCES, GatePasses, NoPasses
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.errors import UserError, raise_errors
 from echelon.experts import Gate, Recorder, recording
@@ -134,6 +135,7 @@ class Balance:
         self.needs_pass = has_loss and not local.program.forwards_first
         late = mesh.plan.update != "step" and not has_loss
         self._errors = [_error(place.name, late=late) for place in gates.places]
+        self._passes: GatePasses | NoPasses = GatePasses()
         self.start_step()
 
     def _find_owners(self) -> Tensor:
@@ -160,7 +162,7 @@ class Balance:
         self._broken: Tensor | None = None
         self._losses: dict[Gate, Tensor] = {}
         self._gradients: dict[Gate, Tensor] = {}
-        self._traced: set[Gate] = set()  # gates that were recorded in a forward pass with a backward pass
+        self._passes.start_step()
         for gate in self._here:  # of passes that nobody recorded
             gate.pending.clear()
             gate.seen, gate.ran_in_backward = None, False
@@ -179,10 +181,10 @@ class Balance:
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
         """A microbatch has passed the gate; after the exchange it has done so in the statistics pass."""
-        if torch.is_grad_enabled():
-            self._traced.add(gate)
-        if not self._is_exchanged and gate in self._counted:
-            self._here[gate].of(self._sums).add_(statistics)
+        if not self._is_exchanged:
+            self._passes.recorded(gate, statistics)
+            if gate in self._counted:
+                self._here[gate].of(self._sums).add_(statistics)
 
     def exchange(self, tally: Tensor) -> None:
         """All forwards of this rank are done: sum over all ranks, once in a step. `tally`: of its losses."""
@@ -204,31 +206,31 @@ class Balance:
             with torch.enable_grad():
                 statistics = place.of(self._sums).clone().requires_grad_()
                 loss = place.gate.auxiliary_loss(statistics)
-            (gradient,) = torch.autograd.grad(loss, statistics)
+            gradient = self._passes.differentiate(place.gate, loss, statistics)
             is_used = statistics.detach()[0].sum() != 0
             self._losses[place.gate] = torch.where(is_used, loss.detach(), 0.0)
             self._gradients[place.gate] = torch.where(is_used, gradient * factor, 0.0)
 
-    def gradient(self, gate: Gate) -> Tensor:
+    def see(self, gate: Gate) -> None:
+        """A microbatch has passed the gate, whether it counts or not."""
+        self._passes.see(gate)
+
+    def attach(self, gate: Gate) -> None:
+        self._passes.attached.add(gate)
+
+    def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:
+        if statistics is not None:
+            self._passes.asked(gate, statistics)
         return self._gradients[gate]
 
     def check_gradients(self) -> None:
-        """After the passes of a step: refuse gates that ran in the backward pass alone, where nobody
-        recorded them."""
-        lost = [
-            each
-            for each in self._here.values()
-            if each.gate.ran_in_backward and each.gate not in self._traced and _need(each.gate)
-        ]
+        """After the passes of the first step: refuse gates whose loss has other gradients than a plain loop
+        finds."""
+        plan = self._mesh.plan
         raise_errors(
-            f"plan '{self._mesh.plan}'",
-            [
-                f"{name} ({type(gate).__name__}): the model runs this gate again in the backward pass "
-                "(torch.utils.checkpoint?), where nobody counts what it sees; leave that to the plan, by "
-                "recompute=full, or use use_reentrant=False"
-                for name, gate, _ in lost
-            ],
+            f"plan '{plan}'", list(self._passes.errors(self._here.values(), TOLERANCES[plan.precision]))
         )
+        self._passes = NoPasses()
 
     def is_broken(self) -> Tensor:
         """Whether the statistics of some gate are not finite, as far as is known; on the device."""
@@ -291,11 +293,16 @@ class _MicrobatchRecorder(Recorder):
         self._balance, self._counts = balance, counts
 
     def add(self, gate: Gate, statistics: Tensor) -> None:
+        self._balance.see(gate)
         if self._counts:
             self._balance.add(gate, statistics)
 
-    def gradient(self, gate: Gate) -> Tensor:
-        gradient = self._balance.gradient(gate)
+    def attach(self, gate: Gate) -> None:
+        if self._counts:
+            self._balance.attach(gate)
+
+    def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:
+        gradient = self._balance.gradient(gate, statistics if self._counts else None)
         return gradient if self._counts else torch.zeros_like(gradient)
 
 
@@ -306,7 +313,10 @@ class _Discard(Recorder):
     def add(self, gate: Gate, statistics: Tensor) -> None:
         pass
 
-    def gradient(self, gate: Gate) -> Tensor:
+    def attach(self, gate: Gate) -> None:
+        pass
+
+    def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:  # noqa: ARG002
         raise UserError(_LATE.format(name=type(gate).__name__))
 
 

@@ -6,7 +6,7 @@ all microbatches. So a gate attaches its statistics to what it returns, and the 
 backward pass arrives there:
 
     forward     weights = record(gate, weights, statistics)     recorder.add(gate, statistics)
-    backward    gradient of weights goes on as it is;  gradient of statistics = recorder.gradient(gate)
+    backward    gradient of weights goes on as it is;  gradient of statistics = recorder.gradient(gate, …)
 
 Without a recorder, gates keep their statistics, and `auxiliary_loss(model)` is added to the loss as in any
 plain training loop, in which `after_step(model)` follows an update.
@@ -34,9 +34,15 @@ class Recorder(Protocol):
     def add(self, gate: Gate, statistics: Tensor) -> None:
         """A microbatch has passed the gate; not again where it is run a second time."""
 
-    def gradient(self, gate: Gate) -> Tensor:
-        """Of the gate's auxiliary loss, with respect to its statistics; in the backward pass."""
+    def attach(self, gate: Gate) -> None:
+        """The forward pass has a trace from the gate's weights to its statistics."""
 
+    def gradient(self, gate: Gate, statistics: Tensor | None) -> Tensor:
+        """Of the gate's auxiliary loss, with respect to its statistics; in the backward pass. `statistics`:
+        those of the pass that asks, the first time."""
+
+
+_Gradient = Callable[[Tensor | None], Tensor]
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("echelon.experts", default=None)
 _TRACES: ContextVar[bool] = ContextVar("echelon.experts.traces", default=True)  # whether autograd does
@@ -72,6 +78,8 @@ def record(gate: Gate, weights: Tensor, statistics: Tensor) -> Tensor:
     if not gate.has_loss:
         return weights
     attached: Tensor = _Attach.apply(weights, statistics, partial(recorder.gradient, gate))  # type: ignore[no-untyped-call]
+    if attached.requires_grad:
+        recorder.attach(gate)
     return attached
 
 
@@ -88,13 +96,14 @@ def _keep(gate: Gate, statistics: Tensor) -> None:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, statistics: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-        ctx.gradient, ctx.dtype = gradient, statistics.dtype
+    def forward(ctx: Any, weights: Tensor, statistics: Tensor, gradient: "_Gradient") -> Tensor:
+        ctx.gradient, ctx.dtype, ctx.statistics = gradient, statistics.dtype, statistics.detach()
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        return grad_weights, ctx.gradient().to(ctx.dtype), None
+        statistics, ctx.statistics = ctx.statistics, None
+        return grad_weights, ctx.gradient(statistics).to(ctx.dtype), None
 
 
 def gates_of(model: nn.Module) -> list[Gate]:
