@@ -30,12 +30,12 @@ from tests.experts.statistics import statistics_of
     [
         (lambda: SoftmaxGate(8, 4, 5), ["top_k=5 is above num_experts=4"]),
         (lambda: SoftmaxGate(8, 4, 1, z_loss=-1), ["top_k=1 normalize=True", "z_loss=-1"]),
-        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be a whole number"]),
+        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be a whole number"]),  # type: ignore[arg-type]
         (lambda: SoftmaxGate(0, 4, True, normalize=False), ["width=0", "top_k=True"]),
-        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0"]),
-        (lambda: GShardGate(8.0, 4), ["width=8.0"]),
+        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0"]),  # type: ignore[arg-type]
+        (lambda: GShardGate(8.0, 4), ["width=8.0"]),  # type: ignore[arg-type]
         (lambda: SigmoidGate(-1, 4, 2), ["width=-1"]),
-        (lambda: HierarchicalGate(0, 2.0, 2), ["width=0", "groups=2.0"]),
+        (lambda: HierarchicalGate(0, 2.0, 2), ["width=0", "groups=2.0"]),  # type: ignore[arg-type]
         (lambda: ExpertChoiceGate(0, 4), ["width=0"]),
         (lambda: Experts(0, 8, 5), ["num_experts=0"]),
         (
@@ -108,7 +108,7 @@ def test_an_input_of_the_wrong_form_is_refused() -> None:
     for gate in (SoftmaxGate(8, 4, 2, jitter=0.1), NoisyTopKGate(8, 4, 2), HierarchicalGate(8, 2, 2)):
         with pytest.raises(UserError, match=r"an input \[8\]: give it \[samples, positions, width\]"):
             gate(torch.randn(8))
-        with pytest.raises(UserError, match="made for width=8, .* are 6 wide: make the gate with width=6"):
+        with pytest.raises(UserError, match=r"made for width=8, .* are 6 wide: make the gate with width=6"):
             gate(torch.randn(2, 3, 6))
 
 
@@ -166,6 +166,6 @@ def test_an_engine_knows_the_samples_of_a_microbatch() -> None:
         model, "data=1 microbatches=2", optimizer=lambda p: torch.optim.SGD(p, 0.1), loss=cross_entropy
     ) as engine:
         before = model.blocks[0].mlp.inner.experts.down_proj.detach().clone()
-        with pytest.raises(UserError, match="noise of blocks.0.mlp.inner.gate .* which this pass has 2"):
+        with pytest.raises(UserError, match=r"noise of blocks.0.mlp.inner.gate .* which this pass has 2"):
             engine.step((tokens, tokens))
         assert torch.equal(model.blocks[0].mlp.inner.experts.down_proj, before)

@@ -17,8 +17,8 @@ from echelon.experts.routing import Routing
 class MixtureOfExperts(nn.Module):
     """y = shared(x) + Σ over the experts that the gate chose, weighted.
 
-    The shared expert may compute while tokens are on their way to the others. An index that a gate of your own
-    returns is not looked at: from the number of experts on, it is a dropped slot.
+    The shared expert may compute while tokens are on their way to the others. An index that a gate of your
+    own returns is not looked at: from the number of experts on, it is a dropped slot.
     """
 
     def __init__(self, gate: Gate, experts: Experts, shared: nn.Module | None = None) -> None:
@@ -45,6 +45,6 @@ def _errors(gate: nn.Module, experts: nn.Module) -> Iterator[str]:
     chosen, there = (getattr(module, "num_experts", None) for module in (gate, experts))
     if None not in (chosen, there) and chosen != there:
         yield (
-            f"the gate has num_experts={chosen}, the experts num_experts={there}: what is routed to an expert "
-            "that is not there would be dropped; give both the same number"
+            f"the gate has num_experts={chosen}, the experts num_experts={there}: what is routed to an "
+            "expert that is not there would be dropped; give both the same number"
         )

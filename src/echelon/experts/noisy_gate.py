@@ -24,8 +24,8 @@ class NoisyTopKGate(Gate):
     is among the k largest if its noise alone is drawn again. Both matrices start at 0: at first the noise
     decides. `z_loss` weighs the mean of (log Σ exp x·W_g)². In float32 at least.
 
-    With top_k=1, as in the paper, the only weight is always 1: the gate then learns of `importance`, `load` and
-    `z_loss` alone, and nothing of the model's loss.
+    With top_k=1, as in the paper, the only weight is always 1: the gate then learns of `importance`, `load`
+    and `z_loss` alone, and nothing of the model's loss.
     """
 
     rows: ClassVar[tuple[str, ...]] = (*Gate.rows, "importance", "load", "z")

@@ -38,8 +38,8 @@ def as_samples(x: Tensor) -> Tensor:
     """x as [samples, positions, width]; [samples, width] has one position, an image has all its places."""
     if x.ndim < 2:
         raise UserError(
-            f"a gate cannot tell samples in an input {list(x.shape)}: give it [samples, positions, width], or "
-            "[samples, width]"
+            f"a gate cannot tell samples in an input {list(x.shape)}: give it [samples, positions, width], "
+            "or [samples, width]"
         )
     return x[:, None] if x.ndim == 2 else x.flatten(1, -2)
 
