@@ -3,6 +3,7 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +241,14 @@ def test_a_sample_batch_is_read_too() -> None:
     assert (inputs.kwargs, targets) == ({"x": a, "y": b}, t)
     with pytest.raises(UserError, match="sample_batch: the batch is a Tensor"):
         read_sample(ONE, plan, squares, a)
+
+
+def test_the_loss_of_gates_is_asked_for_in_the_config() -> None:
+    """In a batch it was left out of the loss, or was that of a part of the batch, without a word."""
+    model = model_of(lambda self, x, output_router_logits=None: x)
+    asks = {"x": a, "output_router_logits": True}
+    assert read(model, (asks, t))[0] == ((), asks)
+    model.config = SimpleNamespace(output_router_logits=False)  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"set model\.config\.output_router_logits=True before"):
+        read(model, (asks, t))
+    read(model, (asks | {"output_router_logits": False}, t))

@@ -89,3 +89,11 @@ def test_every_gate_in_every_plan(name: str, plan: str, length: int) -> None:
     if length == 7 and not ("context" in plan or "sequence" in plan):
         pytest.skip("nothing is padded")
     assert_equal(make_case(name, length), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["compile=true", "data=2 expert=2 compile=true"])
+@pytest.mark.parametrize("name", ["noisy", "gshard, capacity"])
+def test_compiled(name: str, plan: str) -> None:
+    """Gates and experts run between what is compiled."""
+    assert_equal(make_case(name, 8, steps=3), plan)

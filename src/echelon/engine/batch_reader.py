@@ -25,6 +25,7 @@ from echelon.layering import listed_layers
 from echelon.plan import AUTO, Plan
 
 _LABELS = "labels"
+_GATE_LOSS = "output_router_logits"  # whether a model of transformers adds the losses of its gates
 
 
 @final
@@ -36,6 +37,8 @@ class BatchReader:
         self._is_own_loss, self._shifts = isinstance(loss, OwnLoss), takes_next_labels(loss)
         self._is_family = by_layers and find_family(model) is not None
         self._first = CallSignature.of(listed_layers(model)[0]) if by_layers else None
+        config = getattr(model, "config", None)
+        self._adds_no_gate_loss = getattr(config, _GATE_LOSS, None) is False
         self._checked: set[object] = set()  # the forms of calls that are known to be right
         if self._is_own_loss and self._is_family:
             raise UserError(
@@ -107,6 +110,12 @@ class BatchReader:
         if form not in self._checked:
             raise_errors("the inputs of the batch", signature.errors(inputs.args, inputs.kwargs))
             self._checked.add(form)
+        if self._adds_no_gate_loss and inputs.kwargs.get(_GATE_LOSS):
+            raise UserError(
+                f"the batch has {_GATE_LOSS}=True and model.config has {_GATE_LOSS}=False: which loss a plan "
+                f"computes is chosen before the first step; set model.config.{_GATE_LOSS}=True before "
+                "parallelize, and leave it out of the batch"
+            )
 
     # Labels.
 
