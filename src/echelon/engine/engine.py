@@ -19,13 +19,13 @@ from echelon.assembly import Assembly
 from echelon.audit import AuditResult
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
-from echelon.engine.balance import Balance, ExpertLoad
+from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
-from echelon.engine.first_step import AuditSettings, make_audit
+from echelon.engine.first_step import make_audit
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.memory_savers import MemorySavers
@@ -34,11 +34,12 @@ from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
+from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, StateNames, whole_slice
+from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
 from echelon.runtime import LocalStages, Push, Update
@@ -56,7 +57,7 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        names: StateNames,
+        whole: WholeModel,
         mesh: Mesh,
         local: LocalStages,
         update: Update,
@@ -64,12 +65,10 @@ class Engine:
         scopes: Scopes,
         wrapping: Wrapping,
         reader: BatchReader,
-        audit: AuditSettings,
         savers: MemorySavers,
-        balance: Balance | None = None,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
-        self._names, self._local, self._layers = names, local, layers
+        self._names, self._local, self._layers = whole.names, local, layers
         self._update, self._scopes, self._wrapping, self._reader = update, scopes, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
@@ -79,7 +78,8 @@ class Engine:
         smallest_scale = 1.0 if scaling is None else scaling.smallest
         self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
         kind = ContinuousRunner if continuous else FlushedRunner
-        carrier, self._balance = savers.carrier, balance
+        carrier, audit = savers.carrier, whole.audit
+        balance = self._balance = make_balance(whole.gates, mesh, local, layers)
         self._runner: StepRunner = kind(mesh, local, update, layers, self._meter, scopes, carrier, balance)
         if isinstance(self._runner, FlushedRunner):
             self._runner.first_step.compares_buffers = audit.mode != "off"

@@ -11,13 +11,11 @@ from echelon.audit import Mode
 from echelon.data_parallel import SMALLEST_UNIT
 from echelon.engine.arguments import check_arguments
 from echelon.engine.auto import resolve
-from echelon.engine.balance import GateList, make_balance
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
 from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
-from echelon.engine.first_step import AuditSettings
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.memory_savers import save_memory
 from echelon.engine.model_checks import accept_model
@@ -29,9 +27,9 @@ from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
 from echelon.engine.updates import make_update
+from echelon.engine.whole_model import WholeModel
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
-from echelon.ownership import StateNames
 from echelon.plan import Plan
 from echelon.precision import LossScale
 from echelon.tensor_parallel import Table
@@ -84,8 +82,7 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        gates = GateList.of(model, plan)  # of all of it
-        names, settings = StateNames.of(model), AuditSettings.of(model, audit, check_every)  # of all of it
+        whole = WholeModel.of(model, plan, audit, check_every)
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
@@ -96,10 +93,7 @@ def parallelize(
         update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
         compile_layers(local.modules, plan, wrapping)
         savers = save_memory(local, mesh, layers, wrapping)  # compress, recompute, offload of activations
-        balance = make_balance(gates, mesh, local, layers)  # experts: losses and statistics of gates
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(
-            model, names, mesh, local, update, layers, scopes, wrapping, reader, settings, savers, balance
-        )
+        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers)
         undo.pop_all()
     return engine
