@@ -118,9 +118,9 @@ class HostStepper(LocalStepper):
             self._send_delayed()
             self._is_late = True
         numbers = HostNumbers(factor, skip)
-        for part in with_gradients:
-            if part or not beside:
-                self._update(part, numbers, beside=beside)
+        # A rank that has nothing to update counts the update all the same.
+        for part in [part for part in with_gradients if part or not beside] or [[]]:
+            self._update(part, numbers, beside=beside)
         if "step" in vars(self.optimizer):  # a scheduler of torch asks whether there was an update
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
