@@ -51,7 +51,7 @@ def test_a_refused_job_shows_nothing_but_its_errors(
 ) -> None:
     code, out, err = output(capsys, "train", "--plan", "data=2 expert=2", "--set", f"out={tmp_path / 'runs'}")
     assert (code, out) == (2, "")
-    assert "expert=2 is not implemented yet (only expert=1)" in err
+    assert "has no experts that ranks can share out" in err
     assert not (tmp_path / "runs").exists()
 
 

@@ -130,7 +130,7 @@ class RankTraining:
             stage: Stage(stage, module, [], Buffers(module, replicas)) for stage, module in modules.items()
         }
         runtime = StageSums if program.versioned else GradientSums
-        first = program.forwards_first
+        first = program.forwards_first and not program.versioned  # where gates have losses
         self._runtime = runtime(modules, replicas, self._everyone, forwards_first=first)
         self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
         self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)

@@ -22,7 +22,7 @@ def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
     """Why a model of these sizes cannot be divided as `plan` says; with pipeline=auto, but for its stages."""
     if plan.pipeline == AUTO:
         plan = dataclasses.replace(plan, pipeline=1)
-    if plan.tensor * plan.context * plan.stages == 1 and not plan.schedule_is_file:
+    if plan.tensor * plan.context * plan.stages * plan.expert == 1 and not plan.schedule_is_file:
         return []
     model, mesh = build_without_memory(config), _PretendedMesh.pretend(plan, 0)
     by_layers = plan.sequence or plan.context > 1
