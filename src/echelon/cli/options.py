@@ -22,7 +22,8 @@ NAMES = (  # importing the models would take a second of torch
     "model.preset: gpt-tiny, llama-tiny, moe-tiny, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-1.3b, "
     "gpt-2.7b, gpt-6.7b, gpt-13b, gpt-175b, llama2-7b, llama2-13b, llama2-70b, llama3-1b, llama3-8b, "
     "llama3-70b, llama3-405b, mixtral-8x7b, deepseek-moe-16b, qwen3-30b-a3b; of task=images: "
-    "alexnet, nin, overfeat, vgg16, inception-v1, resnet-50, and each of these with -tiny; optimizer.name: adamw, sgd, adafactor, sm3; optimizer.schedule: constant, cosine, wsd"
+    "alexnet, nin, overfeat, vgg16, inception-v1, resnet-50, and each of these with -tiny; "
+    "optimizer.name: adamw, sgd, adafactor, sm3; optimizer.schedule: constant, cosine, wsd"
 )
 Settings = Annotated[
     list[str] | None,
