@@ -12,6 +12,7 @@ A skipped step is no error: fp16 gradients were not finite. Many in a row at the
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import final
 
 from echelon.errors import UserError
@@ -37,6 +38,11 @@ class StepCounter:
     def updates(self) -> int:
         """Steps that have made an update, as far as is known."""
         return self.begun - self._num_refused - (self.skipped if self._skips_steps else 0)
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on counting from a checkpoint's numbers."""
+        self.begun = int(numbers["begun steps"])
+        self._num_refused = self.begun - int(numbers["steps"])
 
     def add(self, numbers: StepNumbers) -> None:
         """A step is done, or queued on a device."""
