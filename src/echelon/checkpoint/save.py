@@ -126,8 +126,8 @@ def _joined(about: Manifest, parts: Sequence[RankPart]) -> Manifest:
 
 def _finish(temporary: Path, path: Path, manifest: Manifest) -> None:
     with report_os_errors(path):
-        with (temporary / MANIFEST).open("x", encoding="utf-8") as file:
-            json.dump(manifest.as_json(), file)
+        with (temporary / MANIFEST).open("xb") as file:
+            file.write(manifest.as_bytes())
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import SavedState, save
+from echelon.checkpoint import open_whole, save
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
@@ -356,10 +356,13 @@ class Engine:
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written; all ranks must call this."""
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this."""
+    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this.
+
+        Every file is hashed before anything changes. `verify=False` is for a checkpoint that just was.
+        """
         self.synchronize()
-        saved = SavedState.open(path)
+        saved = open_whole(path, verify=verify)
         load_weights(saved, self._local.sharings, self._layers.in_whole)
         load_buffers(saved, self._owned_buffers())
         self._update.load(saved, self._layers.in_whole)
