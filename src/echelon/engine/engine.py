@@ -38,7 +38,7 @@ from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
-from echelon.launching import beat
+from echelon.launching import beat, finish_step, start_step
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
@@ -171,6 +171,7 @@ class Engine:
         """
         self._check_open()
         self._check_steps(but=1)
+        start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
@@ -187,7 +188,7 @@ class Engine:
         if self._compression is not None:
             self._compression.after_step()
         timer.stop()
-        beat()
+        finish_step()
         if not self._update.deferred:
             self._check_steps()
         return Metrics(numbers, timer)
