@@ -124,7 +124,9 @@ def test_an_error_of_one_rank_ends_the_others_at_once(start: Callable[..., list[
 def test_the_root_cause_is_named_and_not_its_consequence(start: Callable[..., list[Rank]]) -> None:
     ranks = start(WAITS, WORKS, WORKS, deadline=LONG)
     fails = [
-        threading.Thread(target=ranks[1].watchdog.fail, args=("raised PeerLost",), kwargs={"lost_peer": True}),
+        threading.Thread(
+            target=ranks[1].watchdog.fail, args=("raised PeerLost",), kwargs={"lost_peer": True}
+        ),
         threading.Thread(target=ranks[2].watchdog.fail, args=("raised MemoryError",)),
     ]
     for thread in fails:
