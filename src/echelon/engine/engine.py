@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
+from echelon.checkpoint import open_whole, save
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
+from echelon.engine.checkpoints import describe, load_buffers, load_weights
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
@@ -38,7 +40,7 @@ from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
-from echelon.launching import beat
+from echelon.launching import beat, finish_step, start_step
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
@@ -182,6 +184,7 @@ class Engine:
         self._check_open()
         # After many steps that were skipped, the next one must not begin before the last one is known.
         self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
+        start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
@@ -200,7 +203,7 @@ class Engine:
         if self._compression is not None:
             self._compression.after_step()
         timer.stop()
-        beat()
+        finish_step()
         if not self._update.deferred:
             self._check_steps()
         return Metrics(numbers, timer)
@@ -344,6 +347,46 @@ class Engine:
         """
         check_pretrained(self.module)
         self.export(folder, shard_bytes=shard_bytes)
+
+    # Checkpoints.
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write all that is needed to go on into a new folder; all ranks must call this, between steps.
+
+        Any plan can load it. `extra` is plain data of the user's (JSON), which `load` returns: the position
+        in the data, say. It must be the same on all ranks.
+
+        wait=False returns when the state is copied, and writes while training goes on; an error is raised by
+        the next save, or by `finish_saving`. `then` is called on rank 0 when the folder is whole.
+        """
+        self.synchronize()
+        about = describe(self.mesh, self._counter.begun, self.optimizer, extra or {})
+        save(Path(path), self.owned(), about, self.mesh.group("all"), self.mesh.device)  # TODO(A): wait
+        if then is not None and self.mesh.rank == 0:
+            then()
+
+    def finish_saving(self) -> None:
+        """Return when no checkpoint is being written; all ranks must call this."""
+
+    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this.
+
+        Every file is hashed before anything changes. `verify=False` is for a checkpoint that just was.
+        """
+        self.synchronize()
+        saved = open_whole(path, verify=verify)
+        load_weights(saved, self._local.sharings, self._layers.in_whole)
+        load_buffers(saved, self._owned_buffers())
+        self._update.load(saved, self._layers.in_whole)
+        self._counter.restore(saved.manifest.numbers)
+        return saved.manifest.extra
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

@@ -14,6 +14,7 @@ precision (nonfinite.py). Many in a row are one, if no smaller loss scale is lef
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import final
 
 from echelon.engine.nonfinite import NonfiniteError
@@ -54,6 +55,11 @@ class StepCounter:
     def updates(self) -> int:
         """Steps that have made an update, as far as is known."""
         return self.begun - self._num_refused - (self.skipped if self._skips_steps else 0)
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on counting from a checkpoint's numbers."""
+        self.begun = int(numbers["begun steps"])
+        self._num_refused = self.begun - int(numbers["steps"])
 
     def add(self, numbers: StepNumbers) -> None:
         """A step is done, or queued on a device."""

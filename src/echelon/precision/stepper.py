@@ -12,10 +12,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.checkpoint import SavedParameter
 from echelon.errors import UserError
 from echelon.optim.local import Make, make_local
 from echelon.optim.needs import need_of, works_by_element
-from echelon.ownership import MASTER, LocalParameter, OwnedSlice
+from echelon.ownership import MASTER, VALUE, LocalParameter, OwnedSlice
 from echelon.precision.flat_memory import flat_views
 from echelon.precision.float32_gradients import as_float32, divide
 from echelon.precision.fused_adam import FusedAdam
@@ -64,6 +65,10 @@ class Stepper(ABC):
     def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
         """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
         return {}
+
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        """Take the state of a local parameter, and its master, from a checkpoint."""
+        raise NotImplementedError  # TODO(B): every stepper
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
         """The device's memory of the state of local parameters."""
@@ -114,6 +119,19 @@ class LocalStepper(Stepper):
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return state_tensors(self.optimizer, self.updated(local))
+
+    @torch.no_grad()
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        updated = self.updated(local)
+        state: dict[str, object] = {}
+        for part in saved.parts.keys() - {VALUE, MASTER}:
+            if saved.is_by_element(part) and part not in self.whole_parts:
+                state[part] = torch.empty_like(updated, memory_format=torch.preserve_format)
+                saved.fill(part, state[part])
+            else:
+                state[part] = saved.whole(part)
+        if state:
+            self.optimizer.state[updated] = {**state, **saved.numbers}
 
 
 @final
@@ -209,6 +227,14 @@ class MasterStepper(LocalStepper):
 
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return self._masters[local.tensor]
+
+    @torch.no_grad()
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        if not self._has_masters:
+            self._make_masters()
+        saved.fill(saved.finest, self.updated(local).detach())
+        self._not_made.discard(local.tensor)
+        super().load(local, saved)
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         is_made = self._has_masters and local.tensor not in self._not_made

@@ -11,14 +11,18 @@ from torch import Tensor
 from echelon.collectives import Group
 from echelon.data_parallel import Problem, squared_norm
 from echelon.errors import UserError
+from echelon.checkpoint import SavedParameter, SavedState
 from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
-from echelon.ownership import ENGINE, OwnedSlice, Slice, own_state, whole_slice
+from echelon.ownership import ENGINE, OwnedSlice, Slice, own_run, own_state, whole_slice
 from echelon.precision import LossScaling, Stepper
 from echelon.runtime.numbers import GateNumbers, StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
 from echelon.runtime.unit_updates import UnitUpdates
+
+
+InWhole = Callable[[OwnedSlice], list[OwnedSlice]]
 
 
 class Push(NamedTuple):
@@ -116,6 +120,13 @@ class Update(ABC):
     def owned_whole(self) -> list[OwnedSlice]:
         """Optimizer state that this rank holds of whole parameters, also of those that layers split."""
         return []
+
+    def load(self, saved: SavedState, in_whole: InWhole) -> None:
+        """Take the optimizer's state, masters and numbers from a checkpoint; weights are loaded already.
+
+        `in_whole`: a box of this rank's part of a tensor as boxes of the whole one.
+        """
+        raise NotImplementedError  # TODO(B): AsyncUpdate
 
     @abstractmethod
     def storages(self) -> dict[str, list[Tensor]]:
@@ -299,6 +310,17 @@ class SynchronousUpdate(Update):
         if self.loss_scaling is not None:
             counters |= self.loss_scaling.counters()
         return [*owned, *(_own_counter(part, value) for part, value in counters.items())]
+
+    def load(self, saved: SavedState, in_whole: InWhole) -> None:
+        for sharing, local in self._stages.slices():
+
+            def boxes(like: Tensor, slices: list[Slice] = sharing.slices(local)) -> list[OwnedSlice]:
+                return [box for own in own_run(like, slices) for box in in_whole(own)]
+
+            self.stepper.load(local, SavedParameter(saved, local.name, boxes))
+        numbers = saved.manifest.numbers
+        self._last_count = numbers.get("normaliser", 0.0) or None
+        self.number = int(numbers["begun steps"])
 
     def owned_whole(self) -> list[OwnedSlice]:
         states = [(each.name, self.stepper.state(each)) for each in self._stages.local_parameters()]

@@ -1,0 +1,143 @@
+"""A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
+from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
+from echelon.checkpoint.manifest_reader import dtype_of
+from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.regular_file import no_links, open_regular
+from echelon.errors import UserError
+from echelon.ownership import MASTER, VALUE, OwnedSlice, Slice
+from echelon.weight_files.pieces import Piece, Window, read_pieces, whole
+from echelon.weight_files.tensor_file import StoredTensor, read_box, read_header
+
+
+class SavedTensor(NamedTuple):
+    """What a checkpoint says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@final
+class SavedState:
+    """The contents of a checkpoint's folder. Tensors are read when they are asked for, by boxes."""
+
+    def __init__(self, path: Path, manifest: Manifest, fingerprint: str = "") -> None:
+        self.path, self.manifest, self.fingerprint = path, manifest, fingerprint
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SavedState":
+        """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
+        anything is wrong; `verify` compares hashes."""
+        path = Path(path)
+        saved = cls(path, *_read_manifest(path / MANIFEST))
+        for name, record in saved.manifest.files.items():
+            check_size(path / name, record)
+        return saved
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare the hashes of files: of this rank's share, where several verify a checkpoint together."""
+        names = list(self.manifest.files)
+        for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
+            check_hash(self.path / name, self.manifest.files[name])
+
+    def parts(self, name: str) -> dict[str, SavedTensor]:
+        """What there is of a tensor: its value, its master, the optimizer's state."""
+        records = self.manifest.tensors.get(name, {})
+        return {part: _described(record) for part, record in records.items()}
+
+    def read(self, box: Slice, out: Tensor) -> None:
+        """Fill `out`, on any device and of any type, with the box of a tensor."""
+        record = self.manifest.tensors[box.name][box.part]
+        pieces = [
+            Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
+        ]
+        values = torch.empty(box.sizes, dtype=_described(record).dtype)
+        read_pieces(pieces, box, values, self._read_stored)
+        out.copy_(values)
+
+    def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
+        file, _, name = stored.partition("/")
+        read_box(self._header(file)[name], window, out, opener=no_links)
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            header = read_header(self.path / file, opener=no_links)
+            check_header(self.path / file, header, self._expected[file])
+            self._headers[file] = header
+        return self._headers[file]
+
+    @cached_property
+    def _expected(self) -> dict[str, dict[str, SavedTensor]]:
+        """What the manifest says of the tensors in each file."""
+        expected: dict[str, dict[str, SavedTensor]] = {}
+        for parts in self.manifest.tensors.values():
+            for record in parts.values():
+                for piece in record.pieces:
+                    described = SavedTensor(piece.sizes, dtype_of(record.dtype))
+                    expected.setdefault(piece.file, {})[piece.tensor] = described
+        return expected
+
+
+def _read_manifest(path: Path) -> tuple[Manifest, str]:
+    """With a hash of all of it."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        data = file.read() if num_bytes <= MOST_BYTES else b""
+    if num_bytes > MOST_BYTES:
+        raise UserError(f"{path}: has {num_bytes} bytes; a manifest has {MOST_BYTES} at most")
+    try:
+        return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
+    except UserError as error:
+        raise UserError(f"{path}: {error.title}", error.errors) from error
+
+
+def _described(record: TensorRecord) -> SavedTensor:
+    return SavedTensor(record.shape, dtype_of(record.dtype))
+
+
+@final
+class SavedParameter:
+    """What a checkpoint has of a parameter, as a rank needs it that updates a part of it, or all.
+
+    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one.
+    """
+
+    def __init__(self, saved: SavedState, name: str, boxes: Callable[[Tensor], Sequence[OwnedSlice]]) -> None:
+        self._saved, self.name, self._boxes = saved, name, boxes
+        self.parts = saved.parts(name)
+        self.numbers = saved.manifest.state_numbers.get(name, {})
+
+    def is_by_element(self, part: str) -> bool:
+        """Whether it has one number for each element of the parameter; else it belongs to all of it."""
+        return self.parts[part].shape == self.parts[VALUE].shape
+
+    def fill(self, part: str, out: Tensor) -> None:
+        """Fill a tensor like the local parameter with this rank's elements of a part; padding is zeros."""
+        out.zero_()
+        for each in self._boxes(out):
+            self._saved.read(each.slice._replace(part=part), each.tensor)
+
+    def whole(self, part: str) -> Tensor:
+        """All of a part, in host memory."""
+        saved = self.parts[part]
+        out = torch.empty(saved.shape, dtype=saved.dtype)
+        origin, sizes = whole(saved.shape)
+        self._saved.read(Slice(self.name, part, saved.shape, origin, sizes), out)
+        return out
+
+    @property
+    def finest(self) -> str:
+        """The part with all bits of the weight: its float32 master, if there is one."""
+        return MASTER if MASTER in self.parts else VALUE
