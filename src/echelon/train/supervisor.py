@@ -74,7 +74,8 @@ class _Faults:
         self._number += 1
         if self._number > self._job.restarts:
             if self._job.restarts:
-                error.add_note(f"{self._job.restarts} restarts since the last checkpoint did not help")
+                restarts = "1 restart" if self._job.restarts == 1 else f"{self._job.restarts} restarts"
+                error.add_note(f"{restarts} since the last checkpoint did not help")
             raise error
         self._run.take(Restarting(f"rank {error.rank} {error.reason}", self._number, self._job.restarts))
 
