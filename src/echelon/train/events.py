@@ -19,6 +19,7 @@ class Started:
     corpus: str
     device: str
     unit: str = "tokens"  # what the loss counts
+    after_step: int = 0  # of the checkpoint that training goes on from; later steps are made again
 
 
 @dataclass(frozen=True)
@@ -73,4 +74,20 @@ class Sampled:
     text: str
 
 
-Event = Starting | Started | Audited | Stepped | Evaluated | Sampled
+@dataclass(frozen=True)
+class Restarting:
+    """A rank was lost. All ranks were ended, and new ones start."""
+
+    reason: str  # 'rank 1 was killed by SIGKILL before it finished'
+    number: int  # of restarts since the last checkpoint
+    limit: int
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that a person should know of: a damaged checkpoint was passed over, the plan was changed."""
+
+    text: str
+
+
+Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted

@@ -183,6 +183,10 @@ class Job:
     seed: int = 0
     evaluate_every: int = 100
     evaluate_batches: int | None = None  # 4; of images, all
+    save_every: int = 100
+    keep: int = 2
+    keep_every: int = 0
+    restarts: int = 3
     out: str = "runs"
     name: str = "train"
     audit: str = "first"

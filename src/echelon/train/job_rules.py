@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
 
-_LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
+_LEAST = {
+    "steps": 1,
+    "batch": 1,
+    "sequence": 1,
+    "evaluate_every": 0,
+    "evaluate_batches": 1,
+    "seed": 0,
+    "save_every": 0,
+    "keep": 1,
+    "keep_every": 0,
+    "restarts": 0,
+}
 _TOO_MANY = 2**63  # more than torch and numpy can count
 
 
@@ -63,6 +74,24 @@ def _check_counts(job: "Job", findings: Findings) -> None:
             findings.add(f"{name}={value}: must be at least {least}", name)
         if value is not None and value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
+    if findings.all_valid("save_every", "keep_every") and job.keep_every:
+        _check_kept(job, findings)
+
+
+def _check_kept(job: "Job", findings: Findings) -> None:
+    """Checkpoints that are kept for good must be among those that are saved."""
+    if job.save_every == 0:
+        findings.add(
+            f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
+            f"save_every={job.keep_every}, or leave keep_every out",
+            "keep_every",
+        )
+    elif job.keep_every % job.save_every:
+        findings.add(
+            f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; set "
+            f"keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
+            "keep_every",
+        )
 
 
 def _check_names(job: "Job", findings: Findings) -> None:

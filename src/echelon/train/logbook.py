@@ -8,11 +8,15 @@ from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
 from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
+from echelon.train.metrics_file import METRICS, metrics_until, read_metrics
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:
-    """Takes every event, in order; `close` draws the loss, `summary` has the results."""
+    """Takes every event, in order; `close` draws the loss, `summary` has the results.
+
+    Of a run that goes on, it begins with what the folder has.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -21,22 +25,25 @@ class Logbook:
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
         self._board = _tensorboard(folder)
+        for event in read_metrics(folder.path / METRICS):
+            self._keep(event)
 
     def take(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
+                self._cut(event.after_step)
             case Audited():
                 self._audit = event.results
             case Stepped():
-                self._steps.append(event)
-                self._line("step", event)
+                self._keep(event)
+                self._line(event)
                 self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
                 for gate in event.experts:
                     self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
             case Evaluated():
-                self._evaluations.append(event)
-                self._line("evaluation", event)
+                self._keep(event)
+                self._line(event)
                 self._scalars(event.step, validation_loss=event.loss)
                 if event.accuracy is not None:
                     self._scalars(event.step, validation_accuracy=event.accuracy)
@@ -85,10 +92,24 @@ class Logbook:
             ],
         }
 
-    def _line(self, kind: str, event: Stepped | Evaluated) -> None:
+    def _keep(self, event: Stepped | Evaluated) -> None:
+        if isinstance(event, Stepped):
+            self._steps.append(event)
+        else:
+            self._evaluations.append(event)
+
+    def _cut(self, step: int) -> None:
+        """Forget what came after `step`: it is trained again."""
+        self._steps = [event for event in self._steps if event.step <= step]
+        self._evaluations = [event for event in self._evaluations if event.step <= step]
+        if (self._folder.path / METRICS).exists():
+            self._folder.write(METRICS, metrics_until(self._folder.path / METRICS, step))
+
+    def _line(self, event: Stepped | Evaluated) -> None:
         plain = dataclasses.asdict(event).items()
         values = {name: value for name, value in plain if value is not None and value != ()}
-        self._folder.append("metrics.jsonl", [{"kind": kind, **values}])
+        kind = "step" if isinstance(event, Stepped) else "evaluation"
+        self._folder.append(METRICS, [{"kind": kind, **values}])
 
     def _scalars(self, step: int, **values: float) -> None:
         if self._board is None:

@@ -18,18 +18,29 @@ from echelon.initialization import deferred
 from echelon.mesh import this_device
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
+from echelon.train.checkpoints import Checkpoints
 from echelon.train.divergence import refuse_divergence
-from echelon.train.events import Audited, Evaluated, Event, GateLoad, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device
+from echelon.train.stop_request import StopRequest
 from echelon.train.task import Task
 from echelon.train.tasks import open_task
 
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
-def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
-    """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
+def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> int | None:
+    """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`.
+
+    Goes on from the newest checkpoint in `folder`, if there is one. Returns None at the end of the training,
+    or the last step if ranks were asked to stop before it (SIGTERM).
+    """
+    with StopRequest.of_ranks() as stop:
+        return _train(job, folder, report, stop)
+
+
+def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
     torch.manual_seed(job.seed)
     task, measures = open_task(job), Plan.parse(job.plan).pipeline == AUTO
     refuse_small_device(job, task.config, this_device())
@@ -49,29 +60,42 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
     )
     first = engine.mesh.rank == 0
     part = (engine.replica, engine.replicas)
+    checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
+    done = checkpoints.load_last()
     if first:
         device = _device_name(engine)
-        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit))
+        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit, done))
     unread: deque[_Unread] = deque()
     audit: list[AuditResult] = []
-    for step in range(1, job.steps + 1):
+    for step in range(done + 1, job.steps + 1):
+        if not stop.may_begin(step):
+            for each in unread:
+                _look(each, job, report)
+            checkpoints.save(step - 1, wait=True)
+            engine.close(restore=False)
+            return step - 1
         metrics = engine.step(task.training.at(step - 1, part))
         if first and engine.audit != audit:
             audit = engine.audit
             report(Audited(tuple(audit)))
         unread.append(_Unread(step, metrics, _record(engine) if first else None))
         # A look at a step that is not done would leave a GPU idle until the next one is begun.
-        while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
+        looks = _due(step, job) or checkpoints.is_due(step)
+        while unread and (len(unread) > 1 or metrics.is_ready or looks):
             _look(unread.popleft(), job, report)
         if task.num_validation_batches and _due(step, job):
             loss, accuracy = evaluate(engine, task)
             if first:
                 report(Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
+        if checkpoints.is_due(step):
+            checkpoints.save(step)
     engine.export(folder / "model")
+    engine.finish_saving()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
         report(Sampled(task.sample(folder / "model")))
+    return None
 
 
 def _whole(job: Job, task: Task) -> nn.Module:
