@@ -12,6 +12,8 @@ save        all ranks write into a folder with a temporary name, which then gets
 saved       a checkpoint that is there: any box of any tensor can be read
 opening     the same on all ranks, with its hashes compared (file_checks, regular_file)
 folder      the checkpoints of a run: the latest, which are kept, which is whole
+finding     the one that a path means
+summary     what is in one, in numbers
 
 There is no pickle. What strategies made of a model is not stored: names and boxes are those of whole tensors.
 """

@@ -78,6 +78,9 @@ class CheckpointFolder:
         """As rank 0 sees them, on every rank."""
         return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
 
+    def path_of(self, step: int) -> Path:
+        return self._of(step)
+
     def _of(self, step: int) -> Path:
         return self.path / f"{_PREFIX}{step:08d}"
 
