@@ -16,7 +16,17 @@ There is no pickle. What strategies made of a model is not stored: names and box
 
 from echelon.checkpoint.folder import CheckpointFolder
 from echelon.checkpoint.manifest import Manifest
-from echelon.checkpoint.save import save
+from echelon.checkpoint.save import SaveOptions, Saver
 from echelon.checkpoint.saved import SavedParameter, SavedState, SavedTensor
+from echelon.checkpoint.storage_errors import RETRIES
 
-__all__ = ["CheckpointFolder", "Manifest", "SavedParameter", "SavedState", "SavedTensor", "save"]
+__all__ = [
+    "RETRIES",
+    "CheckpointFolder",
+    "Manifest",
+    "SaveOptions",
+    "SavedParameter",
+    "SavedState",
+    "SavedTensor",
+    "Saver",
+]

@@ -4,17 +4,19 @@
   "format": "echelon-checkpoint", "version": 1,
   "step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
   "tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
-      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0", "offsets": [0, 0], "sizes": [4, 4]}, …]},
+      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0", "offsets": [0, 0],
+       "sizes": [4, 4]}, …]},
     "exp_avg": …}},
   "numbers": {"begun steps": 100, "loss scale": 65536.0, …},
   "state_numbers": {"blocks.0.weight": {"step": 100}},
   "groups": [{"lr": 0.003, …}],
   "extra": {…},
-  "files": {"rank-00000.safetensors": {"bytes": 1234, "sha256": "…"}}
+  "files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}
 }
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +50,10 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
+    """What a file must be: its size, and its hash (file_hash.py)."""
+
     bytes: int
-    sha256: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Manifest:
     groups: list[dict[str, Any]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def as_bytes(self) -> bytes:
+        """As the file manifest.json."""
+        return json.dumps(self.as_json()).encode()
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
