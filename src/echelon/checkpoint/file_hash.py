@@ -9,7 +9,6 @@ import zlib
 from typing import BinaryIO, final
 
 BLOCK_BYTES = 1 << 20
-_READ_BYTES = 16 * BLOCK_BYTES
 
 
 @final
@@ -32,7 +31,7 @@ class FileHash:
 
 def hash_file(file: BinaryIO) -> str:
     """Of what is left to read of a file."""
-    found, memory = FileHash(), memoryview(bytearray(_READ_BYTES))
+    found, memory = FileHash(), memoryview(bytearray(BLOCK_BYTES))
     while count := _fill(file, memory):
         found.update(memory[:count])
     return found.hexdigest()
@@ -42,9 +41,8 @@ def _fill(file: BinaryIO, memory: memoryview) -> int:
     """Read as much as fits; less only at the end of the file."""
     filled = 0
     while filled < len(memory):
-        data = file.read(len(memory) - filled)
-        if not data:
+        count = file.readinto(memory[filled:])  # type: ignore[attr-defined]  # every binary file has it
+        if not count:
             break
-        memory[filled : filled + len(data)] = data
-        filled += len(data)
+        filled += count
     return filled

@@ -59,8 +59,8 @@ class RemoteTarget(Target):
         strange = [name for name in names if name != MANIFEST and not _is_of_ours(name)]
         if strange:
             raise UserError(
-                f"{self.url}: has objects that are no checkpoint of echelon's ({', '.join(strange[:3])}); give "
-                "a place where nothing is, or a checkpoint to replace"
+                f"{self.url}: has objects that are no checkpoint of echelon's: {', '.join(strange[:3])}; "
+                "give a place where nothing is, or a checkpoint to replace"
             )
         with remote_errors():
             self._fs.makedirs(self._root, exist_ok=True)  # for the kinds that have folders

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import RETRIES, SavedState, SaveOptions, Saver
+from echelon.checkpoint import RETRIES, SaveOptions, Saver, open_whole
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
@@ -32,13 +32,15 @@ from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
+from echelon.engine.nonfinite import NonfiniteError, NonfiniteRule
+from echelon.engine.nonfinite_search import NonfiniteSearch
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
-from echelon.launching import beat
+from echelon.launching import beat, finish_step, start_step
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
@@ -68,6 +70,7 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         savers: MemorySavers,
+        nonfinite: NonfiniteRule,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = whole.names, local, layers
@@ -78,7 +81,11 @@ class Engine:
         continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
         scaling = update.loss_scaling
         smallest_scale = 1.0 if scaling is None else scaling.smallest
-        self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
+        self._counter = StepCounter(
+            smallest_scale=smallest_scale,
+            skips_steps=not continuous,
+            most_skipped=nonfinite.most_skipped,
+        )
         kind = ContinuousRunner if continuous else FlushedRunner
         carrier, audit = savers.carrier, whole.audit
         balance = self._balance = make_balance(whole.gates, mesh, local, layers)
@@ -92,6 +99,9 @@ class Engine:
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
         self._saver = Saver(mesh.group("all"), mesh.device)
+        self._search: NonfiniteSearch | None = None
+        if nonfinite.skips and isinstance(self._runner, FlushedRunner):
+            self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
 
     # What a training loop needs.
@@ -135,8 +145,8 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps skipped an update because fp16 gradients were not finite; on a CUDA device, as far
-        as is known."""
+        """How many steps skipped an update because their loss or gradients were not finite (under fp16, or
+        with nonfinite="skip"); on a CUDA device, as far as is known."""
         return self._counter.skipped
 
     @property
@@ -165,13 +175,17 @@ class Engine:
         call trains nothing and can be repeated.
 
         With precision=fp16, a step whose gradients are not finite is skipped: it changes no weight and no
-        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too.
+        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too. With
+        nonfinite="skip" the same is so in every precision, also where the loss is not finite; then buffers
+        stay as they were, too. Many such steps in a row are an error, which names the first layer.
 
         With a PipeDream schedule a refused step is reported alike, but not undone: it has applied the updates
         of earlier microbatches, and buffers keep what its own have changed.
         """
         self._check_open()
-        self._check_steps(but=1)
+        # After many steps that were skipped, the next one must not begin before the last one is known.
+        self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
+        start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
@@ -180,6 +194,8 @@ class Engine:
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
+        if self._search is not None and self._counter.is_near_limit:
+            self._search.keep(pair, number)
         self._update.set_learning_rate(number)
         numbers = self._runner.train(pair, number)
         self._meter.sample()
@@ -188,7 +204,7 @@ class Engine:
         if self._compression is not None:
             self._compression.after_step()
         timer.stop()
-        beat()
+        finish_step()
         if not self._update.deferred:
             self._check_steps()
         return Metrics(numbers, timer)
@@ -214,7 +230,10 @@ class Engine:
             raise error
 
     def _late_error(self, *, but: int = 0) -> UserError | None:
-        known = self._counter.late_error(but=but) or self._drift.error(before=self._counter.begun - but)
+        of_steps = self._counter.late_error(but=but)
+        if isinstance(of_steps, NonfiniteError) and self._search is not None:
+            of_steps = self._search.explain(of_steps)
+        known = of_steps or self._drift.error(before=self._counter.begun - but)
         return known or (self._audit.late_error() if but == 0 else None)
 
     @torch.no_grad()
@@ -361,10 +380,13 @@ class Engine:
         """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
         self._saver.finish()
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this."""
+    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this.
+
+        Every file is hashed before anything changes. `verify=False` is for a checkpoint that just was.
+        """
         self.synchronize()
-        saved = SavedState.open(path)
+        saved = open_whole(path, verify=verify)
         load_weights(saved, self._local.sharings, self._layers.in_whole)
         load_buffers(saved, self._owned_buffers())
         self._update.load(saved, self._layers.in_whole)
