@@ -22,16 +22,19 @@ from echelon.checkpoint.folder import CheckpointFolder
 from echelon.checkpoint.manifest import Manifest
 from echelon.checkpoint.numbers import numbers_of
 from echelon.checkpoint.opening import open_whole
-from echelon.checkpoint.save import save
+from echelon.checkpoint.save import SaveOptions, Saver
 from echelon.checkpoint.saved import SavedParameter, SavedState, SavedTensor
+from echelon.checkpoint.storage_errors import RETRIES
 
 __all__ = [
+    "RETRIES",
     "CheckpointFolder",
     "Manifest",
+    "SaveOptions",
     "SavedParameter",
     "SavedState",
     "SavedTensor",
+    "Saver",
     "numbers_of",
     "open_whole",
-    "save",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import SavedState, numbers_of, open_whole, save
+from echelon.checkpoint import RETRIES, SavedState, SaveOptions, Saver, numbers_of, open_whole
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
@@ -107,6 +107,7 @@ class Engine:
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
+        self._saver = Saver(mesh.group("all"), mesh.device)
         self._search: NonfiniteSearch | None = None
         if nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
@@ -365,24 +366,28 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
         then: Callable[[], None] | None = None,
+        retries: int = RETRIES,
     ) -> None:
         """Write all that is needed to go on into a new folder; all ranks must call this, between steps.
 
-        Any plan can load it. `extra` is plain data of the user's (JSON), which `load` returns: the position
-        in the data, say. It must be the same on all ranks.
+        Any plan can load it. The path is a folder on a disk that all ranks share, or a URL that fsspec knows
+        (s3://, gs://). A checkpoint that is there already is replaced when the new one is whole.
+
+        `extra` is plain data of the user's (JSON), which `load` returns: the position in the data, say. It
+        must be the same on all ranks.
 
         wait=False returns when the state is copied, and writes while training goes on; an error is raised by
-        the next save, or by `finish_saving`. `then` is called on rank 0 when the folder is whole.
+        the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
+        `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
         """
         self.synchronize()
         owned = self._saved_slices()
         about = describe(self.mesh, self._counter.begun, self._update, extra or {})
-        save(Path(path), owned, about, self.mesh.group("all"), self.mesh.device)  # TODO(A): wait
-        if then is not None and self.mesh.rank == 0:
-            then()
+        self._saver.save(path, owned, about, SaveOptions(wait, then, retries))
 
     def finish_saving(self) -> None:
-        """Return when no checkpoint is being written; all ranks must call this."""
+        """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
+        self._saver.finish()
 
     def _saved_slices(self) -> list[OwnedSlice]:
         """All that this rank has to save; raises on every rank if there is something that cannot be."""
@@ -517,6 +522,7 @@ class Engine:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
+                refused = refused or self._saving_error()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
             failed = False
@@ -527,9 +533,18 @@ class Engine:
         if refused is not None:
             raise refused
 
+    def _saving_error(self) -> UserError | None:
+        """What went wrong with the save that was under way, which is over now."""
+        try:
+            self._saver.finish()
+        except UserError as error:
+            return error
+        return None
+
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._saver.abandon()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
