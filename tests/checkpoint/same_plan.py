@@ -68,7 +68,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def make_model(gate: str) -> nn.Module:
-    model = build(ModelConfig("llama", 2, WIDTH, 4, vocab=VOCAB, sequence=SEQUENCE, kv_heads=2, ffn=32, dropout=0.1))
+    model = build(
+        ModelConfig("llama", 2, WIDTH, 4, vocab=VOCAB, sequence=SEQUENCE, kv_heads=2, ffn=32, dropout=0.1)
+    )
     for block in model.blocks if gate else ():
         block.mlp = MixtureOfExperts(GATES[gate](), Experts(4, WIDTH, 8))
     return model

@@ -47,7 +47,14 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim
 
 
 def case_of(optimizer: str) -> Case:
-    return Case(make_model, make_batch, cross_entropy, partial(make_optimizer, optimizer), steps=STEPS, options={"audit": "off"})
+    return Case(
+        make_model,
+        make_batch,
+        cross_entropy,
+        partial(make_optimizer, optimizer),
+        steps=STEPS,
+        options={"audit": "off"},
+    )
 
 
 def train(engine: Engine, case: Case, begin: int, end: int) -> list[float]:
