@@ -1,11 +1,10 @@
 """engine.save: what an engine tells a checkpoint beside the slices that it owns.
 
-    groups           options of the optimizer's groups, with the names of their parameters
-    state_numbers    state of the optimizer that is no tensor
-    (random)         where nothing is seeded: the random state of each rank
-    extra state      what modules return from get_extra_state: a tensor, or plain data as JSON
-
-A buffer that is not persistent is not saved, as in a state dict of torch.
+groups           options of the optimizer's groups, with the names of their parameters
+state_numbers    state of the optimizer that is no tensor
+(random)         where nothing is seeded: the random state of each rank
+extra state      what modules return from get_extra_state: a tensor, or plain data as JSON
+temporary        buffers that are not persistent, if training has changed them
 """
 
 import json

@@ -46,6 +46,7 @@ from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
+from echelon.engine.temporary_buffers import TemporaryBuffers
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
@@ -112,6 +113,7 @@ class Engine:
         if nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
+        self._temporary_buffers = TemporaryBuffers(module)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
 
     # What a training loop needs.
@@ -394,6 +396,7 @@ class Engine:
         whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
         counters = [own_number(f"{part}{whose}", value) for part, value in self._runner.counters().items()]
         slices = [*self.owned(), *counters, *owned_random(self.mesh, self._scopes.seed)]
+        slices += self._temporary_buffers.owned()
 
         def add_and_check() -> None:
             slices.extend(owned_extra_state(self.module))
@@ -438,6 +441,7 @@ class Engine:
             self._update,
             values,
             self._owned_buffers(),
+            self._temporary_buffers.all(),
         )
 
     def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:

@@ -41,10 +41,12 @@ class Loading(NamedTuple):
     update: Update
     values: Sequence[OwnedSlice]
     buffers: Sequence[OwnedSlice]
+    temporary_buffers: Sequence[OwnedSlice]
 
     def check(self, *, optimizer: bool, options: bool) -> None:
         """Raise, on every rank, all reasons why the engine cannot take the checkpoint. Changes nothing."""
-        errors = [*name_errors(self.saved, self.names), *value_errors(self.saved, self.values)]
+        values = [*self.values, *self.temporary_buffers]
+        errors = [*name_errors(self.saved, self.names), *value_errors(self.saved, values)]
         if optimizer:
             errors += optimizer_errors(self.saved, self.update)
         if optimizer and options:
@@ -61,8 +63,9 @@ class Loading(NamedTuple):
     @torch.no_grad()
     def _read(self, *, optimizer: bool) -> None:
         self._read_weights()
-        for each in self.buffers:
-            if not each.slice.name.endswith(EXTRA_STATE):
+        for each in (*self.buffers, *self.temporary_buffers):
+            is_saved = each.slice.part in self.saved.parts(each.slice.name)
+            if is_saved and not each.slice.name.endswith(EXTRA_STATE):
                 self.saved.read(each.slice, each.tensor)
         self._read_extra_state()
         self.update.load(self.saved, self.in_whole, state=optimizer)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from echelon.checkpoint import SavedState
+from echelon.engine.checkpoints import EXTRA_STATE
+from echelon.engine.temporary_buffers import TEMPORARY
 from echelon.optim.state_forms import inner_optimizers, state_forms
 from echelon.ownership import MASTER, VALUE, OwnedSlice, StateNames
 from echelon.runtime import Update
@@ -17,7 +19,11 @@ _MOST = 20  # names in one list
 def name_errors(saved: SavedState, names: StateNames) -> list[str]:
     """Tensors that the checkpoint lacks, and those that the model lacks."""
     needed = {*names.parameters.values(), *names.state.values()}
-    there = {name for name in saved.manifest.tensors if not name.startswith("(")}
+    there = {
+        name
+        for name, parts in saved.manifest.tensors.items()
+        if parts.keys() - {TEMPORARY} and not name.startswith("(")
+    }
     missing, unexpected = sorted(needed - there), sorted(there - needed)
     return [
         *_listed(f"{name} is missing in the checkpoint{_hint(name, unexpected)}" for name in missing),
@@ -39,11 +45,10 @@ def _listed(errors: Iterable[str]) -> list[str]:
 def value_errors(saved: SavedState, held: Iterable[OwnedSlice]) -> list[str]:
     """Weights and buffers of other shapes or kinds of numbers than those that were saved."""
     errors = {}
-    for name, (shape, dtype) in {
-        each.slice.name: (each.slice.shape, each.tensor.dtype) for each in held
-    }.items():
-        record = saved.parts(name).get(VALUE)
-        if record is None:  # named already
+    for box, dtype in {each.slice: each.tensor.dtype for each in held}.items():
+        name, shape = box.name, box.shape
+        record = saved.parts(name).get(box.part)
+        if record is None or name.endswith(EXTRA_STATE):  # named already, or of any shape
             continue
         if record.shape != shape:
             errors[name] = f"{name} has shape {record.shape} in the checkpoint, and {shape} in the model"
@@ -68,12 +73,16 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
     forms: dict[object, set[str] | None] = {}
     for name, tensor in update.updated_tensors():
         there = _state_keys(saved, name)
-        kind, place = _place(update.optimizer, tensor)
+        if not there:  # never updated
+            continue
+        # Statistics have the dims of the whole parameter, of which a flat part may be here.
+        kind, group = _group_of(update.optimizer, tensor)
+        place = (group, tensor.dim(), len(saved.parts(name)[VALUE].shape), tensor.dtype, tensor.device)
         if place not in forms:
             made = state_forms(update.optimizer, tensor)
             forms[place] = None if made is None else set(made)
         here = forms[place]
-        if there and here is not None and here != there:
+        if here is not None and here != there:
             by_keys.setdefault((tuple(sorted(there)), tuple(sorted(here)), kind), []).append(name)
     return [
         f"the checkpoint has {_and(there)} of {names[0]}{_more(names)}, and the optimizer here, {kind}, "
@@ -82,13 +91,13 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
     ]
 
 
-def _place(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[str, object]:
-    """The name of the optimizer that updates a tensor; and what the form of its state depends on."""
+def _group_of(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> tuple[str, int]:
+    """The name of the optimizer that updates a tensor, and which group it is in."""
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:
             if any(parameter is tensor for parameter in group["params"]):
-                return type(each).__name__, (id(group), tensor.dim(), tensor.dtype, tensor.device)
-    return type(optimizer).__name__, None
+                return type(each).__name__, id(group)
+    return type(optimizer).__name__, 0
 
 
 def _state_keys(saved: SavedState, name: str) -> set[str]:
