@@ -289,6 +289,7 @@ class Engine:
         counters = {
             f"steps{whose}": self.steps,
             f"begun steps{whose}": self._counter.begun,
+            f"skipped steps{whose}": self._counter.skipped,
             "seed": self._scopes.seed,
         }
         return [
