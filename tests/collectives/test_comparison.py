@@ -88,9 +88,7 @@ def messages_in_any_order(kind: str) -> list[float]:
     peer = 1 - group.rank
     incoming = [torch.zeros(1) for _ in range(3)]
     receives = [group.recv(each, peer, wait=False) for each in incoming]
-    sends = [
-        group.send(torch.tensor([10.0 * group.rank + number]), peer, wait=False) for number in range(3)
-    ]
+    sends = [group.send(torch.tensor([10.0 * group.rank + number]), peer, wait=False) for number in range(3)]
     for handle in [*reversed(receives), *sends]:
         handle.wait()
     group.close()

@@ -166,9 +166,10 @@ def test_fp16_whose_scale_can_still_fall_is_not_counted_to_the_limit() -> None:
     with marked_engine("precision=fp16", loss_scale="dynamic", nonfinite="skip", most_skipped=2) as engine:
         train(engine, 6, range(6))
         assert engine.skipped_steps == 6
-    with marked_engine("precision=fp16", loss_scale=1024.0, nonfinite="skip", most_skipped=2) as engine:
-        with pytest.raises(NonfiniteError, match="in 2 steps in a row"):
-            train(engine, 6, range(6))
+    constant = marked_engine("precision=fp16", loss_scale=1024.0, nonfinite="skip", most_skipped=2)
+    with pytest.raises(NonfiniteError, match="in 2 steps in a row"):
+        train(constant, 6, range(6))
+    constant.close()
 
 
 # The count of a loss.
@@ -200,7 +201,7 @@ def test_gates_whose_statistics_are_not_finite_leave_a_step_out() -> None:
     with parallelize(model, "precision=fp64", **options) as engine:
         engine.step(expert_tokens(0))
         before = full_state(engine)
-        hook = embedding.register_forward_hook(lambda module, given, output: output * torch.nan)
+        hook = embedding.register_forward_hook(lambda *call: call[-1] * torch.nan)
         metrics = engine.step(expert_tokens(1))
         hook.remove()
         assert metrics.skipped

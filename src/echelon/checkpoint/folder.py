@@ -81,6 +81,12 @@ class CheckpointFolder:
             return engine.load(self._of(step), verify=False)
         return None
 
+    def discard_from(self, step: int) -> None:
+        """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
+        for late in self.steps():
+            if late >= step:
+                shutil.rmtree(self._of(late))
+
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
         found = [_NAME.fullmatch(name) for name in self._storage.names()]

@@ -20,7 +20,9 @@ Format = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", help="The folder to write; default: RUN/export/FORMAT.")]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="The type of the weights, like float32: from masters where they have more bits."),
+    typer.Option(
+        "--dtype", help="The type of the weights, like float32: from masters where they have more bits."
+    ),
 ]
 
 

@@ -1,8 +1,8 @@
 """The weights of a checkpoint for other programs: one process, no ranks, one tensor in memory at a time.
 
-    hf            a Hugging Face folder, as `engine.export` writes it; of a run, whose job says the model
-    safetensors   the tensors under their own names
-    dcp           a folder of torch.distributed.checkpoint, under the names of the model's state dict
+hf            a Hugging Face folder, as `engine.export` writes it; of a run, whose job says the model
+safetensors   the tensors under their own names
+dcp           a folder of torch.distributed.checkpoint, under the names of the model's state dict
 """
 
 from collections.abc import Callable
@@ -120,7 +120,9 @@ class _Weights:
         self._saved, self.path = saved, saved.path
         self._wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._shapes = {
-            name: saved.parts(name)[VALUE].shape for name in saved.manifest.tensors if VALUE in saved.parts(name)
+            name: saved.parts(name)[VALUE].shape
+            for name in saved.manifest.tensors
+            if VALUE in saved.parts(name)
         }
 
     @property
@@ -149,9 +151,7 @@ class _Weights:
     def entries(self, model: nn.Module | None) -> list[TensorEntry]:
         """All of them, by name; of a model also under the further names of tied tensors."""
         firsts = {name: name for name in self.names} if model is None else StateNames.of(model).state
-        return [
-            TensorEntry(name, self._shapes[first], self.dtype(first)) for name, first in firsts.items()
-        ]
+        return [TensorEntry(name, self._shapes[first], self.dtype(first)) for name, first in firsts.items()]
 
     def named(self, model: nn.Module | None) -> Callable[[str], Tensor]:
         """Reads by any name that a model has for a tensor."""
