@@ -302,13 +302,8 @@ class Engine:
         counters = {
             f"steps{whose}": self.steps,
             f"begun steps{whose}": self._counter.begun,
-<<<<<<< HEAD
             f"skipped steps{whose}": self.skipped_steps,
             "seed": -1 if self._scopes.seed is None else self._scopes.seed,
-=======
-            f"skipped steps{whose}": self._counter.skipped,
-            "seed": self._scopes.seed,
->>>>>>> nf
         }
         return [own_number(part, value) for part, value in counters.items()]
 
