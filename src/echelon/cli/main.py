@@ -1,6 +1,7 @@
 """The entry point: runs the command, and turns every failure into a message and an exit code.
 
-0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted · 143 SIGTERM
+0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 75 SIGTERM, and the training is saved
+130 interrupted · 143 SIGTERM
 """
 
 import os
@@ -16,6 +17,7 @@ from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
+from echelon.train import preempted
 
 # Newer versions of typer contain click; this is the UsageError of whichever is used.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -71,6 +73,12 @@ def run(arguments: list[str]) -> int:
         return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
+    except preempted.Preempted as error:
+        return (
+            _fail(arguments, preempted.EXIT_CODE, _with_notes(error))
+            if is_first_rank()
+            else preempted.EXIT_CODE
+        )
     except signals.Terminated as error:
         return _fail(arguments, signals.EXIT_CODE, _with_notes(error))
     except signals.Interrupted as error:
