@@ -109,7 +109,7 @@ def _jobs(folder: Path) -> Target:
         text = grammar.toml(change_value(draw.choice(valid), draw), draw)
         return change_bytes(text, [text], draw) if draw.random() < 0.3 else text
 
-    return Target("job", parse, draw_one, 8, [grammar.toml(each, random.Random(0)) for each in valid])
+    return Target("job", parse, draw_one, 5, [grammar.toml(each, random.Random(0)) for each in valid])
 
 
 def _profiles(folder: Path) -> list[Target]:
