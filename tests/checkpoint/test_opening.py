@@ -1,16 +1,20 @@
 """Ranks that open a checkpoint together: each file is hashed once, and all raise what one of them finds."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import echelon.checkpoint.saved
 from echelon.checkpoint import open_whole
 from echelon.checkpoint.file_checks import check_hash, share_files
 from echelon.checkpoint.manifest import FileRecord
 from echelon.errors import UserError
+from echelon.launching import Ranks
 from tests.checkpoint.small import FILES, write_small
-from tests.warm_ranks import WarmRanks
+
+Warm = Callable[[int], Ranks]
 
 
 def _open(path: Path) -> tuple[str, list[str]]:
@@ -30,31 +34,28 @@ def _open(path: Path) -> tuple[str, list[str]]:
     return "", hashed
 
 
-def test_every_file_is_hashed_once_and_all_ranks_hear_of_damage(tmp_path: Path) -> None:
+def test_every_file_is_hashed_once_and_all_ranks_hear_of_damage(tmp_path: Path, warm_ranks: Warm) -> None:
     write_small(tmp_path / "a")
-    with WarmRanks(3) as ranks:
-        opened = ranks.run(_open, tmp_path / "a")
-        assert sorted(name for _, hashed in opened for name in hashed) == sorted(FILES)
-        assert {error for error, _ in opened} == {""}
-        data = bytearray((tmp_path / "a" / FILES[1]).read_bytes())
-        data[-1] ^= 1
-        (tmp_path / "a" / FILES[1]).write_bytes(data)
-        (error,) = {error for error, _ in ranks.run(_open, tmp_path / "a")}
-        assert f"{tmp_path / 'a' / FILES[1]}: is damaged" in error
+    ranks = warm_ranks(4)
+    opened = ranks.run(_open, tmp_path / "a")
+    assert sorted(name for _, hashed in opened for name in hashed) == sorted(FILES)
+    assert {error for error, _ in opened} == {""}
+    data = bytearray((tmp_path / "a" / FILES[1]).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "a" / FILES[1]).write_bytes(data)
+    (error,) = {error for error, _ in ranks.run(_open, tmp_path / "a")}
+    assert f"{tmp_path / 'a' / FILES[1]}: is damaged" in error
 
 
 def _open_own(folder: Path) -> str:
-    import torch.distributed as dist
-
     return _open(folder if dist.get_rank() == 0 else folder / "other")[0]
 
 
-def test_ranks_that_find_different_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_find_different_checkpoints_are_refused(tmp_path: Path, warm_ranks: Warm) -> None:
     write_small(tmp_path / "a", step=3)
     write_small(tmp_path / "a" / "other", step=4)
-    with WarmRanks(2) as ranks:
-        (error,) = set(ranks.run(_open_own, tmp_path / "a"))
-    assert "rank 1 finds another checkpoint there than rank 0" in error
+    (error,) = set(warm_ranks(4).run(_open_own, tmp_path / "a"))
+    assert "finds another checkpoint there than rank 0" in error
 
 
 def test_shares_are_about_equal() -> None:
