@@ -19,7 +19,9 @@ from tests.checkpoint.saving import state
 
 
 def layout_of(tensors: dict[str, Tensor], **options: int) -> list[FileLayout]:
-    return lay_out(0, [(whole_slice(name, tensor), tensor.dtype) for name, tensor in tensors.items()], **options)
+    return lay_out(
+        0, [(whole_slice(name, tensor), tensor.dtype) for name, tensor in tensors.items()], **options
+    )
 
 
 def image_bytes(layout: FileLayout, tensors: dict[str, Tensor], chunk: int) -> bytes:

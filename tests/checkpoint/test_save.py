@@ -133,7 +133,9 @@ def test_a_limit_of_the_kernel_is_an_error(tmp_path: Path, wait: bool) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"/sys/a: .*\(make the folder writable for this user, or save elsewhe"):
+    with pytest.raises(
+        UserError, match=r"/sys/a: .*\(make the folder writable for this user, or save elsewhe"
+    ):
         save(new_saver(), "/sys/a", state())
 
 
