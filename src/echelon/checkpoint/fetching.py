@@ -50,9 +50,7 @@ class FetchedFiles:
         with report_read_errors(self._url):
             names = with_retries(lambda: remote_names(self._fs, self._root), RETRIES)
         if MANIFEST not in names:
-            raise UserError(
-                f"{self._url}: has no {MANIFEST}: there is no checkpoint, or not a whole one"
-            )
+            raise UserError(f"{self._url}: has no {MANIFEST}: there is no checkpoint, or not a whole one")
         self.path = Path(tempfile.mkdtemp(prefix="echelon-checkpoint-"))
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 

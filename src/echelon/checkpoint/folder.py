@@ -81,6 +81,12 @@ class CheckpointFolder:
             return engine.load(self._of(step), verify=False)
         return None
 
+    def discard_from(self, step: int) -> None:
+        """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
+        for late in self.steps():
+            if late >= step:
+                shutil.rmtree(self._of(late))
+
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
         found = [_NAME.fullmatch(name) for name in self._storage.names()]
@@ -89,6 +95,9 @@ class CheckpointFolder:
     def _steps_of_all(self) -> list[int]:
         """As rank 0 sees them, on every rank."""
         return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
+
+    def path_of(self, step: int) -> str | Path:
+        return self._of(step)
 
     def _of(self, step: int) -> str | Path:
         return self._storage.at(_name(step))

@@ -65,6 +65,12 @@ class SavedState:
         records = self.manifest.tensors.get(name, {})
         return {part: _described(record) for part, record in records.items()}
 
+    def value_part(self, name: str, dtype: torch.dtype) -> str:
+        """What a weight of this type is read from: its value, or where that is of another type, the float32
+        master it was rounded from."""
+        parts = self.parts(name)
+        return MASTER if MASTER in parts and parts[VALUE].dtype != dtype else VALUE
+
     def read(self, box: Slice, out: Tensor) -> None:
         """Fill `out`, on any device and of any type, with the box of a tensor."""
         record = self.manifest.tensors[box.name][box.part]
@@ -126,13 +132,27 @@ def _described(record: TensorRecord) -> SavedTensor:
 class SavedParameter:
     """What a checkpoint has of a parameter, as a rank needs it that updates a part of it, or all.
 
-    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one.
+    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one. Without `state`, the
+    optimizer's is as if there were none.
     """
 
-    def __init__(self, saved: SavedState, name: str, boxes: Callable[[Tensor], Sequence[OwnedSlice]]) -> None:
+    def __init__(
+        self,
+        saved: SavedState,
+        name: str,
+        boxes: Callable[[Tensor], Sequence[OwnedSlice]],
+        *,
+        state: bool = True,
+    ) -> None:
         self._saved, self.name, self._boxes = saved, name, boxes
-        self.parts = saved.parts(name)
-        self.numbers = saved.manifest.state_numbers.get(name, {})
+        parts = saved.parts(name)
+        self.parts = {part: each for part, each in parts.items() if state or part in (VALUE, MASTER)}
+        self.numbers = saved.manifest.state_numbers.get(name, {}) if state else {}
+
+    @property
+    def state_parts(self) -> list[str]:
+        """The parts that are state of an optimizer, and tensors."""
+        return sorted(self.parts.keys() - {VALUE, MASTER})
 
     def is_by_element(self, part: str) -> bool:
         """Whether it has one number for each element of the parameter; else it belongs to all of it."""
@@ -143,6 +163,10 @@ class SavedParameter:
         out.zero_()
         for each in self._boxes(out):
             self._saved.read(each.slice._replace(part=part), each.tensor)
+
+    def fill_value(self, out: Tensor) -> None:
+        """Fill a tensor like the local parameter with this rank's elements of the weight."""
+        self.fill(self._saved.value_part(self.name, out.dtype), out)
 
     def whole(self, part: str) -> Tensor:
         """All of a part, in host memory."""

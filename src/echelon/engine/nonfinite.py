@@ -23,17 +23,18 @@ class NonfiniteError(UserError):
 
     count: int = 0
     step: int = -1  # the number of the last of them, from 0
+    reason: str = ""
 
     @classmethod
     def of(cls, count: int, step: int, found: str = "") -> "NonfiniteError":
         """`found`: what is known of the last of them."""
         steps = f"{count} steps in a row, of which the last was" if count > 1 else "a step,"
+        reason = f"the loss or the gradients were not finite in {steps} number {step} (from 0)"
         error = cls(
-            f"the loss or the gradients were not finite in {steps} number {step} (from 0); no weight has "
-            f"changed; {found + '; ' if found else ''}lower the learning rate, set clip, or look at the "
-            "batches"
+            f"{reason}; no weight has changed; {found + '; ' if found else ''}lower the learning rate, set "
+            "clip, or look at the batches"
         )
-        error.count, error.step = count, step
+        error.count, error.step, error.reason = count, step, reason
         return error
 
 

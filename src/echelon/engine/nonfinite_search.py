@@ -53,7 +53,7 @@ class NonfiniteSearch:
     def explain(self, error: NonfiniteError) -> NonfiniteError:
         """The error with the layer that is to blame, the same on every rank."""
         batch = self._kept.get(error.step)
-        self._kept = {}
+        self._kept = {step: kept for step, kept in self._kept.items() if step > error.step}
         if batch is None:
             return error
         found = self._search(batch, error.step)

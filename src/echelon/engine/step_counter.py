@@ -59,7 +59,11 @@ class StepCounter:
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Go on counting from a checkpoint's numbers."""
         self.begun = int(numbers["begun steps"])
-        self._num_refused = self.begun - int(numbers["steps"])
+        self.skipped = int(numbers.get("skipped steps", 0))
+        skipped = self.skipped if self._skips_steps else 0
+        self._num_refused = self.begun - int(numbers["steps"]) - skipped
+        self._num_in_row = 0
+        self._unchecked.clear()
 
     def add(self, numbers: StepNumbers) -> None:
         """A step is done, or queued on a device."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -55,7 +56,8 @@ class Ranks:
     `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit). Without it,
     ECHELON_DEADLINE of the environment says so, and else it is 1,800.
     `environment(rank)` has more environment variables for a rank, for example settings of NCCL.
-    A failure in a run ends all ranks, and then these `Ranks` cannot be used again.
+    A failure in a run ends all ranks, and then these `Ranks` cannot be used again. They may handle SIGTERM
+    before that, but for `kills_at_once`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Ranks:
         backend: str | None = None,
         deadline: Deadline = FROM_ENVIRONMENT,
         environment: Environment | None = None,
+        kills_at_once: bool = False,
     ) -> None:
         guard.refuse_while_main_is_imported()
         _check_arguments(ranks, deadline)
@@ -72,7 +75,7 @@ class Ranks:
         self._deadline = deadline_seconds(deadline)
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-"))
         self._processes: list[RankProcess] = []
-        self._is_open = True
+        self._is_open, self._kills_at_once = True, kills_at_once
         # Runs before multiprocessing's own handler, which would wait for the ranks forever.
         atexit.register(self.close)
         with self._kill_on_error():
@@ -101,7 +104,13 @@ class Ranks:
 
     def kill(self) -> None:
         """End the ranks, whatever they do; may be called twice."""
-        self._end(kill_all)
+        self._end(partial(kill_all, at_once=self._kills_at_once))
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to every rank, but to nothing that ranks have started."""
+        for process in self._processes:
+            if process.is_alive:
+                process.send_to_rank(number)
 
     def __enter__(self) -> Self:
         return self
