@@ -18,6 +18,7 @@ from echelon.train.events import (
     Event,
     Noted,
     Restarting,
+    RolledBack,
     Sampled,
     Started,
     Starting,
@@ -76,6 +77,8 @@ class Display:
                     f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting from the last checkpoint "
                     f"({event.number} of {event.limit} restarts without a new one)"
                 )
+            case RolledBack():
+                self._roll_back(event)
             case Noted():
                 self._console.print(f"[yellow]{escape(event.text)}[/]")
             case Audited():
@@ -102,6 +105,13 @@ class Display:
         if step:
             self._progress.update(self._task, completed=step)
             self._console.print(f"going on after step {step}, from its checkpoint")
+
+    def _roll_back(self, event: RolledBack) -> None:
+        self._console.print(
+            f"[yellow]{escape(event.reason)}[/]; going back to step {event.step}, without batches "
+            f"{event.first_batch} to {event.end_batch - 1} ({event.number} of {event.limit} rollbacks)"
+        )
+        self._begin_after(event.step)
 
     def _show_skipped(self, event: Audited) -> None:
         skipped = [str(result) for result in event.results if result.outcome == "skipped"]
@@ -135,6 +145,8 @@ class Display:
         ]
         if step.experts:
             figures.append(("experts", _experts(step)))
+        if step.skipped and step.loss_scale == 1.0:
+            figures.append(("skipped", "loss or gradients were not finite"))
         if step.loss_scale != 1.0:
             figures.append(("loss scale", f"{step.loss_scale:,.0f}{', skipped' if step.skipped else ''}"))
         if self._evaluated is not None:

@@ -57,7 +57,7 @@ class Stepped:
     comm_seconds: float
     comm_hidden_seconds: float
     memory_bytes: int
-    skipped: bool = False  # fp16: gradients were not finite
+    skipped: bool = False  # gradients, or the loss, were not finite
     loss_scale: float = 1.0
     experts: tuple[GateLoad, ...] = ()
 
@@ -90,4 +90,17 @@ class Noted:
     text: str
 
 
-Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted
+@dataclass(frozen=True)
+class RolledBack:
+    """The loss has jumped, or numbers were not finite: training goes on after an earlier step."""
+
+    step: int  # of the checkpoint
+    from_step: int  # the last that went wrong
+    reason: str
+    first_batch: int  # those from here …
+    end_batch: int  # … to before this are left out
+    number: int  # of rollbacks in this run
+    limit: int
+
+
+Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack

@@ -18,6 +18,7 @@ from echelon.plan import Plan
 from echelon.precision.loss_scaling import loss_scale_errors
 from echelon.train.findings import Findings
 from echelon.train.memory_fit import host_memory_errors
+from echelon.train.number_rules import check_numbers
 from echelon.train.plan_fit import division_errors
 from echelon.train.plan_work import work_error
 from echelon.train.rank_fit import rank_error, ranks_on_this_host
@@ -40,6 +41,9 @@ _LEAST = {
     "keep": 1,
     "keep_every": 0,
     "restarts": 0,
+    "most_skipped": 1,
+    "spike_window": 1,
+    "max_rollbacks": 0,
 }
 _TOO_MANY = 2**63  # more than torch and numpy can count
 
@@ -55,6 +59,7 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_names(job, findings)
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
+    check_numbers(job, plan, findings)
     if not findings.all_valid("task"):  # of which task the other keys are is not known
         _check_schedule(job, findings)
         return findings.errors

@@ -6,7 +6,7 @@ from typing import Any
 
 from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
-from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, RolledBack, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
 from echelon.train.metrics_file import METRICS, metrics_until, read_metrics
 from echelon.train.run_folder import RunFolder, explain_os_errors
@@ -24,6 +24,7 @@ class Logbook:
         self._evaluations: list[Evaluated] = []
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
+        self._num_rollbacks = 0
         self._board = _tensorboard(folder)
         for event in read_metrics(folder.path / METRICS):
             self._keep(event)
@@ -47,6 +48,10 @@ class Logbook:
                 self._scalars(event.step, validation_loss=event.loss)
                 if event.accuracy is not None:
                     self._scalars(event.step, validation_accuracy=event.accuracy)
+            case RolledBack():
+                self._cut(event.step)
+                self._num_rollbacks = event.number
+                self._line(event)
             case Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
 
@@ -86,6 +91,7 @@ class Logbook:
             "tokens_per_second": steps[-1].tokens / usual,
             "memory_bytes": max(step.memory_bytes for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
+            "rollbacks": self._num_rollbacks,
             "largest_expert_share": max((gate.largest_share for gate in steps[-1].experts), default=None),
             "audit": [
                 {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
@@ -105,10 +111,10 @@ class Logbook:
         if (self._folder.path / METRICS).exists():
             self._folder.write(METRICS, metrics_until(self._folder.path / METRICS, step))
 
-    def _line(self, event: Stepped | Evaluated) -> None:
+    def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
         plain = dataclasses.asdict(event).items()
         values = {name: value for name, value in plain if value is not None and value != ()}
-        kind = "step" if isinstance(event, Stepped) else "evaluation"
+        kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
         self._folder.append(METRICS, [{"kind": kind, **values}])
 
     def _scalars(self, step: int, **values: float) -> None:

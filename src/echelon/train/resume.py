@@ -17,6 +17,7 @@ FINISHED = "finished"
 MAY_CHANGE = (
     *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
     *("evaluate_every", "evaluate_batches"),
+    *("nonfinite", "most_skipped", "spike_factor", "spike_window", "max_rollbacks"),
 )
 
 

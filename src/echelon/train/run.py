@@ -12,7 +12,7 @@ import torch
 
 from echelon import __version__
 from echelon.errors import UserError
-from echelon.train.events import Event, Noted, Restarting, Starting
+from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
 from echelon.train.job import Job, as_plain
 from echelon.train.logbook import Logbook
 from echelon.train.preempted import Preempted
@@ -36,6 +36,8 @@ class Run:
         match event:
             case Restarting(reason, number):
                 self.folder.note("restart", reason=reason, number=number, after_step=self.logbook.last_step)
+            case RolledBack(step, from_step, reason):
+                self.folder.note("rollback", step=step, from_step=from_step, reason=reason)
             case Noted(text):
                 self.folder.note("note", text=text)
         self.show(event)
