@@ -22,7 +22,7 @@ class Engine:
         self,
         path: str | Path,
         *,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,  # noqa: ARG002 (that of `saving.ABOUT` is saved)
         wait: bool = True,
         then: Callable[[], None] | None = None,
         retries: int = 0,
