@@ -64,7 +64,7 @@ class CheckpointFolder:
         """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
         raised by the next save, or by engine.finish_saving()."""
         engine.save(
-            self._of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step), retries=self._retries
+            self.path_of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step), retries=self._retries
         )
 
     def load_last(self, engine: Saves, say: Callable[[str], None] = print) -> dict[str, Any] | None:
@@ -74,18 +74,18 @@ class CheckpointFolder:
         """
         for step in self._steps_of_all():
             try:
-                open_whole(self._of(step))
+                open_whole(self.path_of(step))
             except UserError as error:
                 say(f"{error}; trying the one before")
                 continue
-            return engine.load(self._of(step), verify=False)
+            return engine.load(self.path_of(step), verify=False)
         return None
 
     def discard_from(self, step: int) -> None:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
         for late in self.steps():
             if late >= step:
-                shutil.rmtree(self._of(late))
+                self._storage.remove(_name(late))
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
@@ -97,9 +97,6 @@ class CheckpointFolder:
         return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
 
     def path_of(self, step: int) -> str | Path:
-        return self._of(step)
-
-    def _of(self, step: int) -> str | Path:
         return self._storage.at(_name(step))
 
     def _is_saved(self, step: int) -> None:
