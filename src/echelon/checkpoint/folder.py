@@ -8,6 +8,7 @@ checkpoints/
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -63,9 +64,8 @@ class CheckpointFolder:
     def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
         """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
         raised by the next save, or by engine.finish_saving()."""
-        engine.save(
-            self.path_of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step), retries=self._retries
-        )
+        then = partial(self._is_saved, step)
+        engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
 
     def load_last(self, engine: Saves, say: Callable[[str], None] = print) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, and return its extra; None if there is none.
