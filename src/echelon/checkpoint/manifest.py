@@ -4,11 +4,12 @@
   "format": "echelon-checkpoint", "version": 1,
   "step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
   "tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
-      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0", "offsets": [0, 0], "sizes": [4, 4]}, …]},
+      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0", "offsets": [0, 0],
+       "sizes": [4, 4]}, …]},
     "exp_avg": …}},
   "numbers": {"begun steps": 100, "loss scale": 65536.0, …},
   "state_numbers": {"blocks.0.weight": {"step": 100}},
-  "groups": [{"lr": 0.003, …}],
+  "groups": [{"lr": 0.003, …, "parameters": ["blocks.0.weight", …]}],
   "extra": {…},
   "files": {"rank-00000.safetensors": {"bytes": 1234, "sha256": "…"}}
 }

@@ -109,8 +109,8 @@ def check_storable(owned: Iterable[OwnedSlice]) -> None:
     raise_errors(
         "the state of this engine, which cannot be saved",
         [
-            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors file "
-            "holds; use another type"
+            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
+            "file holds; use another type"
             for each in owned
             if each.tensor.dtype not in known
         ],
@@ -153,8 +153,8 @@ def owned_extra_state(module: nn.Module) -> list[OwnedSlice]:
             data = json.dumps(value).encode()
         except (TypeError, ValueError):
             errors.append(
-                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it must "
-                "return a tensor, or lists, dicts, strings and numbers"
+                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it "
+                "must return a tensor, or lists, dicts, strings and numbers"
             )
             continue
         owned.append(_bytes(name, JSON, torch.frombuffer(bytearray(data), dtype=torch.uint8)))
