@@ -10,6 +10,7 @@ temporary        buffers that are not persistent, if training has changed them
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,8 +37,6 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) -> Manifest:
     """What a manifest says beside tensors and files; all ranks must call this."""
-    from echelon import __version__
-
     numbers: dict[str, dict[str, Number]] = {}
     check_on_every_rank(lambda: numbers.update(_state_numbers(update)))
     rows = gather(mesh, [_groups(update), numbers])
@@ -46,7 +45,7 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
         plan=str(mesh.plan),
         ranks=mesh.plan.ranks,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"echelon": __version__, "torch": torch.__version__},
+        versions={"echelon": import_module("echelon").__version__, "torch": torch.__version__},
         groups=_joined(group for groups, _ in rows for group in groups),
         state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
         extra=dict(extra),
