@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -80,21 +81,49 @@ def test_ctrl_c_ends_everything_and_leaves_no_finished_run(tmp_path: Path) -> No
     assert state == "failed"
 
 
-def test_sigterm_marks_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path) -> None:
+def test_sigterm_saves_the_run_ends_the_ranks_and_answers_in_json(tmp_path: Path) -> None:
     with training(tmp_path, "--json") as process:
         ranks = children_of(process.pid)
         assert ranks
         process.terminate()
         process.terminate()  # as `timeout` does
         out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (143, b"")
-    assert json.loads(out)["exit_code"] == 143
-    assert re.match(r"terminated \(SIGTERM\): step [1-9]\d* was the last; the", json.loads(out)["error"])
-    assert list(tmp_path.glob("*/loss.svg")), "the loss so far"
-    (about,) = [json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*/run.json")]
-    assert about["state"] == "failed"
+    assert (process.returncode, err) == (75, b"")
+    assert json.loads(out)["exit_code"] == 75
+    said = re.match(
+        r"preempted \(SIGTERM\): step ([1-9]\d*) was the last, and is saved; go on with: echelon train "
+        r"--resume (.*)",
+        json.loads(out)["error"],
+    )
+    assert said
+    (run,) = tmp_path.iterdir()
+    assert said[2] == str(run)
+    assert list(run.glob("loss.svg")), "the loss so far"
+    assert [path.name for path in run.glob("checkpoints/step-*")] == [f"step-{int(said[1]):08d}"]
+    about = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert about["state"] == "preempted"
     assert "SIGTERM" in about["reason"]
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_some_time_later_ends_at_once(tmp_path: Path) -> None:
+    with training(tmp_path) as process:
+        ranks = [pid for pid in children_of(process.pid) if is_rank(pid)]
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # so that nothing can be saved
+        process.terminate()
+        time.sleep(1.5)
+        process.terminate()
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 143
+    assert re.match(rb"error: terminated \(SIGTERM\): step [1-9]", err), err
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+def is_rank(pid: int) -> bool:
+    """Ranks have sessions of their own."""
+    return os.getsid(pid) == pid
 
 
 def children_of(pid: int) -> list[int]:

@@ -59,6 +59,21 @@ def test_the_instruction_and_the_frame_of_a_rank_in_words() -> None:
     assert describe(working, True, "in receive (x.py:3)") == "has returned, after 2 operations"
 
 
+def test_the_step_of_a_rank_in_words() -> None:
+    waiting = waits(12, "recv pipeline")._replace(instruction="F0 of stage 1", step=7, is_stepping=True)
+    rest = "waits in recv pipeline (operation 12)"
+    assert describe(waiting, False) == f"is in step 7, at F0 of stage 1, {rest}"
+    assert describe(waiting._replace(instruction=""), False) == f"is in step 7, {rest}"
+    over = waiting._replace(is_stepping=False)
+    assert describe(over, False) == f"has done step 7, is at F0 of stage 1, {rest}", "an evaluation"
+    assert describe(over._replace(instruction=""), False) == f"has done step 7, {rest}"
+
+
+def test_a_rank_in_another_operation_than_the_most_is_named() -> None:
+    pulses = [waits(3, "all_reduce data"), waits(3, "barrier data"), waits(3, "all_reduce data")]
+    assert rank_to_blame(pulses, (), ["a", "b", "c"]) == (1, "is in another operation than others: it b")
+
+
 STACKS = """Thread 0x00007f01 (most recent call first):
   File "/lib/threading.py", line 324 in wait
   File "/lib/threading.py", line 1045 in _bootstrap

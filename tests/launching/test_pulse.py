@@ -59,6 +59,24 @@ def test_a_long_instruction_is_cut(board: pulse.Board) -> None:
     assert board.read()[1] == pulse.Pulse(0, 0, 0, "", "B" * 64)
 
 
+def test_the_step_is_kept_after_it_is_over(board: pulse.Board) -> None:
+    pulse.start_step(7)
+    assert board.read()[1] == pulse.Pulse(0, 0, 0, "", "", 7, True)
+    pulse.finish_step()
+    assert board.read()[1] == pulse.Pulse(1, 0, 0, "", "", 7, False)
+
+
+def test_a_process_without_a_parent_reads_its_own_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_slot", None)
+    assert pulse.read_own() == pulse.Pulse(0, 0, 0, "")
+    pulse.beat()
+    assert pulse.read_own().beats == 0
+    pulse.take_private_slot()
+    pulse.enter_operation("barrier data")
+    pulse.take_private_slot()  # keeps what is there
+    assert pulse.read_own() == pulse.Pulse(0, 1, 0, "barrier data")
+
+
 def test_an_instruction_of_another_thread_does_not_count(board: pulse.Board) -> None:
     thread = threading.Thread(target=pulse.at_instruction, args=("F0",))
     thread.start()

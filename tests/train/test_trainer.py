@@ -15,7 +15,7 @@ import torch
 import echelon
 from echelon.errors import UserError
 from echelon.models import build, load_hf, save_hf
-from echelon.train import trainer
+from echelon.train import run
 from echelon.train.events import Evaluated, Event, Sampled, Started, Starting, Stepped
 from echelon.train.job import DataJob, Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
@@ -165,7 +165,7 @@ def test_a_run_that_never_began_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     def refuse(folder: object) -> None:
         raise UserError("no room for a logbook")
 
-    monkeypatch.setattr(trainer, "Logbook", refuse)
+    monkeypatch.setattr(run, "Logbook", refuse)
     with pytest.raises(UserError, match="no room"):
         train(small_job(tmp_path / "new" / "runs"), lambda _: None)
     assert list(tmp_path.iterdir()) == []

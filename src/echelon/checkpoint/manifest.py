@@ -1,27 +1,30 @@
 """The manifest of a checkpoint: its contents as plain data, and as JSON.
 
 {
-  "format": "echelon-checkpoint", "version": 1,
+  "format": "echelon-checkpoint", "version": 1, "sha256": "…",
   "step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
   "tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
-      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0", "offsets": [0, 0],
-       "sizes": [4, 4]}, …]},
+      {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0",
+       "offsets": [0, 0], "sizes": [4, 4]}, …]},
     "exp_avg": …}},
   "numbers": {"begun steps": 100, "loss scale": 65536.0, …},
   "state_numbers": {"blocks.0.weight": {"step": 100}},
   "groups": [{"lr": 0.003, …, "parameters": ["blocks.0.weight", …]}],
   "extra": {…},
-  "files": {"rank-00000.safetensors": {"bytes": 1234, "sha256": "…"}}
+  "files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}
 }
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from echelon.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, shown
+from echelon.checkpoint.manifest_text import FORMAT, VERSION, check_version, from_bytes, to_bytes
 from echelon.errors import UserError
 
-FORMAT, VERSION = "echelon-checkpoint", 1
 MANIFEST = "manifest.json"
 
 Shape = tuple[int, ...]
@@ -49,8 +52,10 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
+    """What a file must be: its size, and its hash (file_hash.py)."""
+
     bytes: int
-    sha256: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -73,22 +78,97 @@ class Manifest:
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
 
+    def as_bytes(self) -> bytes:
+        """As the file manifest.json."""
+        return to_bytes(dataclasses.asdict(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Manifest":
+        """The manifest in a file, of which every byte must be as it was written. Else a UserError."""
+        return cls.from_json({"format": FORMAT, "version": VERSION, **from_bytes(data)})
+
     @classmethod
     def from_json(cls, value: Any) -> "Manifest":
-        """The manifest that `as_json` has made. Anything else is a UserError."""
+        """The manifest that `as_json` has made. Anything else is a UserError, without the file's name."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"is not the manifest of a checkpoint: its format must be {FORMAT!r}")
-        given = {name: entry for name, entry in value.items() if name not in ("format", "version")}
-        given["tensors"] = {
-            name: {part: _tensor(entry) for part, entry in parts.items()}
-            for name, parts in given["tensors"].items()
-        }
-        given["files"] = {name: FileRecord(**entry) for name, entry in given["files"].items()}
-        return cls(**given)
+        check_version(value.get("version"))
+        reader = Reader()
+        names = tuple(each.name for each in dataclasses.fields(cls))
+        given = reader.fields(value, "the manifest", ("format", "version", *names))
+        manifest = cls(**{name: _READ[name](reader, given[name], name) for name in names})
+        reader.finish()
+        check_pieces(reader, list(manifest._placed()), {n: f.bytes for n, f in manifest.files.items()})
+        reader.finish()
+        return manifest
+
+    def _placed(self) -> Iterator[PlacedTensor]:
+        for name, parts in self.tensors.items():
+            for part, record in parts.items():
+                pieces = [(p.file, p.tensor, p.offsets, p.sizes) for p in record.pieces]
+                yield f"tensors {name} {part}", record.shape, record.dtype, pieces
 
 
-def _tensor(entry: dict[str, Any]) -> TensorRecord:
-    pieces = tuple(
-        PieceRecord(p["file"], p["tensor"], tuple(p["offsets"]), tuple(p["sizes"])) for p in entry["pieces"]
+def _tensors(reader: Reader, value: Any, entry: str) -> dict[str, dict[str, TensorRecord]]:
+    def parts(each: Any, place: str) -> dict[str, TensorRecord]:
+        return reader.entries(each, place, partial(_tensor, reader))
+
+    return reader.entries(value, entry, parts)
+
+
+def _tensor(reader: Reader, value: Any, entry: str) -> TensorRecord:
+    given = reader.fields(value, entry, ("shape", "dtype", "pieces"))
+    return TensorRecord(
+        reader.shape(given["shape"], f"{entry} shape"),
+        reader.dtype(given["dtype"], f"{entry} dtype"),
+        tuple(reader.items(given["pieces"], f"{entry} pieces", partial(_piece, reader))),
     )
-    return TensorRecord(tuple(entry["shape"]), entry["dtype"], pieces)
+
+
+def _piece(reader: Reader, value: Any, entry: str) -> PieceRecord:
+    given = reader.fields(value, entry, ("file", "tensor", "offsets", "sizes"))
+    if not isinstance(given["tensor"], str):
+        reader.error(entry, f"tensor must be a name, is {shown(given['tensor'])}")
+    return PieceRecord(
+        reader.file_name(given["file"], entry),
+        str(given["tensor"]),
+        reader.shape(given["offsets"], f"{entry} offsets"),
+        reader.shape(given["sizes"], f"{entry} sizes"),
+    )
+
+
+def _file(reader: Reader, value: Any, entry: str) -> FileRecord:
+    given = reader.fields(value, entry, ("bytes", "hash"))
+    return FileRecord(
+        reader.integer(given["bytes"], f"{entry} bytes"), reader.hash(given["hash"], f"{entry} hash")
+    )
+
+
+def _files(reader: Reader, value: Any, entry: str) -> dict[str, FileRecord]:
+    files = reader.entries(value, entry, partial(_file, reader))
+    for name in files:
+        reader.file_name(name, entry)
+    return files
+
+
+def _state_numbers(reader: Reader, value: Any, entry: str) -> dict[str, dict[str, Number]]:
+    return reader.entries(value, entry, lambda each, place: reader.entries(each, place, reader.number))
+
+
+def _object(reader: Reader, value: Any, entry: str) -> dict[str, Any]:
+    return reader.entries(value, entry, reader.plain)
+
+
+_READ: dict[str, Callable[[Reader, Any, str], Any]] = {
+    "step": Reader.integer,
+    "plan": Reader.text,
+    "ranks": lambda reader, value, entry: reader.integer(value, entry, least=1),
+    "saved": Reader.text,
+    "versions": lambda reader, value, entry: reader.entries(value, entry, reader.text),
+    "tensors": _tensors,
+    "numbers": lambda reader, value, entry: reader.entries(value, entry, reader.number),
+    "state_numbers": _state_numbers,
+    "groups": lambda reader, value, entry: reader.items(value, entry, partial(_object, reader)),
+    "extra": _object,
+    "files": _files,
+}

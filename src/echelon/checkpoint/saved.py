@@ -1,6 +1,7 @@
 """A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
 
-import json
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.fetching import CheckpointFiles, FolderFiles, files_at, report_read_errors
+from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
+from echelon.checkpoint.manifest_reader import dtype_of
+from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.regular_file import no_links, open_regular
 from echelon.errors import UserError
 from echelon.ownership import MASTER, VALUE, OwnedSlice, Slice
 from echelon.weight_files.pieces import Piece, Window, read_pieces, whole
@@ -27,18 +33,32 @@ class SavedTensor(NamedTuple):
 class SavedState:
     """The contents of a checkpoint's folder. Tensors are read when they are asked for, by boxes."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, fingerprint: str = "") -> None:
+        self._files, self.manifest, self.fingerprint = files, manifest, fingerprint
+        self.path = files.path
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedState":
-        """Read the manifest. Raises a UserError that names the file if anything is wrong with it."""
-        path = Path(path)
-        try:
-            text = (path / MANIFEST).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path / MANIFEST}: cannot be read: {error.strerror}") from error
-        return cls(path, Manifest.from_json(json.loads(text)))
+        """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
+        anything is wrong; `verify` compares hashes."""
+        files = files_at(path)
+        saved = cls(files, *_read_manifest(files.file(MANIFEST)))
+        if isinstance(files, FolderFiles):  # others are fetched when they are needed, and compared then
+            for name, record in saved.manifest.files.items():
+                check_size(files.file(name), record)
+        return saved
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compare the hashes of files: of this rank's share, where several verify a checkpoint together."""
+        names = list(self.manifest.files)
+        for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
+            self._check_file(name)
+
+    def _check_file(self, name: str) -> None:
+        path, record = self._files.file(name), self.manifest.files[name]
+        check_size(path, record)
+        check_hash(path, record)
 
     def parts(self, name: str) -> dict[str, SavedTensor]:
         """What there is of a tensor: its value, its master, the optimizer's state."""
@@ -57,24 +77,55 @@ class SavedState:
         pieces = [
             Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
         ]
-        values = torch.empty(box.sizes, dtype=_described(record).dtype)
+        dtype = _described(record).dtype
+        is_read_in_place = out.is_cpu and out.dtype == dtype
+        values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
         read_pieces(pieces, box, values, self._read_stored)
-        out.copy_(values)
+        if not is_read_in_place:
+            out.copy_(values)
 
     def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
-        read_box(self._stored[stored], window, out)
+        file, _, name = stored.partition("/")
+        with report_read_errors(str(self._files.path / file)):
+            read_box(self._header(file)[name], window, out, opener=no_links)
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self._headers:
+            path = self._files.file(file)
+            if not isinstance(self._files, FolderFiles):
+                check_size(path, self.manifest.files[file])
+            header = read_header(path, opener=no_links)
+            check_header(path, header, self._expected[file])
+            self._headers[file] = header
+        return self._headers[file]
 
     @cached_property
-    def _stored(self) -> dict[str, StoredTensor]:
-        return {
-            f"{file}/{name}": tensor
-            for file in self.manifest.files
-            for name, tensor in read_header(self.path / file).items()
-        }
+    def _expected(self) -> dict[str, dict[str, SavedTensor]]:
+        """What the manifest says of the tensors in each file."""
+        expected: dict[str, dict[str, SavedTensor]] = {}
+        for parts in self.manifest.tensors.values():
+            for record in parts.values():
+                for piece in record.pieces:
+                    described = SavedTensor(piece.sizes, dtype_of(record.dtype))
+                    expected.setdefault(piece.file, {})[piece.tensor] = described
+        return expected
+
+
+def _read_manifest(path: Path) -> tuple[Manifest, str]:
+    """With a hash of all of it."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        data = file.read() if num_bytes <= MOST_BYTES else b""
+    if num_bytes > MOST_BYTES:
+        raise UserError(f"{path}: has {num_bytes} bytes; a manifest has {MOST_BYTES} at most")
+    try:
+        return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
+    except UserError as error:
+        raise UserError(f"{path}: {error.title}", error.errors) from error
 
 
 def _described(record: TensorRecord) -> SavedTensor:
-    return SavedTensor(record.shape, getattr(torch, record.dtype))
+    return SavedTensor(record.shape, dtype_of(record.dtype))
 
 
 @final

@@ -1,6 +1,7 @@
 """The entry point: runs the command, and turns every failure into a message and an exit code.
 
-0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 130 interrupted · 143 SIGTERM
+0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 75 SIGTERM, and the training is saved
+130 interrupted · 143 SIGTERM
 """
 
 import os
@@ -11,11 +12,12 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import bench, doctor, partition, schedule, signals, train, verify
+from echelon.cli import bench, checkpoint, doctor, export, partition, schedule, signals, train, verify
 from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
+from echelon.train import preempted
 
 # Newer versions of typer contain click; this is the UsageError of whichever is used.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -33,6 +35,8 @@ app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("export")(export.export)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(asked: bool) -> None:
@@ -69,6 +73,12 @@ def run(arguments: list[str]) -> int:
         return _fail(arguments, 2, f"{error.format_message()}\nsee: echelon --help")
     except RankFailed as error:
         return _fail(arguments, 1, str(error))
+    except preempted.Preempted as error:
+        return (
+            _fail(arguments, preempted.EXIT_CODE, _with_notes(error))
+            if is_first_rank()
+            else preempted.EXIT_CODE
+        )
     except signals.Terminated as error:
         return _fail(arguments, signals.EXIT_CODE, _with_notes(error))
     except signals.Interrupted as error:

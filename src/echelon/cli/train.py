@@ -1,27 +1,66 @@
 """echelon train"""
 
 from pathlib import Path
+from typing import Annotated
 
-from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json
+import typer
+
+from echelon.cli.options import Json, PlanText, Settings, console, print_json
 from echelon.cli.signals import ctrl_c_keeps_notes
 from echelon.launching import start_fork_server
 from echelon.launching.torchrun import is_under_torchrun
 
+JobOrRun = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[JOB.toml | RUN]",
+        help="A job file; without one, the embedded default. With --resume also the folder of a run.",
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with a run from its last checkpoint: the run in the folder RUN, or the newest one of the "
+        "job that has not finished. --plan, and --set of steps, save_every, keep and the like may change.",
+    ),
+]
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="With fewer devices than the plan has ranks, or fewer ranks under torchrun, shrink data= to "
+        "what fits; the global batch stays.",
+    ),
+]
+
 
 def train(
-    job: JobFile = None, plan: PlanText = None, settings: Settings = None, as_json: Json = False
+    job: JobOrRun = None,
+    plan: PlanText = None,
+    settings: Settings = None,
+    resume: Resume = False,
+    elastic: Elastic = False,
+    as_json: Json = False,
 ) -> None:
-    """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop."""
+    """Train. Without a job file: a small GPT on two ranks, about two minutes on a laptop.
+
+    Exit codes: 0 done, 1 a rank failed too often, 2 bad input or diverged, 75 SIGTERM came and everything is
+    saved (go on with --resume), 130 Ctrl-C, 143 a second SIGTERM.
+    """
     if not is_under_torchrun() and (job is None or job.exists()):
         start_fork_server("echelon.train.trainer", "torch._dynamo")
     from echelon.train.display import Display, print_summary
     from echelon.train.job_file import read_job
+    from echelon.train.resume import resume as find_run
     from echelon.train.trainer import train as run
 
-    job_to_run = read_job(job, settings or (), plan)
+    continued = find_run(job, settings or (), plan) if resume else None
+    job_to_run = read_job(job, settings or (), plan) if continued is None else continued.job
     screen = console(as_json)
     with ctrl_c_keeps_notes(), Display(job_to_run, screen) as display:
-        summary = run(job_to_run, display.show)
+        path = None if continued is None else continued.path
+        summary = run(job_to_run, display.show, resume=path, elastic=elastic)
     if not summary:  # under torchrun, only rank 0 prints
         return
     if as_json:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import numbers_of, save
+from echelon.checkpoint import RETRIES, SavedState, SaveOptions, Saver, numbers_of, open_whole
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
@@ -37,10 +37,12 @@ from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.loading import Loading, open_checkpoint
+from echelon.engine.loading import Loading
 from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
+from echelon.engine.nonfinite import NonfiniteError, NonfiniteRule
+from echelon.engine.nonfinite_search import NonfiniteSearch
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
@@ -48,7 +50,7 @@ from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunn
 from echelon.engine.temporary_buffers import TemporaryBuffers
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
-from echelon.launching import beat
+from echelon.launching import beat, finish_step, start_step
 from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
@@ -79,6 +81,7 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         savers: MemorySavers,
+        nonfinite: NonfiniteRule,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local, self._layers = whole.names, local, layers
@@ -89,7 +92,11 @@ class Engine:
         continuous = mesh.plan.schedule in ASYNCHRONOUS_SCHEDULES
         scaling = update.loss_scaling
         smallest_scale = 1.0 if scaling is None else scaling.smallest
-        self._counter = StepCounter(smallest_scale=smallest_scale, skips_steps=not continuous)
+        self._counter = StepCounter(
+            smallest_scale=smallest_scale,
+            skips_steps=not continuous,
+            most_skipped=nonfinite.most_skipped,
+        )
         kind = ContinuousRunner if continuous else FlushedRunner
         carrier, audit = savers.carrier, whole.audit
         balance = self._balance = make_balance(whole.gates, mesh, local, layers)
@@ -102,6 +109,10 @@ class Engine:
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
+        self._saver = Saver(mesh.group("all"), mesh.device)
+        self._search: NonfiniteSearch | None = None
+        if nonfinite.skips and isinstance(self._runner, FlushedRunner):
+            self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
         self._temporary_buffers = TemporaryBuffers(module)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
@@ -147,8 +158,8 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps skipped an update because fp16 gradients were not finite; on a CUDA device, as far
-        as is known."""
+        """How many steps skipped an update because their loss or gradients were not finite (under fp16, or
+        with nonfinite="skip"); on a CUDA device, as far as is known."""
         return self._counter.skipped
 
     @property
@@ -177,13 +188,17 @@ class Engine:
         call trains nothing and can be repeated.
 
         With precision=fp16, a step whose gradients are not finite is skipped: it changes no weight and no
-        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too.
+        optimizer state, and `skipped` of its metrics is true. It is no error, and keeps its number too. With
+        nonfinite="skip" the same is so in every precision, also where the loss is not finite; then buffers
+        stay as they were, too. Many such steps in a row are an error, which names the first layer.
 
         With a PipeDream schedule a refused step is reported alike, but not undone: it has applied the updates
         of earlier microbatches, and buffers keep what its own have changed.
         """
         self._check_open()
-        self._check_steps(but=1)
+        # After many steps that were skipped, the next one must not begin before the last one is known.
+        self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
+        start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
         if not self.module.training:  # and else leave alone what the user has set to evaluate
             self._set_mode(training=True)
@@ -192,6 +207,8 @@ class Engine:
         self.ledger.start_step()
         self._meter.start_step()
         number = self._counter.begun
+        if self._search is not None and self._counter.is_near_limit:
+            self._search.keep(pair, number)
         self._update.set_learning_rate(number)
         numbers = self._runner.train(pair, number)
         self._meter.sample()
@@ -200,7 +217,7 @@ class Engine:
         if self._compression is not None:
             self._compression.after_step()
         timer.stop()
-        beat()
+        finish_step()
         if not self._update.deferred:
             self._check_steps()
         return Metrics(numbers, timer)
@@ -226,7 +243,10 @@ class Engine:
             raise error
 
     def _late_error(self, *, but: int = 0) -> UserError | None:
-        known = self._counter.late_error(but=but) or self._drift.error(before=self._counter.begun - but)
+        of_steps = self._counter.late_error(but=but)
+        if isinstance(of_steps, NonfiniteError) and self._search is not None:
+            of_steps = self._search.explain(of_steps)
+        known = of_steps or self._drift.error(before=self._counter.begun - but)
         return known or (self._audit.late_error() if but == 0 else None)
 
     @torch.no_grad()
@@ -349,24 +369,28 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
         then: Callable[[], None] | None = None,
+        retries: int = RETRIES,
     ) -> None:
         """Write all that is needed to go on into a new folder; all ranks must call this, between steps.
 
-        Any plan can load it. `extra` is plain data of the user's (JSON), which `load` returns: the position
-        in the data, say. It must be the same on all ranks.
+        Any plan can load it. The path is a folder on a disk that all ranks share, or a URL that fsspec knows
+        (s3://, gs://). A checkpoint that is there already is replaced when the new one is whole.
+
+        `extra` is plain data of the user's (JSON), which `load` returns: the position in the data, say. It
+        must be the same on all ranks.
 
         wait=False returns when the state is copied, and writes while training goes on; an error is raised by
-        the next save, or by `finish_saving`. `then` is called on rank 0 when the folder is whole.
+        the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
+        `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
         """
         self.synchronize()
         owned = self._saved_slices()
         about = describe(self.mesh, self._counter.begun, self._update, extra or {})
-        save(Path(path), owned, about, self.mesh.group("all"), self.mesh.device)  # TODO(A): wait
-        if then is not None and self.mesh.rank == 0:
-            then()
+        self._saver.save(path, owned, about, SaveOptions(wait, then, retries))
 
     def finish_saving(self) -> None:
-        """Return when no checkpoint is being written; all ranks must call this."""
+        """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
+        self._saver.finish()
 
     def _saved_slices(self) -> list[OwnedSlice]:
         """All that this rank has to save; raises on every rank if there is something that cannot be."""
@@ -382,11 +406,14 @@ class Engine:
         check_on_every_rank(add_and_check)
         return slices
 
-    def load(self, path: str | Path, *, optimizer: bool = True, options: bool = True) -> dict[str, Any]:
+    def load(
+        self, path: str | Path, *, optimizer: bool = True, options: bool = True, verify: bool = True
+    ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this.
 
         optimizer=False leaves the optimizer's state out: another optimizer begins with its own. options=False
-        keeps the options of its groups (lr, weight_decay, …) as they are here.
+        keeps the options of its groups (lr, weight_decay, …) as they are here. Every file is hashed before
+        anything changes; verify=False is for a checkpoint that just was.
 
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
@@ -394,7 +421,7 @@ class Engine:
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self.synchronize()
-            loading = self._loading(path)
+            loading = self._loading(open_whole(path, verify=verify))
             loading.check(optimizer=optimizer, options=options)
             failed = str(path)
             self._take(loading, optimizer=optimizer, options=options)
@@ -403,10 +430,10 @@ class Engine:
             self._unfinished_load = failed
         return loading.saved.manifest.extra
 
-    def _loading(self, path: str | Path) -> Loading:
+    def _loading(self, saved: SavedState) -> Loading:
         values = self._owned_values()
         return Loading(
-            open_checkpoint(path),
+            saved,
             self.mesh,
             self.module,
             self._names,
@@ -501,6 +528,7 @@ class Engine:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
+                refused = refused or self._saving_error()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
             failed = False
@@ -511,9 +539,18 @@ class Engine:
         if refused is not None:
             raise refused
 
+    def _saving_error(self) -> UserError | None:
+        """What went wrong with the save that was under way, which is over now."""
+        try:
+            self._saver.finish()
+        except UserError as error:
+            return error
+        return None
+
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._saver.abandon()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)

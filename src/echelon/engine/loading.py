@@ -11,7 +11,6 @@ anything does not fit, nothing changes. Then each rank reads what it holds:
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, final
 
 import torch
@@ -28,13 +27,6 @@ from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice, Slice, StateNames
 from echelon.runtime import InWhole, LocalStages, Update
 from echelon.weight_files.pieces import whole
-
-
-def open_checkpoint(path: str | Path) -> SavedState:
-    """Read what is in a checkpoint; all ranks must call this, and raise alike."""
-    opened: list[SavedState] = []
-    check_on_every_rank(lambda: opened.append(SavedState.open(path)))
-    return opened[0]
 
 
 @final

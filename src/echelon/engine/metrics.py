@@ -49,8 +49,9 @@ class Metrics:
     `loss` is the mean over everything the loss counted, with the `auxiliary_loss` of all gates, which are
     functions of the global batch too; `grad_norm` the norm of its gradient before
     clipping, `tokens` that count, `seconds` this rank's time. `skipped`: gradients were not finite under
-    precision=fp16, so that the step left weights and optimizer state as they are, on all ranks; `grad_norm`
-    is infinite then. `loss_scale` is what fp16 multiplied the loss by; elsewhere 1.
+    precision=fp16, or these or the loss with nonfinite="skip", so that the step left weights and optimizer
+    state as they are, on all ranks; `grad_norm` is infinite then, or the loss is not finite. `loss_scale` is
+    what fp16 multiplied the loss by; elsewhere 1.
 
     On a CUDA device `engine.step` returns before the step is done. The first look at any number waits for it;
     to keep the device busy, look at a step when the next one has begun, or once in many steps. A look at a

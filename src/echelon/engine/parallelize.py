@@ -19,6 +19,7 @@ from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.memory_savers import save_memory
 from echelon.engine.model_checks import accept_model
+from echelon.engine.nonfinite import MOST_SKIPPED, Nonfinite, NonfiniteRule
 from echelon.engine.own_loss import choose_loss
 from echelon.engine.restore import mark_split
 from echelon.engine.samples import make_scopes
@@ -55,6 +56,8 @@ def parallelize(
     resident_bytes: int = 0,
     audit: Mode = "first",
     check_every: int = 200,
+    nonfinite: Nonfinite = "allow",
+    most_skipped: int = MOST_SKIPPED,
 ) -> Engine:
     """An engine that trains `model` as `plan` says, equal to training on one device.
 
@@ -71,10 +74,12 @@ def parallelize(
     (`deferred`). `resident_bytes`: with offload=parameters, how many bytes of weights stay on the device, the
     first units that fit. `audit`: whether the "first" step is compared with one device before it changes a
     weight, or every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must
-    hold alike; 0: never.
+    hold alike; 0: never. `nonfinite`: a step whose loss or gradients are NaN or infinite is made ("allow"),
+    changes nothing ("skip") until `most_skipped` in a row are an error, or is that error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     model, plan = accept_model(model, supported_plan(plan), clip, loss_scale)
+    numbers = NonfiniteRule.of(nonfinite, most_skipped, plan)
     model, source = prepare(model, plan, weights)
     loss = choose_loss(model, loss, plan)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
@@ -90,10 +95,11 @@ def parallelize(
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        update = make_update(local, mesh, layers, optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
+        given = (optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
+        update = make_update(local, mesh, layers, *given, skips_nonfinite=numbers.skips)
         compile_layers(local.modules, plan, wrapping)
         savers = save_memory(local, mesh, layers, wrapping)  # compress, recompute, offload of activations
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers)
+        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers, numbers)
         undo.pop_all()
     return engine

@@ -8,13 +8,16 @@ too: no two updates share one, and a training goes on alike wherever it runs.
     number        0         1      2         3      4
     updates       1         1      2         2      3
 
-A skipped step is no error: fp16 gradients were not finite. Many in a row at the smallest loss scale are one.
+A skipped step is no error: gradients were not finite, of fp16 or where such steps are skipped in every
+precision (nonfinite.py). Many in a row are one, if no smaller loss scale is left to hope for.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import final
 
+from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
 from echelon.runtime import Outcome, StepNumbers
 
@@ -25,14 +28,28 @@ MOST_SKIPPED = 20  # steps in a row at the smallest loss scale
 class StepCounter:
     """Counts the steps of one engine."""
 
-    def __init__(self, *, smallest_scale: float = 1.0, skips_steps: bool = True) -> None:
+    def __init__(
+        self, *, smallest_scale: float = 1.0, skips_steps: bool = True, most_skipped: int | None = None
+    ) -> None:
         """`smallest_scale`: below which no loss scale falls. `skips_steps`: a skipped update is its step's
-        only one."""
+        only one. `most_skipped`: so many in a row are an error, in any precision."""
         self.begun = 0  # also the number of the next step
         self.skipped = 0  # steps with a skipped update, as far as is known
         self._num_refused = self._num_in_row = 0
         self._smallest_scale, self._skips_steps = smallest_scale, skips_steps
+        self._most_skipped = most_skipped
         self._unchecked: deque[StepNumbers] = deque()
+
+    @property
+    def is_near_limit(self) -> bool:
+        """Whether the next step may be the one too many, if those that nobody has checked were skipped."""
+        in_row = self._num_in_row + len(self._unchecked) + 1
+        return self._most_skipped is not None and in_row >= self._most_skipped
+
+    @property
+    def is_in_row(self) -> bool:
+        """Whether the last step that was checked was skipped."""
+        return self._num_in_row > 0
 
     @property
     def updates(self) -> int:
@@ -41,9 +58,12 @@ class StepCounter:
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         """Go on counting from a checkpoint's numbers."""
-        self.begun, self.skipped = int(numbers["begun steps"]), int(numbers.get("skipped steps", 0))
-        self._num_refused = self.begun - int(numbers["steps"]) - (self.skipped if self._skips_steps else 0)
+        self.begun = int(numbers["begun steps"])
+        self.skipped = int(numbers.get("skipped steps", 0))
+        skipped = self.skipped if self._skips_steps else 0
+        self._num_refused = self.begun - int(numbers["steps"]) - skipped
         self._num_in_row = 0
+        self._unchecked.clear()
 
     def add(self, numbers: StepNumbers) -> None:
         """A step is done, or queued on a device."""
@@ -69,7 +89,11 @@ class StepCounter:
             self._num_in_row = 0
             return None
         self.skipped += 1
-        self._num_in_row += outcome.loss_scale <= self._smallest_scale
+        is_smallest = outcome.loss_scale <= self._smallest_scale
+        if self._most_skipped is not None:
+            self._num_in_row += is_smallest or not math.isfinite(outcome.total + outcome.counted)
+            return self._count_to(self._most_skipped)
+        self._num_in_row += is_smallest
         if self._num_in_row < MOST_SKIPPED:
             return None
         self._num_in_row = 0
@@ -79,3 +103,9 @@ class StepCounter:
             "not finite, or fp16 cannot hold it; lower the learning rate, set clip, check the batches, use "
             "loss_scale='dynamic' if it is a number, or use precision=bf16"
         )
+
+    def _count_to(self, limit: int) -> NonfiniteError | None:
+        if self._num_in_row < limit:
+            return None
+        self._num_in_row = 0
+        return NonfiniteError.of(limit, self.begun - len(self._unchecked) - 1)

@@ -44,12 +44,14 @@ from echelon.ownership import LocalParameter
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES
 from echelon.program import (
+    Instruction,
     Program,
     Span,
     add_gathers,
     add_transfers,
     check,
     forward_only,
+    without_update,
 )
 from echelon.recompute.selective import selective_of
 from echelon.runtime import (
@@ -113,6 +115,7 @@ class StepRunner(ABC):
         if update.units is not None:
             update.units.on_unit = meter.sample
         self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
+        self.on_loss: Callable[[Tensor], None] | None = None  # sees the loss of each microbatch
         for stage in local.stages.values():
             stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
@@ -182,6 +185,11 @@ class StepRunner(ABC):
     def spans(self) -> list[Span]:
         """When each instruction of the last step was executed here."""
         return self._interpreter.spans
+
+    @property
+    def instruction(self) -> Instruction:
+        """What is executed here now."""
+        return self._interpreter.instruction
 
     def _run(self, script: Script, feed: Mapping[int, Microbatch]) -> Tensor:
         if self.is_broken:
@@ -285,6 +293,8 @@ class StepRunner(ABC):
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)
         total, count = total_and_count(result, targets.num_samples)
+        if self.on_loss is not None:
+            self.on_loss(total)
         # The samples that a mean counts are shared by the ranks along `context`.
         is_pair = isinstance(result, tuple)
         weight = microbatch.weight * (1 if is_pair else targets.share)
@@ -422,6 +432,19 @@ class FlushedRunner(StepRunner):
             raise
         return self._update.numbers
 
+    def replay(self, batch: Batch, step: int) -> None:
+        """Run the passes of a step again, without its update, on all ranks together. The next step clears
+        the gradients that this leaves."""
+        count_before = self._update.start_step()
+        for stage in self._local.stages.values():
+            stage.start_step()
+        if self._balance is not None:
+            self._balance.start_step()
+        feed = self._training_feed(batch, step, count_before)
+        self._record_statistics(feed)
+        script = self._script(("replay", len(feed)), lambda: without_update(self._program(len(feed))))
+        self._run(script, feed)
+
     def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
         """Take all microbatches forward once, without a trace, where the gradient of an auxiliary loss is
         asked for before the last of them has passed the gates."""
@@ -449,7 +472,7 @@ class FlushedRunner(StepRunner):
         super().norm(tally)
 
     def publish(self) -> None:
-        self._buffers.restore(self._update.refuses)
+        self._buffers.restore(self._update.undoes)
         is_rehearsed = self._update.units is not None and self._update.units.rehearsal is not None
         if self._balance is not None and not is_rehearsed:
             self._balance.after_step(self._update.skips)

@@ -52,8 +52,11 @@ def make_update(
     seed: int,
     loss_scale: LossScale | None = None,
     wrapping: Wrapping | None = None,
+    *,
+    skips_nonfinite: bool = False,
 ) -> Update:
-    """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws."""
+    """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws.
+    `skips_nonfinite`: one whose loss or gradients are not finite changes nothing."""
     plan = mesh.plan
     _check_clip(clip, plan)
     make = _checked(optimizer, plan)
@@ -96,6 +99,7 @@ def make_update(
         deferred=deferred,
         in_backward=plan.update != "step",
         loss_scaling=make_loss_scaling(loss_scale, plan.precision, mesh.device if deferred else None),
+        skips_nonfinite=skips_nonfinite,
     )
 
 

@@ -8,7 +8,14 @@ from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
 from echelon.launching.launcher import launch
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
-from echelon.launching.pulse import at_instruction, beat, enter_operation, leave_operation
+from echelon.launching.pulse import (
+    at_instruction,
+    beat,
+    enter_operation,
+    finish_step,
+    leave_operation,
+    start_step,
+)
 from echelon.launching.ranks import Ranks
 from echelon.launching.remote_result import RemoteResult
 from echelon.launching.torchrun import join
@@ -23,6 +30,7 @@ __all__ = [
     "at_instruction",
     "beat",
     "enter_operation",
+    "finish_step",
     "is_launched_rank",
     "join",
     "launch",
@@ -30,4 +38,5 @@ __all__ = [
     "preload",
     "send_message",
     "start_fork_server",
+    "start_step",
 ]

@@ -5,6 +5,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
@@ -51,7 +52,8 @@ def rank_to_blame(
     """The rank that the others seem to wait for, and why ('rank 1 …'); `states` has what `describe` says.
 
     First comes a rank that works while others wait, then one that has returned while others wait, then the
-    one that is furthest behind. If all are equal, it is the lowest rank.
+    one that is furthest behind, then one in an operation that the fewest are in. If all are equal, it is the
+    lowest rank.
     """
 
     def priority(rank: int) -> tuple[int, int]:
@@ -60,22 +62,35 @@ def rank_to_blame(
 
     rank = min(range(len(pulses)), key=priority)
     if len(pulses) > 1 and len({priority(each) for each in range(len(pulses))}) == 1:
-        return rank, "is only the first: all ranks are at the same point"
+        names = Counter(pulse.name for pulse in pulses)
+        if len(names) == 1 or not pulses[rank].waits:
+            return rank, "is only the first: all ranks are at the same point"
+        rank = min(range(len(pulses)), key=lambda each: names[pulses[each].name])
+        return rank, f"is in another operation than others: it {states[rank]}"
     return rank, f"seems to block the others: it {states[rank]}"
 
 
 def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
-    """'is at RG5 of stage 1, waits in recv pipeline (operation 12)': follows 'rank 0 …' or 'it …'.
+    """'is in step 7, at RG5 of stage 1, microbatch 5, waits in recv pipeline (operation 12)': follows
+    'rank 0 …' or 'it …'.
 
     `frame` says where the rank's host is; a host that waits for its GPU is inside no operation.
     """
     if returned:
         return f"has returned, after {_operations(pulse.left)}"
-    instruction = f"is at {pulse.instruction}, " if pulse.instruction else ""
     if pulse.waits:
-        return f"{instruction}waits in {pulse.name} (operation {pulse.entered})"
-    place = f", {frame}" if frame else ""
-    return f"{instruction}works outside any operation, after {_operations(pulse.left)}{place}"
+        return f"{place_of(pulse)}waits in {pulse.name} (operation {pulse.entered})"
+    where = f", {frame}" if frame else ""
+    return f"{place_of(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
+
+
+def place_of(pulse: Pulse) -> str:
+    """Where a rank is in its training: 'is in step 7, at F0 of stage 1, microbatch 0, '; '' if unknown."""
+    at = f"at {pulse.instruction}, " if pulse.instruction else ""
+    if pulse.is_stepping:
+        return f"is in step {pulse.step}, {at}"
+    done = f"has done step {pulse.step}, " if pulse.step else ""
+    return f"{done}is {at}" if at else done
 
 
 def main_frame(stacks: str) -> str:

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from echelon.launching import guard, torchrun
 from echelon.launching.calls import pack_call
+from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline
 from echelon.launching.environment import Environment
 from echelon.launching.ranks import Ranks
 
@@ -16,16 +17,17 @@ def launch(
     ranks: int,
     *args: object,
     backend: str | None = None,
-    deadline: float | None = 1800.0,
+    deadline: Deadline = FROM_ENVIRONMENT,
     environment: Environment | None = None,
 ) -> list[T]:
     """Call `fn(*args)` in `ranks` processes of one process group; return the results in rank order.
 
         results = launch(train, 4, config)
 
-    `environment(rank)` has more environment variables for a rank, set before CUDA and the process group
-    start there. An error in one rank ends them all and is raised as `RankFailed`, with that rank's
-    traceback; a `UserError` is raised unchanged.
+    `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit); without it,
+    ECHELON_DEADLINE of the environment, or 1,800. `environment(rank)` has more environment variables for a
+    rank, set before CUDA and the process group start there. An error in one rank ends them all and is raised
+    as `RankFailed`, with that rank's traceback; a `UserError` is raised unchanged.
 
     Under torchrun this process is a rank already: `fn` runs here, among its peers. Rank 0 returns all
     results; every other rank returns its own and rank 0's, and a `RemoteResult` in place of the others.

@@ -1,7 +1,8 @@
-"""Signs of life: each rank has a small slot in a memory-mapped file, which the parent reads.
+"""Signs of life: each rank has a small slot. A launcher's is in a memory-mapped file, which the parent reads;
+under torchrun it is in private memory, which the rank's own watchdog reads.
 
-A rank writes to it with `beat`, `at_instruction`, `enter_operation` and `leave_operation`. Outside a launched
-rank (torchrun, a plain script) they do nothing. `hang.py` decides what silence means.
+A rank writes to it with `beat`, `start_step`, `finish_step`, `at_instruction`, `enter_operation` and
+`leave_operation`. In a plain script they do nothing. `hang.py` decides what silence means.
 """
 
 import ctypes
@@ -18,20 +19,25 @@ class _Slot(ctypes.Structure):
         ("beats", ctypes.c_uint64),
         ("entered", ctypes.c_uint64),
         ("left", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("is_stepping", ctypes.c_bool),
         ("name", ctypes.c_char * _TEXT_BYTES),
         ("instruction", ctypes.c_char * _TEXT_BYTES),
     )
 
 
 class Pulse(NamedTuple):
-    """What one rank's slot held: numbers of beats and operations, the name of the last operation, and the
-    instruction of the step's program that the rank's host is at ('' outside a step)."""
+    """What one rank's slot held: numbers of beats and operations, the name of the last operation, the
+    instruction of the step's program that the rank's host is at ('' outside a step), and the last step that
+    it began (1 is the first, 0: none), which it may be in."""
 
     beats: int
     entered: int
     left: int
     name: str
     instruction: str = ""
+    step: int = 0
+    is_stepping: bool = False
 
     @property
     def waits(self) -> bool:
@@ -45,6 +51,19 @@ _slot: _Slot | None = None
 def beat() -> None:
     """Give a sign of life; call it in long work that has no operation with other ranks."""
     if _slot is not None:
+        _slot.beats += 1
+
+
+def start_step(number: int) -> None:
+    """Note that this rank begins a step of the training; 1 is the first."""
+    if _slot is not None:
+        _slot.step, _slot.is_stepping = number, True
+
+
+def finish_step() -> None:
+    """Note that the last step is over, or queued on a device; a sign of life."""
+    if _slot is not None:
+        _slot.is_stepping = False
         _slot.beats += 1
 
 
@@ -92,9 +111,20 @@ def take_slot(path: Path, rank: int) -> None:
     _slot = _open_slot(path, rank)
 
 
+def take_private_slot() -> None:
+    """Let the functions of this module write to memory of this process, for `read_own`."""
+    global _slot
+    _slot = _slot or _Slot()
+
+
+def read_own() -> Pulse:
+    """What this process has noted."""
+    return _read(_slot or _Slot())
+
+
 def _read(slot: _Slot) -> Pulse:
     name, instruction = (text.decode(errors="replace") for text in (slot.name, slot.instruction))
-    return Pulse(slot.beats, slot.entered, slot.left, name, instruction)
+    return Pulse(slot.beats, slot.entered, slot.left, name, instruction, slot.step, slot.is_stepping)
 
 
 def _open_slot(path: Path, rank: int) -> _Slot:

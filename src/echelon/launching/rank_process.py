@@ -109,6 +109,10 @@ class RankProcess:
             self._send(os.kill, number)  # at its very start a rank has no process group of its own
         self._send(os.killpg, number)  # a dead rank may have left data workers
 
+    def send_to_rank(self, number: int) -> None:
+        """Send a signal to the rank alone."""
+        self._send(os.kill, number)
+
     def _send(self, send: Callable[[int, int], None], number: int) -> None:
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
@@ -129,13 +133,14 @@ def stop_all(processes: Sequence[RankProcess]) -> None:
     kill_all(processes)
 
 
-def kill_all(processes: Sequence[RankProcess]) -> None:
-    """End ranks, whatever they do, and all that they started."""
+def kill_all(processes: Sequence[RankProcess], *, at_once: bool = False) -> None:
+    """End ranks, whatever they do, and all that they started. Without `at_once`, they may handle SIGTERM."""
     started = [process for process in processes if process.is_started]  # an error may have ended the start
-    for process in started:
-        if process.is_alive:
-            process.send_signal(signal.SIGTERM)
-    _await_end(started, _TERM_SECONDS)
+    if not at_once:
+        for process in started:
+            if process.is_alive:
+                process.send_signal(signal.SIGTERM)
+        _await_end(started, _TERM_SECONDS)
     for process in started:
         process.send_signal(signal.SIGKILL)  # dead ranks too: their data workers may still live
     for process in started:  # all are killed before one is waited for: leaving a GPU takes time

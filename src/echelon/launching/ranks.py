@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -21,6 +22,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.launching import guard, hang
 from echelon.launching.calls import pack_call
 from echelon.launching.channel import Answer, Message, is_launched_rank
+from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
 from echelon.launching.environment import Environment, variables_of
 from echelon.launching.errors import RankFailed, RankHung
 from echelon.launching.failure import Failure, root_cause
@@ -51,9 +53,11 @@ class Ranks:
             losses = ranks.run(train, config)       # what each rank returned, in rank order
             scores = ranks.run(evaluate, config)    # the same processes, still warm
 
-    `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit).
+    `deadline` is how many seconds may pass without a sign of life from any rank (None: no limit). Without it,
+    ECHELON_DEADLINE of the environment says so, and else it is 1,800.
     `environment(rank)` has more environment variables for a rank, for example settings of NCCL.
-    A failure in a run ends all ranks, and then these `Ranks` cannot be used again.
+    A failure in a run ends all ranks, and then these `Ranks` cannot be used again. They may handle SIGTERM
+    before that, but for `kills_at_once`.
     """
 
     def __init__(
@@ -61,16 +65,17 @@ class Ranks:
         ranks: int,
         *,
         backend: str | None = None,
-        deadline: float | None = 1800.0,
+        deadline: Deadline = FROM_ENVIRONMENT,
         environment: Environment | None = None,
+        kills_at_once: bool = False,
     ) -> None:
         guard.refuse_while_main_is_imported()
         _check_arguments(ranks, deadline)
         overrides = [variables_of(environment, rank) for rank in range(ranks)]
-        self._deadline = deadline
+        self._deadline = deadline_seconds(deadline)
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-"))
         self._processes: list[RankProcess] = []
-        self._is_open = True
+        self._is_open, self._kills_at_once = True, kills_at_once
         # Runs before multiprocessing's own handler, which would wait for the ranks forever.
         atexit.register(self.close)
         with self._kill_on_error():
@@ -99,7 +104,13 @@ class Ranks:
 
     def kill(self) -> None:
         """End the ranks, whatever they do; may be called twice."""
-        self._end(kill_all)
+        self._end(partial(kill_all, at_once=self._kills_at_once))
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to every rank, but to nothing that ranks have started."""
+        for process in self._processes:
+            if process.is_alive:
+                process.send_to_rank(number)
 
     def __enter__(self) -> Self:
         return self
@@ -122,15 +133,13 @@ class Ranks:
         self._await_answers(None if self._deadline is None else max(self._deadline, _START_SECONDS))
 
     def _config(self, rank: int, backend: str | None, overrides: Sequence[dict[str, str]]) -> RankConfig:
-        # torch's own timeout is much longer than the deadline, whose error says more.
-        timeout = None if self._deadline is None else 2 * self._deadline + 60
         return RankConfig(
             rank=rank,
             ranks=len(overrides),
             folder=self._folder,
             server_folder=Path(get_temp_dir()),
             backend=backend,
-            timeout_seconds=timeout,
+            timeout_seconds=operation_seconds(self._deadline),
             working_directory=os.getcwd(),
             environment=dict(os.environ),
             overrides=overrides[rank],
@@ -224,14 +233,16 @@ class Ranks:
         ]
 
 
-def _check_arguments(ranks: int, deadline: float | None) -> None:
+def _check_arguments(ranks: int, deadline: Deadline) -> None:
     if is_launched_rank():
         raise UserError("A launched rank cannot launch ranks itself: launch from the script instead.")
     errors = []
     if not isinstance(ranks, int) or ranks < 1:
         errors.append(f"ranks={ranks!r}: must be an integer of at least 1")
-    if deadline is not None and not deadline > 0:  # NaN is no deadline either
-        errors.append(f"deadline={deadline!r}: must be more than 0 seconds, or None for no deadline")
+    try:
+        deadline_seconds(deadline)
+    except UserError as error:
+        errors.append(str(error))
     folder = get_temp_dir()  # of this process: made at its first launch
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         errors.append(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from echelon.errors import UserError, raise_errors
 from echelon.launching.channel import is_launched_rank
+from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline, deadline_seconds, operation_seconds
 from echelon.launching.environment import Environment, variables_of
 from echelon.launching.remote_result import RemoteResult
 from echelon.launching.results import decode, encode
@@ -23,29 +24,32 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_launched_rank()
 
 
-def join(backend: str | None = None, deadline: float | None = 1800.0) -> None:
+def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> None:
     """Join the process group that the environment describes; select this rank's CUDA device, if there is one.
 
-    Does nothing in a plain script (RANK is not set). If this process has a group already, this checks only
-    that no two of its ranks use one GPU over NCCL. Nothing supervises these ranks here, so `deadline` is
-    torch's own timeout of one operation.
+    Does nothing in a plain script (RANK is not set). If this process has a group already, this checks that no
+    two of its ranks use one GPU over NCCL. No parent supervises these ranks, so each gets a watchdog, which
+    ends the job if no rank gives a sign of life for `deadline` seconds (None: no limit) while one waits.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from echelon.launching import group
+    from echelon.launching import group, supervision
 
     if dist.is_initialized():
+        if is_under_torchrun():
+            supervision.watch_world(deadline_seconds(deadline))
         group.check_world()
         return
     if "RANK" not in os.environ:
         return
     missing = [name for name in _REQUIRED if name not in os.environ]
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
-    limit = group.timeout(deadline)
-    store, rank, ranks = next(rendezvous("env://", timeout=limit))
-    group.init_group(store, rank, ranks, backend, limit)
+    seconds = deadline_seconds(deadline)
+    store, rank, ranks = next(rendezvous("env://", timeout=group.timeout(seconds)))
     atexit.register(_leave)
+    with supervision.watching_joining_ranks(store, rank, ranks, seconds):
+        group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
 
 
 def run_among_peers(
@@ -53,7 +57,7 @@ def run_among_peers(
     ranks: int,
     args: Sequence[object],
     backend: str | None,
-    deadline: float | None,
+    deadline: Deadline,
     environment: Environment | None,
 ) -> list[T]:
     """Run `fn(*args)` in this process. Rank 0 returns all results, others their own and that of rank 0."""

@@ -4,6 +4,7 @@ add_transfers     sends right after what they send; receives before their use, i
 add_update        REDUCE of each stage, TIE, NORM, UPDATE and PUBLISH behind all else
 fill_update       those of TIE, NORM and PUBLISH that a program with UPDATEs of its own leaves out
 add_gathers       GATHER before a stage is used (before what it waits for), FREE after
+without_update    NORM, UPDATE and PUBLISH taken away: passes alone, and the sums of their gradients
 add_copies        S after a forward and its send, T before each part of a backward (before what it waits for)
 """
 
@@ -124,6 +125,12 @@ def add_update(program: Program, *, ties: bool = False) -> Program:
         yield from (Instruction(op, stages[0]) for op in ops if stages)
 
     return _each(program, lowered)
+
+
+def without_update(program: Program) -> Program:
+    """Leave out what decides on new weights, makes them and brings them to other ranks."""
+    left_out = (Op.NORM, Op.UPDATE, Op.PUBLISH)
+    return _each(program, lambda _, instructions: (i for i in instructions if i.op not in left_out))
 
 
 def fill_update(program: Program, absent: Collection[Op]) -> Program:

@@ -119,6 +119,11 @@ class Interpreter:
         return self._tally
 
     @property
+    def instruction(self) -> Instruction:
+        """The one that is executed now, or was last."""
+        return self._script.instructions[self._at]
+
+    @property
     def spans(self) -> list[Span]:
         """When each instruction of the last run was executed; waits for a CUDA device."""
         return self._timer.spans

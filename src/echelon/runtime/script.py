@@ -141,6 +141,8 @@ def microbatch_of(instruction: Instruction) -> int:
 
 
 def _label(instruction: Instruction) -> str:
-    """What the report of a hang calls it: 'RG5 of stage 1'."""
-    number = "" if instruction.microbatch is None else instruction.microbatch
-    return f"{instruction.op.value}{number} of stage {instruction.stage}"
+    """What the report of a hang calls it: 'RG5 of stage 1, microbatch 5'."""
+    place = f"of stage {instruction.stage}"
+    if instruction.microbatch is None:
+        return f"{instruction.op.value} {place}"
+    return f"{instruction.op.value}{instruction.microbatch} {place}, microbatch {instruction.microbatch}"

@@ -84,6 +84,11 @@ class Update(ABC):
         and is an error. A step whose gradients overflow is none: it skips its update alone."""
         return False
 
+    @property
+    def undoes(self) -> bool | Tensor:
+        """After `norm`: whether the step leaves buffers as they were, too."""
+        return self.refuses
+
     @abstractmethod
     def step(self) -> None:
         """Update the local parameters."""
@@ -157,6 +162,7 @@ class SynchronousUpdate(Update):
         deferred: bool = False,
         in_backward: bool = False,
         loss_scaling: LossScaling | None = None,
+        skips_nonfinite: bool = False,
     ) -> None:
         """`group`: the ranks whose numbers make one update; `everyone`: those that share the global batch.
 
@@ -165,10 +171,11 @@ class SynchronousUpdate(Update):
         `deferred`: the numbers stay on the device until somebody reads them. An update that is refused
         changes nothing, and only `numbers` tells.
         `in_backward`: units are updated in the backward pass, and `step` updates what is left.
+        `skips_nonfinite`: an update whose loss or gradients are not finite changes nothing.
         """
         self._stages, self.stepper, self._group, self._clip = stages, stepper, group, clip
         self._everyone, self._steady, self.deferred = everyone, steady, deferred
-        self.loss_scaling = loss_scaling
+        self.loss_scaling, self._skips_nonfinite = loss_scaling, skips_nonfinite
         self._overflows: Number = 0.0  # updates that overflowed since the last `pop_overflows`
         self.optimizer = stepper.optimizer
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=steady)
@@ -203,25 +210,27 @@ class SynchronousUpdate(Update):
         summed = torch.cat([tally, square.view(1), flags, *of_gates])
         _sum(summed, self._group)
         summed, auxiliary = (summed, summed[:0]) if gates is None else (summed[:-1], summed[-1:])
+        gate_errors = None if gates is None else gates.errors
+        if gates is not None and self._skips_nonfinite:
+            summed, gate_errors = _with_gates(summed, auxiliary, len(gates.errors)), ()
         if self.units is not None:
             _flag_wrong_count(summed, self.units)
-        is_scaled = self.loss_scaling is not None
+        rules = {"scaled": self.loss_scaling is not None, "skips": self._skips_nonfinite}
         if self.deferred:
-            self._scaling = scale_on_device(summed, self._clip, scaled=is_scaled)
+            self._scaling = scale_on_device(summed, self._clip, **rules)
             self._count: Number = summed[1]
             found = [_on_device(each, summed) for each in self._found()]
             values: Tensor | list[float] = torch.cat([summed[:2], torch.stack(found), summed[4:], auxiliary])
         else:
             sums: list[float] = summed.tolist()
-            self._scaling = scale_on_host(sums, self._clip, scaled=is_scaled)
+            self._scaling = scale_on_host(sums, self._clip, **rules)
             self._count = sums[1]
             values = [*sums[:2], *map(float, self._found()), *sums[4:], *auxiliary.tolist()]
-        gate_errors = None if gates is None else gates.errors
         self.numbers = StepNumbers(values, may_be_empty=not self._steady, gate_errors=gate_errors)
 
     def _found(self) -> tuple[Number, Number, bool | Tensor]:
         """What `StepNumbers` tells beside sums: norm, loss scale, whether the update is skipped."""
-        return self._scaling.norm, self.loss_scale, self._scaling.overflows
+        return self._scaling.norm, self.loss_scale, self._scaling.overflows | self._scaling.left_out
 
     @property
     def skips(self) -> bool | Tensor:
@@ -230,6 +239,10 @@ class SynchronousUpdate(Update):
     @property
     def refuses(self) -> bool | Tensor:
         return self._scaling.refused
+
+    @property
+    def undoes(self) -> bool | Tensor:
+        return self._scaling.refused | self._scaling.left_out
 
     def step(self) -> None:
         """A microbatch without samples is an update that changes nothing, and so is one that overflows."""
@@ -246,7 +259,9 @@ class SynchronousUpdate(Update):
             return
         self._remember_count()
         if self.loss_scaling is not None:
-            self.loss_scaling.after_step(overflows=scaling.overflows, refused=scaling.refused)
+            self.loss_scaling.after_step(
+                overflows=scaling.overflows, refused=scaling.refused | scaling.left_out
+            )
 
     def pop_overflows(self) -> Number:
         """How many updates were skipped since the last call, where stages are at different updates."""
@@ -254,13 +269,13 @@ class SynchronousUpdate(Update):
         return overflows
 
     def _remember_count(self) -> None:
-        """That of an update that was refused is no guide."""
-        refused = self._scaling.refused
-        if not isinstance(refused, Tensor):
-            self._last_count = self._last_count if refused else self._count
+        """That of an update that was refused, or left out, is no guide."""
+        undone = self.undoes
+        if not isinstance(undone, Tensor):
+            self._last_count = self._last_count if undone else self._count
         else:
             before = 0.0 if self._last_count is None else self._last_count
-            self._last_count = torch.where(refused, before, self._count)
+            self._last_count = torch.where(undone, before, self._count)
 
     def publish(self) -> None:
         if self._is_left_out():
@@ -366,6 +381,13 @@ def _flag_wrong_count(sums: Tensor, units: UnitUpdates) -> None:
         is_skipped = sums.new_zeros(()).bool() | units.skip()
         place = 4 + list(Problem).index(Problem.WRONG_COUNT)
         sums[place] += is_wrong | (is_skipped & (count != 0))
+
+
+def _with_gates(sums: Tensor, auxiliary: Tensor, num_gates: int) -> Tensor:
+    """The sums without the flags of gates: where one is set, the loss, of which theirs is a part, is NaN."""
+    sums, broken = sums.split([len(sums) - num_gates, num_gates])
+    total = sums[:1] + torch.where(broken.any(), torch.nan, auxiliary * 0)
+    return torch.cat([total, sums[1:]])
 
 
 def _boxes(like: Tensor, *, slices: Sequence[Slice], in_whole: InWhole) -> list[OwnedSlice]:

@@ -12,7 +12,18 @@ from rich.table import Table
 
 from echelon.charts import sparkline
 from echelon.quantities import show_bytes
-from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Starting, Stepped
+from echelon.train.events import (
+    Audited,
+    Evaluated,
+    Event,
+    Noted,
+    Restarting,
+    RolledBack,
+    Sampled,
+    Started,
+    Starting,
+    Stepped,
+)
 from echelon.train.job import Job
 
 _LINE_SECONDS = 5.0  # between plain lines
@@ -37,6 +48,7 @@ class Display:
         self._last: Stepped | None = None
         self._unit = "tokens"
         self._began = self._last_line = time.monotonic()
+        self._first = 1  # of the steps since then
         self._skipped: set[str] = set()  # of the audit, as shown
         self._live = Live(console=console, refresh_per_second=4, transient=True)
 
@@ -59,7 +71,16 @@ class Display:
                     markup=False,
                 )
                 self._unit = event.unit
-                self._began = time.monotonic()
+                self._begin_after(event.after_step)
+            case Restarting():
+                self._console.print(
+                    f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting from the last checkpoint "
+                    f"({event.number} of {event.limit} restarts without a new one)"
+                )
+            case RolledBack():
+                self._roll_back(event)
+            case Noted():
+                self._console.print(f"[yellow]{escape(event.text)}[/]")
             case Audited():
                 self._show_skipped(event)
             case Stepped():
@@ -76,6 +97,21 @@ class Display:
             self._plain_line(event)
         elif isinstance(event, Evaluated):
             self._console.print(f"step {event.step:>6}  validation loss {_validation(event)}")
+
+    def _begin_after(self, step: int) -> None:
+        """Count from here; what came after `step` is trained again."""
+        self._began, self._first = time.monotonic(), step + 1
+        del self._losses[step:]
+        if step:
+            self._progress.update(self._task, completed=step)
+            self._console.print(f"going on after step {step}, from its checkpoint")
+
+    def _roll_back(self, event: RolledBack) -> None:
+        self._console.print(
+            f"[yellow]{escape(event.reason)}[/]; going back to step {event.step}, without batches "
+            f"{event.first_batch} to {event.end_batch - 1} ({event.number} of {event.limit} rollbacks)"
+        )
+        self._begin_after(event.step)
 
     def _show_skipped(self, event: Audited) -> None:
         skipped = [str(result) for result in event.results if result.outcome == "skipped"]
@@ -109,6 +145,8 @@ class Display:
         ]
         if step.experts:
             figures.append(("experts", _experts(step)))
+        if step.skipped and step.loss_scale == 1.0:
+            figures.append(("skipped", "loss or gradients were not finite"))
         if step.loss_scale != 1.0:
             figures.append(("loss scale", f"{step.loss_scale:,.0f}{', skipped' if step.skipped else ''}"))
         if self._evaluated is not None:
@@ -118,10 +156,10 @@ class Display:
 
     def _plain_line(self, step: Stepped) -> None:
         now = time.monotonic()
-        if step.step not in (1, self._job.steps) and now - self._last_line < _LINE_SECONDS:
+        if step.step not in (self._first, self._job.steps) and now - self._last_line < _LINE_SECONDS:
             return
         self._last_line = now
-        left = (now - self._began) / step.step * (self._job.steps - step.step)
+        left = (now - self._began) / (step.step - self._first + 1) * (self._job.steps - step.step)
         self._console.print(
             f"step {step.step:>6}/{self._job.steps}  loss {step.loss:.4f}  "
             f"{step.tokens / step.seconds:>9,.0f} {self._unit}/s  {show_bytes(step.memory_bytes)} per rank  "

@@ -19,6 +19,7 @@ class Started:
     corpus: str
     device: str
     unit: str = "tokens"  # what the loss counts
+    after_step: int = 0  # of the checkpoint that training goes on from; later steps are made again
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Stepped:
     comm_seconds: float
     comm_hidden_seconds: float
     memory_bytes: int
-    skipped: bool = False  # fp16: gradients were not finite
+    skipped: bool = False  # gradients, or the loss, were not finite
     loss_scale: float = 1.0
     experts: tuple[GateLoad, ...] = ()
 
@@ -73,4 +74,33 @@ class Sampled:
     text: str
 
 
-Event = Starting | Started | Audited | Stepped | Evaluated | Sampled
+@dataclass(frozen=True)
+class Restarting:
+    """A rank was lost. All ranks were ended, and new ones start."""
+
+    reason: str  # 'rank 1 was killed by SIGKILL before it finished'
+    number: int  # of restarts since the last checkpoint
+    limit: int
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something that a person should know of: a damaged checkpoint was passed over, the plan was changed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The loss has jumped, or numbers were not finite: training goes on after an earlier step."""
+
+    step: int  # of the checkpoint
+    from_step: int  # the last that went wrong
+    reason: str
+    first_batch: int  # those from here …
+    end_batch: int  # … to before this are left out
+    number: int  # of rollbacks in this run
+    limit: int
+
+
+Event = Starting | Started | Audited | Stepped | Evaluated | Sampled | Restarting | Noted | RolledBack

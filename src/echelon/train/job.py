@@ -7,8 +7,9 @@ library. job_file.py reads a TOML file into a Job, job_rules.py checks it, loop.
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
+from echelon.engine.nonfinite import Nonfinite, why_unskippable
 from echelon.errors import UserError, raise_errors
 from echelon.models import (
     ExpertsConfig,
@@ -20,6 +21,7 @@ from echelon.models import (
     read_image_config,
 )
 from echelon.optim.schedules import Schedule, by_name
+from echelon.plan import Plan
 from echelon.train.job_rules import job_errors
 
 LANGUAGE_PRESET, TEXT_SOURCE = "gpt-tiny", "stdlib"
@@ -183,10 +185,19 @@ class Job:
     seed: int = 0
     evaluate_every: int = 100
     evaluate_batches: int | None = None  # 4; of images, all
+    save_every: int = 100
+    keep: int = 2
+    keep_every: int = 0
+    restarts: int = 3
     out: str = "runs"
     name: str = "train"
     audit: str = "first"
     loss_scale: float | Literal["dynamic"] | None = None  # of fp16
+    nonfinite: str | None = None  # "skip", where the plan can
+    most_skipped: int = 10
+    spike_factor: float = 0.0
+    spike_window: int = 50
+    max_rollbacks: int = 3
     model: ModelJob = field(default_factory=ModelJob)
     data: DataJob = field(default_factory=DataJob)
     optimizer: OptimizerJob = field(default_factory=OptimizerJob)
@@ -199,6 +210,13 @@ class Job:
     def warmup(self) -> int:
         """For how many steps the learning rate rises."""
         return min(100, self.steps // 10) if self.optimizer.warmup is None else self.optimizer.warmup
+
+    @property
+    def engine_nonfinite(self) -> Nonfinite:
+        """What the engine does with steps that are not finite. Where the plan cannot leave them out, the loop
+        ends the training."""
+        can_skip = why_unskippable(Plan.parse(self.plan)) is None
+        return cast(Nonfinite, self.nonfinite or "skip") if can_skip else "allow"
 
     def schedule(self) -> Schedule:
         optimizer = self.optimizer

@@ -3,6 +3,7 @@
 pydantic does the reading. Only this module imports it, so that the embedded default runs without it.
 """
 
+import copy
 import tomllib
 from collections.abc import Iterable
 from functools import reduce
@@ -22,8 +23,13 @@ def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str |
     If something cannot be read, the error also lists the errors of everything else. A job that can be read
     may still be invalid; `check` raises that.
     """
-    values = {} if path is None else _load(path)
-    settings = list(settings)
+    subject = "the settings" if path is None else f"job file {path}"
+    return read_values({} if path is None else _load(path), settings, plan, subject)
+
+
+def read_values(values: dict[str, Any], settings: Iterable[str], plan: str | None, subject: str) -> Job:
+    """The job of `values`, as a file has them, changed likewise; errors say that they are in `subject`."""
+    values, settings = copy.deepcopy(values), list(settings)
     errors = _apply(values, settings)
     if plan is not None:
         errors += [
@@ -34,7 +40,6 @@ def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str |
         values["plan"] = plan
     job, unread = _validate(values) if values or errors else (Job(), {})
     if errors or unread:
-        subject = "the settings" if path is None else f"job file {path}"
         raise_errors(subject, [*errors, *unread.values(), *job_errors(job, unread)])
     return job
 

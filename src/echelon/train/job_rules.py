@@ -18,6 +18,7 @@ from echelon.plan import Plan
 from echelon.precision.loss_scaling import loss_scale_errors
 from echelon.train.findings import Findings
 from echelon.train.memory_fit import host_memory_errors
+from echelon.train.number_rules import check_numbers
 from echelon.train.plan_fit import division_errors
 from echelon.train.plan_work import work_error
 from echelon.train.rank_fit import rank_error, ranks_on_this_host
@@ -29,7 +30,21 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "sm3")
 
-_LEAST = {"steps": 1, "batch": 1, "sequence": 1, "evaluate_every": 0, "evaluate_batches": 1, "seed": 0}
+_LEAST = {
+    "steps": 1,
+    "batch": 1,
+    "sequence": 1,
+    "evaluate_every": 0,
+    "evaluate_batches": 1,
+    "seed": 0,
+    "save_every": 0,
+    "keep": 1,
+    "keep_every": 0,
+    "restarts": 0,
+    "most_skipped": 1,
+    "spike_window": 1,
+    "max_rollbacks": 0,
+}
 _TOO_MANY = 2**63  # more than torch and numpy can count
 
 
@@ -44,6 +59,7 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_names(job, findings)
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
+    check_numbers(job, plan, findings)
     if not findings.all_valid("task"):  # of which task the other keys are is not known
         _check_schedule(job, findings)
         return findings.errors
@@ -63,6 +79,24 @@ def _check_counts(job: "Job", findings: Findings) -> None:
             findings.add(f"{name}={value}: must be at least {least}", name)
         if value is not None and value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
+    if findings.all_valid("save_every", "keep_every") and job.keep_every:
+        _check_kept(job, findings)
+
+
+def _check_kept(job: "Job", findings: Findings) -> None:
+    """Checkpoints that are kept for good must be among those that are saved."""
+    if job.save_every == 0:
+        findings.add(
+            f"keep_every={job.keep_every} save_every=0: no checkpoint is saved before the end; set "
+            f"save_every={job.keep_every}, or leave keep_every out",
+            "keep_every",
+        )
+    elif job.keep_every % job.save_every:
+        findings.add(
+            f"keep_every={job.keep_every} save_every={job.save_every}: must be a multiple of save_every; set "
+            f"keep_every={-(-job.keep_every // job.save_every) * job.save_every}",
+            "keep_every",
+        )
 
 
 def _check_names(job: "Job", findings: Findings) -> None:

@@ -6,13 +6,17 @@ from typing import Any
 
 from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
-from echelon.train.events import Audited, Evaluated, Event, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, RolledBack, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
+from echelon.train.metrics_file import METRICS, metrics_until, read_metrics
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
 class Logbook:
-    """Takes every event, in order; `close` draws the loss, `summary` has the results."""
+    """Takes every event, in order; `close` draws the loss, `summary` has the results.
+
+    Of a run that goes on, it begins with what the folder has.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -20,26 +24,34 @@ class Logbook:
         self._evaluations: list[Evaluated] = []
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
+        self._num_rollbacks = 0
         self._board = _tensorboard(folder)
+        for event in read_metrics(folder.path / METRICS):
+            self._keep(event)
 
     def take(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
+                self._cut(event.after_step)
             case Audited():
                 self._audit = event.results
             case Stepped():
-                self._steps.append(event)
-                self._line("step", event)
+                self._keep(event)
+                self._line(event)
                 self._scalars(event.step, loss=event.loss, learning_rate=event.learning_rate)
                 for gate in event.experts:
                     self._scalars(event.step, **{f"entropy/{gate.gate}": gate.entropy})
             case Evaluated():
-                self._evaluations.append(event)
-                self._line("evaluation", event)
+                self._keep(event)
+                self._line(event)
                 self._scalars(event.step, validation_loss=event.loss)
                 if event.accuracy is not None:
                     self._scalars(event.step, validation_accuracy=event.accuracy)
+            case RolledBack():
+                self._cut(event.step)
+                self._num_rollbacks = event.number
+                self._line(event)
             case Sampled():
                 self._folder.write("sample.txt", event.text + "\n")
 
@@ -79,16 +91,31 @@ class Logbook:
             "tokens_per_second": steps[-1].tokens / usual,
             "memory_bytes": max(step.memory_bytes for step in steps),
             "skipped_steps": sum(step.skipped for step in steps),
+            "rollbacks": self._num_rollbacks,
             "largest_expert_share": max((gate.largest_share for gate in steps[-1].experts), default=None),
             "audit": [
                 {"name": each.name, "outcome": each.outcome, "reason": each.reason} for each in self._audit
             ],
         }
 
-    def _line(self, kind: str, event: Stepped | Evaluated) -> None:
+    def _keep(self, event: Stepped | Evaluated) -> None:
+        if isinstance(event, Stepped):
+            self._steps.append(event)
+        else:
+            self._evaluations.append(event)
+
+    def _cut(self, step: int) -> None:
+        """Forget what came after `step`: it is trained again."""
+        self._steps = [event for event in self._steps if event.step <= step]
+        self._evaluations = [event for event in self._evaluations if event.step <= step]
+        if (self._folder.path / METRICS).exists():
+            self._folder.write(METRICS, metrics_until(self._folder.path / METRICS, step))
+
+    def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
         plain = dataclasses.asdict(event).items()
         values = {name: value for name, value in plain if value is not None and value != ()}
-        self._folder.append("metrics.jsonl", [{"kind": kind, **values}])
+        kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
+        self._folder.append(METRICS, [{"kind": kind, **values}])
 
     def _scalars(self, step: int, **values: float) -> None:
         if self._board is None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, final
 
 import torch
 from torch import nn
@@ -14,22 +14,35 @@ from echelon.audit import AuditResult, Mode
 from echelon.collectives import StepMoves
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.balance import ExpertLoad
+from echelon.engine.nonfinite import NonfiniteError
 from echelon.initialization import deferred
 from echelon.mesh import this_device
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
+from echelon.train.checkpoints import Checkpoints
 from echelon.train.divergence import refuse_divergence
-from echelon.train.events import Audited, Evaluated, Event, GateLoad, Sampled, Started, Stepped
+from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device
+from echelon.train.rollbacks import LossSpikeError, Rollbacks
+from echelon.train.stop_request import StopRequest
 from echelon.train.task import Task
 from echelon.train.tasks import open_task
 
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
-def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
-    """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`."""
+def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> int | None:
+    """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`.
+
+    Goes on from the newest checkpoint in `folder`, if there is one. Returns None at the end of the training,
+    or the last step if ranks were asked to stop before it (SIGTERM).
+    """
+    with StopRequest.of_ranks() as stop:
+        return _train(job, folder, report, stop)
+
+
+def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
     torch.manual_seed(job.seed)
     task, measures = open_task(job), Plan.parse(job.plan).pipeline == AUTO
     refuse_small_device(job, task.config, this_device())
@@ -46,32 +59,94 @@ def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> None:
         sample_batch=task.training.at(0, (0, 1)) if measures else None,
         weights=None if measures else job.model.weights,
         audit=cast(Mode, job.audit),
+        nonfinite=job.engine_nonfinite,
+        most_skipped=job.most_skipped,
     )
     first = engine.mesh.rank == 0
-    part = (engine.replica, engine.replicas)
+    checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
+    step = checkpoints.load_last()
     if first:
         device = _device_name(engine)
-        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit))
-    unread: deque[_Unread] = deque()
-    audit: list[AuditResult] = []
-    for step in range(1, job.steps + 1):
-        metrics = engine.step(task.training.at(step - 1, part))
-        if first and engine.audit != audit:
-            audit = engine.audit
-            report(Audited(tuple(audit)))
-        unread.append(_Unread(step, metrics, _record(engine) if first else None))
-        # A look at a step that is not done would leave a GPU idle until the next one is begun.
-        while unread and (len(unread) > 1 or metrics.is_ready or _due(step, job)):
-            _look(unread.popleft(), job, report)
-        if task.num_validation_batches and _due(step, job):
-            loss, accuracy = evaluate(engine, task)
-            if first:
-                report(Evaluated(step, loss, accuracy))
-            refuse_divergence(job, step, validation_loss=loss)
+        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit, step))
+    training = _Training(job, engine, task, checkpoints, report)
+    while step < job.steps:
+        step += 1
+        try:
+            if not stop.may_begin(step):
+                training.look_at_all()
+                checkpoints.save(step - 1, wait=True)
+                engine.close(restore=False)
+                return step - 1
+            training.step(step)
+        except (LossSpikeError, NonfiniteError) as trouble:
+            step = training.go_back(trouble)
     engine.export(folder / "model")
+    engine.finish_saving()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
         report(Sampled(task.sample(folder / "model")))
+    return None
+
+
+@final
+class _Training:
+    """The steps of a training on one rank, and what rank 0 tells of them."""
+
+    def __init__(
+        self, job: Job, engine: Engine, task: Task, checkpoints: Checkpoints, report: Callable[[Event], None]
+    ) -> None:
+        self._job, self._engine, self._task, self._checkpoints = job, engine, task, checkpoints
+        self._first, self._report = engine.mesh.rank == 0, report
+        self._part = (engine.replica, engine.replicas)
+        self._rollbacks = Rollbacks(job, checkpoints)
+        self._unread: deque[_Unread] = deque()
+        self._audit: list[AuditResult] = []
+        # Where a look may lead back, all ranks take it after the same step.
+        self._looks_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
+
+    def step(self, step: int) -> None:
+        """Train `step`; look at it, or at the one before. Raises a LossSpikeError if that has jumped."""
+        engine, task, job = self._engine, self._task, self._job
+        metrics = engine.step(task.training.at(self._checkpoints.batch_of(step), self._part))
+        if self._first and engine.audit != self._audit:
+            self._audit = engine.audit
+            self._report(Audited(tuple(self._audit)))
+        self._unread.append(_Unread(step, metrics, _record(engine) if self._first else None))
+        # A look at a step that is not done would leave a GPU idle until the next one is begun.
+        if _due(step, job) or self._checkpoints.is_due(step) or (self._looks_early and metrics.is_ready):
+            self.look_at_all()
+        elif len(self._unread) > 1:
+            self._look(self._unread.popleft())
+        if task.num_validation_batches and _due(step, job):
+            loss, accuracy = evaluate(engine, task)
+            if self._first:
+                self._report(Evaluated(step, loss, accuracy))
+            refuse_divergence(job, step, validation_loss=loss)
+        if self._checkpoints.is_due(step):
+            self._checkpoints.save(step)
+
+    def look_at_all(self) -> None:
+        while self._unread:
+            self._look(self._unread.popleft())
+
+    def _look(self, unread: "_Unread") -> None:
+        """Report a step on rank 0, and judge its loss; end the training if it diverged. Waits for it."""
+        step, metrics, record = unread
+        if record is not None:
+            self._report(_stepped(step, metrics, record))
+        if not metrics.skipped:  # which is counted, and may be an error
+            trouble = self._checkpoints.spikes.judge(step, metrics.loss)
+            if trouble is not None:
+                raise LossSpikeError(trouble)
+            refuse_divergence(self._job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
+
+    def go_back(self, error: LossSpikeError | NonfiniteError) -> int:
+        """Go on from a checkpoint, without the batches that led here: returns its step, or raises."""
+        self._unread.clear()
+        event = self._rollbacks.after(error)
+        if self._first:
+            self._report(event)
+        return event.step
 
 
 def _whole(job: Job, task: Task) -> nn.Module:
@@ -128,15 +203,6 @@ def _record(engine: Engine) -> _Record:
         engine.ledger.step_moves(),
         engine.expert_load(),
     )
-
-
-def _look(unread: _Unread, job: Job, report: Callable[[Event], None]) -> None:
-    """Report a step on rank 0, and end the training if it diverged. Waits for that step."""
-    step, metrics, record = unread
-    if record is not None:
-        report(_stepped(step, metrics, record))
-    if not metrics.skipped:  # fp16: the next loss scale may do
-        refuse_divergence(job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
 
 
 def _stepped(step: int, metrics: Metrics, record: _Record) -> Stepped:

@@ -18,13 +18,18 @@ def ranks_on_this_host(ranks: int) -> int:
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if is_under_torchrun() else ranks
 
 
+def most_ranks_here() -> int:
+    return RANKS_PER_CORE * (os.cpu_count() or 1)
+
+
 def _error_here(plan: Plan) -> str | None:
-    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    most = most_ranks_here()
     if plan.pipeline == AUTO or plan.ranks <= most:
         return None
     return (
         f"plan '{plan}': needs {plan.ranks} ranks, but this machine ({os.cpu_count() or 1} cores) starts at "
-        f"most {most}; use fewer ranks, or start them on several machines with torchrun"
+        f"most {most}; use fewer ranks, start them on several machines with torchrun, or add --elastic, "
+        "which shrinks data= to what fits"
     )
 
 
@@ -40,5 +45,13 @@ def _error_under_torchrun(plan: Plan) -> str | None:
         return None
     return (
         f"plan '{plan}': needs {plan.ranks} ranks, but torchrun started {running}; start torchrun with "
-        f"{plan.ranks} processes in total, or change the plan"
+        f"{plan.ranks} processes in total, or change the plan{_elastic_fix(plan, running)}"
     )
+
+
+def _elastic_fix(plan: Plan, running: int) -> str:
+    """With fewer ranks than the plan has, another way out."""
+    others = plan.ranks // plan.data
+    if running >= plan.ranks or running % others:
+        return ""
+    return f"; or add --elastic, which trains with data={running // others} and the same global batch"

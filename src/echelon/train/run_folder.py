@@ -1,12 +1,14 @@
 """The run folder: what a training run leaves, and how to tell a finished run from a broken one.
 
     runs/train-20261115-020304/
-        run.json         state (running, failed, finished), job, plan, versions, pid, summary
+        run.json         state (running, failed, preempted, finished), job, plan, versions, pid, events,
+                         summary
         metrics.jsonl    one line per step, and one per evaluation
         loss.svg         the loss over the steps
         experts.svg      of a model with experts: the share of each in the tokens, and the entropy of gates
         sample.txt       what the model writes
         model/           the weights, as a Hugging Face folder
+        checkpoints/     all that is needed to go on
 
 `run.json` says `finished` only after everything else is written. It is replaced in one step, never edited.
 """
@@ -60,9 +62,16 @@ class RunFolder:
         folder.mark("running", {"started": moment.isoformat(timespec="seconds"), **about})
         return folder
 
+    def note(self, kind: str, **values: Any) -> None:
+        """Add to the events of the run."""
+        moment = datetime.now(UTC).isoformat(timespec="seconds")
+        about = self.about()
+        events = [*about.get("events", ()), {"kind": kind, "time": moment, **values}]
+        self.mark(str(about["state"]), {"events": events})
+
     def mark(self, state: str, about: dict[str, Any]) -> None:
         """Replace run.json: its old entries, the new ones, and the state."""
-        earlier = self._read() if self._state_file.exists() else {}
+        earlier = self.about() if self._state_file.exists() else {}
         self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> Path:
@@ -95,9 +104,10 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        return str(self._read()["state"])
+        return str(self.about()["state"])
 
-    def _read(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What run.json says."""
         about: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
         return about
 

@@ -1,111 +1,67 @@
 """A whole training run: the folder, the ranks, the events that are shown and kept, and the end."""
 
-import os
-import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from echelon import __version__
-from echelon.engine.auto import ranks_here
-from echelon.errors import UserError
-from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, send_message
+from echelon.launching import TRAINING_MODULES, join, preload
+from echelon.launching.group import decide_on_rank_0
 from echelon.launching.torchrun import is_under_torchrun
-from echelon.plan import Plan
-from echelon.train.events import Event, Starting
-from echelon.train.job import Job, as_plain, check
-from echelon.train.logbook import Logbook
+from echelon.train.elastic import change, fit_job
+from echelon.train.events import Noted
+from echelon.train.job import Job, check
 from echelon.train.loop import train_rank
-from echelon.train.run_folder import RunFolder
+from echelon.train.preempted import Preempted
+from echelon.train.run import Run, Show, open_run
+from echelon.train.supervisor import supervise
+from echelon.train.torchrun_launch import run_of_launch, this_launch
 
-Show = Callable[[Event], None]
 
-
-def train(job: Job, show: Show) -> dict[str, Any]:
+def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = False) -> dict[str, Any]:
     """Run `job` on the ranks of its plan and return the summary; `show` is called with every event.
 
-    Starts the ranks on this machine; under torchrun this process is one of them already.
+    Starts the ranks on this machine; under torchrun this process is one of them already. `resume` is the
+    folder of a run to go on with. `elastic`: with fewer devices or ranks than the plan takes, its data degree
+    shrinks.
     """
-    check(job)
-    return _train_among_peers(job, show) if is_under_torchrun() else _train_here(job, show)
-
-
-def _train_here(job: Job, show: Show) -> dict[str, Any]:
+    fit = fit_job if elastic else _as_it_is
+    check(fit(job))
+    if is_under_torchrun():
+        return _train_among_peers(job, fit(job), show, resume)
     preload(*TRAINING_MODULES, __name__)
-    with _run(job, show) as run:
-        with Ranks(ranks_here(Plan.parse(job.plan))) as ranks:
-            ranks.run(_rank, job, run.folder.path, on_message=lambda _, event: run.take(event))
+    with open_run(job, show, resume) as run:
+        supervise(job, run, fit)
         return run.finish()
 
 
-def _train_among_peers(job: Job, show: Show) -> dict[str, Any]:
+def _as_it_is(job: Job) -> Job:
+    return job
+
+
+def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -> dict[str, Any]:
     """Under torchrun rank 0 keeps the logbook; the others only train."""
     join()
-    if dist.get_rank() != 0:
-        train_rank(job, Path(), show)
+    launch = this_launch()
+    runs: list[Run] = []
+
+    def open_on_rank_0() -> str:
+        path = resume or run_of_launch(job, launch)
+        runs.append(stack.enter_context(open_run(job, show, path, launch)))
+        if fitted != job:
+            runs[0].take(Noted(change(job, fitted)))
+        return str(runs[0].folder.path)
+
+    with ExitStack() as stack:
+        folder = Path(decide_on_rank_0(open_on_rank_0))
+        if dist.get_rank() == 0:
+            _raise_preempted(train_rank(fitted, folder, runs[0].take))
+            return runs[0].finish()
+        _raise_preempted(train_rank(fitted, folder, show))
         return {}
-    with _run(job, show) as run:
-        train_rank(job, run.folder.path, run.take)
-        return run.finish()
 
 
-def _rank(job: Job, folder: Path) -> None:
-    assert is_launched_rank()
-    train_rank(job, folder, send_message)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A run folder, its logbook, and a function that shows events."""
-
-    folder: RunFolder
-    logbook: Logbook
-    show: Show
-
-    def take(self, event: Event) -> None:
-        self.logbook.take(event)
-        self.show(event)
-
-    def finish(self) -> dict[str, Any]:
-        self.logbook.close()
-        summary = {"run": str(self.folder.path), **self.logbook.summary()}
-        self.folder.mark("finished", {"summary": summary})
-        return summary
-
-    def break_off(self, error: BaseException) -> None:
-        """Keep what there is of a run that `error` ends; nothing, if the user's mistake let none begin."""
-        if isinstance(error, UserError) and not self.logbook.has_started:
-            self.folder.discard()
-            return
-        with suppress(UserError):  # a full disk must not hide the error
-            self.logbook.close()
-        self.folder.fail(f"{type(error).__name__}: {error}")
-        error.add_note(f"step {self.logbook.last_step} was the last; the run is in {self.folder.path}")
-
-
-@contextmanager
-def _run(job: Job, show: Show) -> Iterator[_Run]:
-    """A new run. If anything is raised inside, it is marked as failed, or removed if it never began."""
-    folder = RunFolder.create(Path(job.out), job.name, _about(job))
-    try:
-        run = _Run(folder, Logbook(folder), show)
-    except BaseException:
-        folder.discard()
-        raise
-    try:
-        run.take(Starting(str(folder.path)))
-        yield run
-    except BaseException as error:
-        run.break_off(error)
-        raise
-
-
-def _about(job: Job) -> dict[str, Any]:
-    """What run.json says from the start of a run."""
-    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
+def _raise_preempted(step: int | None) -> None:
+    if step is not None:
+        raise Preempted(step)

@@ -7,7 +7,9 @@ keep every page that was touched in the memory of the process.
 import json
 import math
 import os
+import stat
 import struct
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -37,6 +39,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+Opener = Callable[[str, int], int]  # of open(): who may be followed, and what is refused
 LENGTH = struct.Struct("<Q")  # of the header, in front of it
 METADATA = "__metadata__"  # the one key of a header that is no tensor
 
@@ -53,10 +56,12 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, opener: Opener | None = None) -> dict[str, StoredTensor]:
     """Every tensor of a file, by name; no weight is read. A file that is cut short or damaged is refused."""
     try:
-        with path.open("rb") as file:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise ValueError("it is not a regular file")
+        with open(path, "rb", opener=opener) as file:
             size = os.fstat(file.fileno()).st_size
             begin, entries = _parse_header(file, size)
         return _place_tensors(path, begin, size, entries)
@@ -101,11 +106,11 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def read_box(tensor: StoredTensor, box: tuple[slice, ...], out: Tensor) -> None:
+def read_box(tensor: StoredTensor, box: tuple[slice, ...], out: Tensor, opener: Opener | None = None) -> None:
     """Fill `out`, which has the shape of the box and may be strided, with that box of a tensor."""
     if not out.numel():
         return
-    with FileIO(tensor.path) as file:
+    with FileIO(tensor.path, opener=opener) as file:
         _read_box(file, tensor.begin, tensor.shape, box, out)
 
 

@@ -1,0 +1,52 @@
+"""Whether the files of a checkpoint are those that its manifest lists: their sizes, hashes and headers."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from echelon.checkpoint.file_hash import hash_file
+from echelon.checkpoint.manifest import FileRecord
+from echelon.checkpoint.manifest_reader import shown
+from echelon.checkpoint.regular_file import open_regular
+from echelon.errors import UserError
+from echelon.weight_files.layout import Described
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != record.bytes:
+        raise UserError(f"{path}: is damaged: it has {found} bytes, and the manifest says {record.bytes}")
+
+
+def check_hash(path: Path, record: FileRecord) -> None:
+    with open_regular(path) as file:
+        found = hash_file(file)
+    if found != record.hash:
+        raise UserError(
+            f"{path}: is damaged: its hash is {found[:16]}…, and the manifest says {record.hash[:16]}…"
+        )
+
+
+def check_header(path: Path, header: Mapping[str, Described], expected: Mapping[str, Described]) -> None:
+    """A file must hold exactly the tensors that the manifest says, in their shapes and types."""
+    for name in {**expected, **header}:
+        found = _described(header.get(name))
+        wanted = _described(expected.get(name))
+        if found != wanted:
+            raise UserError(f"{path}: holds {found} as {shown(name)}, and the manifest says {wanted}")
+
+
+def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """By rank, the files that it verifies: every file once, and about as many bytes as the others."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    taken = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = taken.index(min(taken))
+        taken[rank] += sizes[name]
+        shares[rank].append(name)
+    return shares
+
+
+def _described(tensor: Described | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"

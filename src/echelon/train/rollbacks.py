@@ -1,0 +1,127 @@
+"""Back to a checkpoint after a loss spike, without the batches that led to it, so many times at most.
+
+What was left out is kept beside the checkpoints, so that a run that is resumed leaves it out too:
+
+    runs/train-20261115-020304/skipped_batches.json     {"rollbacks": 1, "skipped": [[100, 131]]}
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+from echelon.engine.nonfinite import NonfiniteError
+from echelon.errors import UserError
+from echelon.train.data_position import DataPosition, Range
+from echelon.train.events import RolledBack
+from echelon.train.job import Job
+from echelon.train.spikes import Trouble
+
+SKIPPED = "skipped_batches.json"
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of a run, as far as this needs them."""
+
+    @property
+    def num_rollbacks(self) -> int:
+        """How many the run has had."""
+
+    def can_go_back(self, step: int) -> bool:
+        """Whether there is a checkpoint from before `step`."""
+
+    def go_back(self, first: int, last: int) -> "Return":
+        """Load the newest whole checkpoint from before step `first`; leave out all batches from there up to
+        that of step `last`."""
+
+
+class Return(NamedTuple):
+    """The step that a training goes on after, and the batches that it leaves out."""
+
+    step: int
+    batches: Range
+
+
+class LossSpikeError(Exception):
+    """The loss of a step has jumped; only the loop sees this."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__(trouble.reason)
+        self.trouble = trouble
+
+
+@final
+class Rollbacks:
+    """Decides whether a training that went wrong goes back, and does it; the same on every rank."""
+
+    def __init__(self, job: Job, checkpoints: Checkpoints) -> None:
+        self._job, self._checkpoints = job, checkpoints
+
+    def after(self, error: LossSpikeError | NonfiniteError) -> RolledBack:
+        """Go back, or raise a UserError: `error`, if it is one."""
+        if isinstance(error, LossSpikeError):
+            return self._after_spike(error.trouble)
+        last = error.step + 1
+        trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
+        reason = self._why_not(trouble) if self._job.spike_factor else ""
+        if reason is None:
+            return self._go_back(trouble)
+        raise error if not reason else NonfiniteError(f"{error}; {reason}")
+
+    def _after_spike(self, trouble: Trouble) -> RolledBack:
+        reason = self._why_not(trouble)
+        if reason is None:
+            return self._go_back(trouble)
+        raise UserError(
+            f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
+            f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
+            f"{self._job.spike_factor:g})"
+        )
+
+    def _why_not(self, trouble: Trouble) -> str | None:
+        limit = self._job.max_rollbacks
+        if self._checkpoints.num_rollbacks >= limit:
+            return f"the run has gone back to a checkpoint {limit} times (max_rollbacks={limit})"
+        if not self._checkpoints.can_go_back(trouble.first):
+            return (
+                f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"
+            )
+        return None
+
+    def _go_back(self, trouble: Trouble) -> RolledBack:
+        step, (begin, end) = self._checkpoints.go_back(trouble.first, trouble.last)
+        number, limit = self._checkpoints.num_rollbacks, self._job.max_rollbacks
+        return RolledBack(step, trouble.last, trouble.reason, begin, end, number, limit)
+
+
+class SkippedBatches(NamedTuple):
+    """What the file of a run says of its rollbacks."""
+
+    rollbacks: int = 0
+    skipped: tuple[Range, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        return {"rollbacks": self.rollbacks, "skipped": [list(each) for each in self.skipped]}
+
+    def text(self) -> str:
+        return json.dumps(self.plain()) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "SkippedBatches":
+        """Of a run without the file: nothing. A UserError if it is not what a training has written."""
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else cls().text()
+            return cls.parse(json.loads(text))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}); it lists the batches that a rollback "
+                "has left out: remove it to train them again"
+            ) from None
+
+    @classmethod
+    def parse(cls, value: Any) -> "SkippedBatches":
+        number = value.get("rollbacks") if isinstance(value, dict) else None
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < math.inf:
+            raise ValueError("rollbacks must be a number from 0")
+        position = DataPosition.parse({"next_batch": 0, "skipped": value.get("skipped")})
+        return cls(number, position.skipped)

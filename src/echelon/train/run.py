@@ -1,0 +1,99 @@
+"""A run while it is trained: its folder, its logbook, and a function that shows events."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon import __version__
+from echelon.errors import UserError
+from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
+from echelon.train.job import Job, as_plain
+from echelon.train.logbook import Logbook
+from echelon.train.preempted import Preempted
+from echelon.train.run_folder import RunFolder
+from echelon.train.run_lock import locked
+
+Show = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Keeps and shows what happens; `finish` it, or the error that leaves `open_run` ends it."""
+
+    folder: RunFolder
+    logbook: Logbook
+    show: Show
+    is_new: bool
+
+    def take(self, event: Event) -> None:
+        self.logbook.take(event)
+        match event:
+            case Restarting(reason, number):
+                self.folder.note("restart", reason=reason, number=number, after_step=self.logbook.last_step)
+            case RolledBack(step, from_step, reason):
+                self.folder.note("rollback", step=step, from_step=from_step, reason=reason)
+            case Noted(text):
+                self.folder.note("note", text=text)
+        self.show(event)
+
+    def finish(self) -> dict[str, Any]:
+        self.logbook.close()
+        summary = {"run": str(self.folder.path), **self.logbook.summary()}
+        self.folder.mark("finished", {"summary": summary})
+        return summary
+
+    def break_off(self, error: BaseException) -> None:
+        """Keep what there is of a run that `error` ends; nothing, if the user's mistake let none begin."""
+        if isinstance(error, UserError) and self.is_new and not self.logbook.has_started:
+            self.folder.discard()
+            return
+        with suppress(UserError):  # a full disk must not hide the error
+            self.logbook.close()
+        if isinstance(error, Preempted):
+            self._preempt(error)
+            return
+        self.folder.fail(f"{type(error).__name__}: {error}")
+        error.add_note(f"step {self.logbook.last_step} was the last; the run is in {self.folder.path}")
+
+    def _preempt(self, error: Preempted) -> None:
+        with suppress(UserError):
+            self.folder.mark("preempted", {"reason": str(error)})
+        saved = f"step {error.step} was the last, and is saved" if error.step else "no step was made"
+        error.add_note(f"{saved}; go on with: echelon train --resume {self.folder.path}")
+
+
+@contextmanager
+def open_run(job: Job, show: Show, path: Path | None = None, launch: Sequence[str] = ()) -> Iterator[Run]:
+    """A new run, or that in `path`. If anything is raised inside, it is marked as failed or preempted, or
+    removed if it never began. `launch` names the processes that started the ranks, if that is torchrun.
+    """
+    about = {**_about(job), "launch": list(launch)} if launch else _about(job)
+    folder = RunFolder.create(Path(job.out), job.name, about) if path is None else RunFolder(path)
+    with locked(folder.path):
+        if path is not None:
+            folder.mark("running", about)
+            folder.note("resume")
+        try:
+            run = Run(folder, Logbook(folder), show, is_new=path is None)
+        except BaseException:
+            if path is None:
+                folder.discard()
+            raise
+        try:
+            run.take(Starting(str(folder.path)))
+            yield run
+        except BaseException as error:
+            run.break_off(error)
+            raise
+
+
+def _about(job: Job) -> dict[str, Any]:
+    """What run.json says from the start of a run."""
+    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"job": as_plain(job), "plan": job.plan, "versions": versions, "pid": os.getpid()}
