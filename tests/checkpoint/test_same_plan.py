@@ -12,9 +12,7 @@ WarmRanks = Callable[[int], Ranks]
 
 FEW = [
     Training("data=2 zero=1 precision=bf16"),
-    Training("data=2 zero=2 precision=bf16 masters=false", "sgd"),
     Training("data=2 precision=fp16 offload=optimizer"),
-    Training("pipeline=2 microbatches=2 precision=fp32", "muon"),
 ]
 ONE_RANK = [
     *(Training("precision=fp32", name) for name in OPTIMIZERS),
@@ -31,6 +29,8 @@ ONE_RANK = [
     Training("precision=bf16 update=backward offload=optimizer"),
 ]
 TWO_RANKS = [
+    Training("data=2 zero=2 precision=bf16 masters=false", "sgd"),
+    Training("pipeline=2 microbatches=2 precision=fp32", "muon"),
     *(Training("data=2 zero=1 precision=fp32", name) for name in OPTIMIZERS),
     *(Training("data=2 zero=3 precision=bf16", name) for name in ("adamw", "adafactor", "sm3", "muon")),
     Training("data=2 zero=3 precision=bf16 masters=false"),
