@@ -106,5 +106,3 @@ def _is_ours(path: Path) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-

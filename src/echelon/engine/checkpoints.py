@@ -10,6 +10,7 @@ temporary        buffers that are not persistent, if training has changed them
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,8 +37,6 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) -> Manifest:
     """What a manifest says beside tensors and files; all ranks must call this."""
-    from echelon import __version__
-
     numbers: dict[str, dict[str, Number]] = {}
     check_on_every_rank(lambda: numbers.update(_state_numbers(update)))
     rows = gather(mesh, [_groups(update), numbers])
@@ -46,7 +45,7 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
         plan=str(mesh.plan),
         ranks=mesh.plan.ranks,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"echelon": __version__, "torch": torch.__version__},
+        versions={"echelon": import_module("echelon").__version__, "torch": torch.__version__},
         groups=_joined(group for groups, _ in rows for group in groups),
         state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
         extra=dict(extra),
@@ -109,8 +108,8 @@ def check_storable(owned: Iterable[OwnedSlice]) -> None:
     raise_errors(
         "the state of this engine, which cannot be saved",
         [
-            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors file "
-            "holds; use another type"
+            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
+            "file holds; use another type"
             for each in owned
             if each.tensor.dtype not in known
         ],
@@ -153,8 +152,8 @@ def owned_extra_state(module: nn.Module) -> list[OwnedSlice]:
             data = json.dumps(value).encode()
         except (TypeError, ValueError):
             errors.append(
-                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it must "
-                "return a tensor, or lists, dicts, strings and numbers"
+                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it "
+                "must return a tensor, or lists, dicts, strings and numbers"
             )
             continue
         owned.append(_bytes(name, JSON, torch.frombuffer(bytearray(data), dtype=torch.uint8)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from echelon.data_parallel.bucketed import Bucketed
 from echelon.runtime import LocalStages
+from echelon.tensor_parallel.columns import Multiplier
 from echelon.tensor_parallel.modules import Column
 from echelon.wrapping import find_wrapper
 
@@ -21,10 +22,11 @@ LEARNED = "(learned)"  # the name in a checkpoint; no parameter can have it
 
 def learned(local: LocalStages) -> dict[str, Any]:
     """As plain data."""
-    names = {column: name for name, column in _columns(local)}
+    columns = dict(_columns(local))
+    names: dict[Multiplier, str] = {column: name for name, column in columns.items()}
     sharing = {
         names[first]: [names[each] for each in together]
-        for shared in {column.region.shared_input: None for column in names}
+        for shared in {column.region.shared_input for column in columns.values()}
         for first, together in shared.learned.items()
     }
     return {"columns": sharing, "buckets": [each.learned_order() for each in _bucketed(local)]}
