@@ -287,7 +287,7 @@ class Counting(torch.optim.Optimizer):
         self.kept = kept
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -12,9 +12,7 @@ WarmRanks = Callable[[int], Ranks]
 
 FEW = [
     Training("data=2 zero=1 precision=bf16"),
-    Training("data=2 zero=2 precision=bf16 masters=false", "sgd"),
     Training("data=2 precision=fp16 offload=optimizer"),
-    Training("pipeline=2 microbatches=2 precision=fp32", "muon"),
 ]
 ONE_RANK = [
     *(Training("precision=fp32", name) for name in OPTIMIZERS),
@@ -31,6 +29,8 @@ ONE_RANK = [
     Training("precision=bf16 update=backward offload=optimizer"),
 ]
 TWO_RANKS = [
+    Training("data=2 zero=2 precision=bf16 masters=false", "sgd"),
+    Training("pipeline=2 microbatches=2 precision=fp32", "muon"),
     *(Training("data=2 zero=1 precision=fp32", name) for name in OPTIMIZERS),
     *(Training("data=2 zero=3 precision=bf16", name) for name in ("adamw", "adafactor", "sm3", "muon")),
     Training("data=2 zero=3 precision=bf16 masters=false"),
@@ -49,6 +49,15 @@ TWO_RANKS = [
     *(Training("data=2 expert=2 precision=fp32", gate=gate) for gate in ("sigmoid", "crowded")),
     Training("data=2 expert=2 zero=2 precision=fp32", "muon", "sigmoid"),
     Training("context=2 precision=bf16"),
+]
+FOUR_RANKS = [
+    Training("data=4 precision=fp32"),
+    Training("data=4 zero=2 shard=2 precision=bf16"),
+    Training("data=4 zero=3 precision=bf16"),
+    Training("data=2 tensor=2 precision=bf16"),
+    Training("data=2 pipeline=2 microbatches=2 precision=bf16"),
+    Training("pipeline=3-1 microbatches=3 precision=bf16"),
+    Training("data=4 expert=2 precision=fp32", gate="crowded"),
 ]
 ASYNC = [
     Training("data=2 sync=async staleness=0 precision=fp32"),
@@ -75,6 +84,11 @@ def test_one_rank_goes_on_in_every_bit(warm_ranks: WarmRanks, tmp_path: Path) ->
 @pytest.mark.slow
 def test_two_ranks_go_on_in_every_bit(warm_ranks: WarmRanks, tmp_path: Path) -> None:
     check(warm_ranks(2), TWO_RANKS, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_ranks_go_on_in_every_bit(warm_ranks: WarmRanks, tmp_path: Path) -> None:
+    check(warm_ranks(4), FOUR_RANKS, tmp_path)
 
 
 @pytest.mark.slow

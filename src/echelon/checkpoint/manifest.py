@@ -9,7 +9,7 @@
     "exp_avg": …}},
   "numbers": {"begun steps": 100, "loss scale": 65536.0, …},
   "state_numbers": {"blocks.0.weight": {"step": 100}},
-  "groups": [{"lr": 0.003, …}],
+  "groups": [{"lr": 0.003, …, "parameters": ["blocks.0.weight", …]}],
   "extra": {…},
   "files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}
 }

@@ -10,6 +10,7 @@ temporary        buffers that are not persistent, if training has changed them
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 from echelon.checkpoint import Manifest
 from echelon.checkpoint.manifest import Number
+from echelon.engine.learned import LEARNED, learned
 from echelon.errors import UserError, raise_errors
 from echelon.launching.byte_collectives import all_gather_bytes
 from echelon.launching.group import check_on_every_rank
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, OwnedSlice, Slice
-from echelon.runtime import Update
+from echelon.runtime import LocalStages, Update
 from echelon.weight_files.tensor_file import DTYPES
 
 RANDOM = "(random)"  # the name of random states; no parameter can have it
@@ -35,8 +37,6 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list, Tensor)
 
 def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) -> Manifest:
     """What a manifest says beside tensors and files; all ranks must call this."""
-    from echelon import __version__
-
     numbers: dict[str, dict[str, Number]] = {}
     check_on_every_rank(lambda: numbers.update(_state_numbers(update)))
     rows = gather(mesh, [_groups(update), numbers])
@@ -45,7 +45,7 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
         plan=str(mesh.plan),
         ranks=mesh.plan.ranks,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"echelon": __version__, "torch": torch.__version__},
+        versions={"echelon": import_module("echelon").__version__, "torch": torch.__version__},
         groups=_joined(group for groups, _ in rows for group in groups),
         state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
         extra=dict(extra),
@@ -108,8 +108,8 @@ def check_storable(owned: Iterable[OwnedSlice]) -> None:
     raise_errors(
         "the state of this engine, which cannot be saved",
         [
-            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors file "
-            "holds; use another type"
+            f"{each.slice.name} ({each.slice.part}) is of type {each.tensor.dtype}, which no safetensors "
+            "file holds; use another type"
             for each in owned
             if each.tensor.dtype not in known
         ],
@@ -119,6 +119,12 @@ def check_storable(owned: Iterable[OwnedSlice]) -> None:
 def own_number(part: str, value: float | Tensor) -> OwnedSlice:
     """A number of the engine's own."""
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
+
+
+def own_learned(mesh: Mesh, local: LocalStages) -> OwnedSlice:
+    """What this rank has learned in its first step."""
+    data = bytearray(json.dumps(learned(local)).encode())
+    return _bytes(LEARNED, f"rank {mesh.rank}", torch.frombuffer(data, dtype=torch.uint8))
 
 
 def owned_random(mesh: Mesh, seed: int | None) -> list[OwnedSlice]:
@@ -146,8 +152,8 @@ def owned_extra_state(module: nn.Module) -> list[OwnedSlice]:
             data = json.dumps(value).encode()
         except (TypeError, ValueError):
             errors.append(
-                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it must "
-                "return a tensor, or lists, dicts, strings and numbers"
+                f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it "
+                "must return a tensor, or lists, dicts, strings and numbers"
             )
             continue
         owned.append(_bytes(name, JSON, torch.frombuffer(bytearray(data), dtype=torch.uint8)))

@@ -86,7 +86,8 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
             by_keys.setdefault((tuple(sorted(there)), tuple(sorted(here)), kind), []).append(name)
     return [
         f"the checkpoint has {_and(there)} of {names[0]}{_more(names)}, and the optimizer here, {kind}, "
-        f"keeps {_and(here)}; use the optimizer that saved it, or let this one begin: load(path, optimizer=False)"
+        f"keeps {_and(here)}; use the optimizer that saved it, or let this one begin: "
+        "load(path, optimizer=False)"
         for (there, here, kind), names in by_keys.items()
     ]
 

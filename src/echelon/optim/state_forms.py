@@ -57,7 +57,7 @@ def _after_one_step(
     copy: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
     vars(copy).pop("step", None)  # that of a learning-rate scheduler, which calls the original
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()  # type: ignore[assignment]
+    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     copy.state = defaultdict(dict)
     copy.param_groups = [{**group, "params": [small], **({"fused": True} if fused else {})}]
     step: Any = type(optimizer).step
