@@ -1,8 +1,8 @@
 """A part of torchrun's store that no earlier ranks have written to.
 
 torchrun keeps one store while it starts ranks again and again (--max-restarts, nodes that come and go). There
-ranks would find addresses of ranks that are gone. No number that all of them know says which start this is. So
-each rank writes a word of its own, and rank 0 proposes a name for all words that it reads:
+ranks would find addresses of ranks that are gone. No number that all of them know says which start this is.
+So each rank writes a word of its own, and rank 0 proposes a name for all words that it reads:
 
     rank 1   "word-1" = c07f…                       over the word of the rank 1 before
     rank 0   "proposal" = a31b…, [9e21…, c07f…]     again, whenever a word has changed
