@@ -81,6 +81,10 @@ class CheckpointFolder:
             return engine.load(self.path_of(step), verify=False)
         return None
 
+    def remove_leftovers(self) -> None:
+        """Remove temporary files of a job that was killed; on one rank, where no other job saves here."""
+        self._storage.remove_leftovers(LATEST)
+
     def discard_from(self, step: int) -> None:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
         for late in self.steps():

@@ -14,7 +14,7 @@ from pathlib import Path
 from echelon.engine.auto import ranks_here
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 from echelon.plan import Plan
-from echelon.train.checkpoints import newest_step
+from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.elastic import change
 from echelon.train.events import Noted, Restarting
 from echelon.train.job import Job
@@ -34,6 +34,7 @@ def supervise(job: Job, run: Run, fit: Fit) -> None:
             before, fitted = fitted, fit(job)
             if fitted != before:
                 run.take(Noted(change(job, fitted)))
+            checkpoint_folder(job, run.folder.path).remove_leftovers()
             try:
                 last = _train(fitted, run, sigterm)
             except RankFailed as error:

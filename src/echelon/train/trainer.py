@@ -9,6 +9,7 @@ import torch.distributed as dist
 from echelon.launching import TRAINING_MODULES, join, preload
 from echelon.launching.group import decide_on_rank_0
 from echelon.launching.torchrun import is_under_torchrun
+from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
 from echelon.train.job import Job, check
@@ -49,6 +50,7 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
     def open_on_rank_0() -> str:
         path = resume or run_of_launch(job, launch)
         runs.append(stack.enter_context(open_run(job, show, path, launch)))
+        checkpoint_folder(job, runs[0].folder.path).remove_leftovers()
         if fitted != job:
             runs[0].take(Noted(change(job, fitted)))
         return str(runs[0].folder.path)
