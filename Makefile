@@ -34,9 +34,10 @@ train: .venv/.installed     ## a small GPT on 2 ranks, about 2 minutes; with exp
 test: .venv/.installed-dev  ## the suite without slow tests, about 10 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
+fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans, 100,000 inputs of parsers
 	@$(BIN)/python -m pytest -m slow -rA
 	@$(BIN)/python -m tests.fuzz --plans 1000
+	@$(BIN)/python -m tests.fuzz_parsers --inputs 100000
 
 chaos: .venv/.installed-dev ## 200 kills of ranks and trainings at random moments; each run must end bit for bit the same
 	@$(BIN)/python -m tests.chaos --kills 200

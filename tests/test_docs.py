@@ -178,7 +178,8 @@ def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
         documented[name] = set(re.findall(r"--[a-z-]+", usage))
     assert documented.keys() == commands.keys()
     for name, options in documented.items():
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+        of_group = getattr(commands[name], "commands", {name: commands[name]})  # checkpoint show
+        known = {opt for each in of_group.values() for parameter in each.params for opt in parameter.opts}
         assert options <= known, name
         assert "--json" in known, name
 

@@ -24,6 +24,7 @@ from echelon.program import build as build_schedule
 from echelon.program import load_schedule, show, simulate
 from echelon.train.job import Job, as_plain, check
 from echelon.train.job_file import read_job
+from echelon.train.resume import resume
 from echelon.weight_files.folder_files import INDEX, WEIGHTS
 from tests.checkpoint.small import FILES, record_of, small_manifest, write_small
 from tests.fuzz_parsers import grammar
@@ -50,6 +51,7 @@ def targets(folder: Path) -> list[Target]:
     return [
         Target("plan", _plan, _texts(plans, grammar.plan), 16, plans),
         _jobs(folder / "job"),
+        _runs(folder / "run"),
         *_profiles(folder / "profile"),
         _schedules(folder / "schedule"),
         *_checkpoints(folder / "checkpoint"),
@@ -109,7 +111,21 @@ def _jobs(folder: Path) -> Target:
         text = grammar.toml(change_value(draw.choice(valid), draw), draw)
         return change_bytes(text, [text], draw) if draw.random() < 0.3 else text
 
-    return Target("job", parse, draw_one, 8, [grammar.toml(each, random.Random(0)) for each in valid])
+    return Target("job", parse, draw_one, 5, [grammar.toml(each, random.Random(0)) for each in valid])
+
+
+def _runs(folder: Path) -> Target:
+    """The run.json of a run that goes on."""
+    folder.mkdir()
+    (folder / "text.txt").write_text("to be or not to be " * 500)
+    job = as_plain(Job()) | {"data": {"source": str(folder / "text.txt")}, "out": str(folder)}
+    about = {"state": "failed", "started": "2026", "job": json.loads(json.dumps(job)), "plan": "data=2"}
+
+    def parse(data: bytes) -> None:
+        (folder / "run.json").write_bytes(data)
+        resume(folder, (), None)
+
+    return Target("run.json", parse, _values([about]), 3, [to_json(about)])
 
 
 def _profiles(folder: Path) -> list[Target]:

@@ -115,6 +115,7 @@ def _node(index: int, value: Any, errors: list[str]) -> Node:
 
 def _amount(index: int, key: str, value: Any, errors: list[str]) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if math.isnan(value) or abs(value) < 1e300 else float("inf")
+        # An integer may be too large for a float.
+        return float(value) if isinstance(value, float) or abs(value) < 10**300 else math.inf
     errors.append(f"node {index}: {key}={json.dumps(value)} must be a number, at least 0")
     return 0.0

@@ -20,6 +20,7 @@ from echelon.models import ModelConfig, build_without_memory
 from echelon.ownership import MASTER, VALUE, Slice, StateNames
 from echelon.train.job import Job
 from echelon.train.job_file import read_values
+from echelon.train.run_links import link_errors
 from echelon.train.tasks import config_of
 from echelon.weight_files import (
     SHARD_BYTES,
@@ -32,6 +33,7 @@ from echelon.weight_files import (
 )
 from echelon.weight_files.dcp_folder import write_dcp
 
+EXPORTS = "export"
 FORMATS = ("hf", "safetensors", "dcp")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -55,7 +57,7 @@ def export_run(
     raise_errors(f"export of {path}", _argument_errors(path, to, out, dtype, run))
     saved = SavedState.open(find_checkpoint(path))
     saved.verify()
-    folder = (run or Path()) / "export" / to if out is None else out
+    folder = (run or Path()) / EXPORTS / to if out is None else out
     weights = _Weights(saved, dtype)
     model = None if run is None else _model(run, weights)
     if to == "hf":
@@ -79,6 +81,8 @@ def _argument_errors(path: Path, to: str, out: Path | None, dtype: str | None, r
         errors.append(f"--dtype {dtype}: is not a type of weights{did_you_mean(dtype, DTYPES)}")
     if run is None and to == "hf":
         errors.append(f"{path}: has no {RUN_FILE} that says which model it is; use --to safetensors or dcp")
+    if run is not None and out is None:
+        errors += link_errors(run / EXPORTS) if not (run / EXPORTS).is_symlink() else link_errors(run)
     if run is None and out is None:
         errors.append(f"{path}: is not in the folder of a run; say where to write: --out FOLDER")
     return errors

@@ -12,6 +12,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.train.checkpoints import newest_step
 from echelon.train.job import Job, as_plain
 from echelon.train.job_file import read_job, read_values
+from echelon.train.run_links import link_errors
 
 FINISHED = "finished"
 MAY_CHANGE = (
@@ -82,9 +83,9 @@ def _job_of(path: Path, settings: Sequence[str], plan: str | None) -> Job:
 def _continued(path: Path, job: Job) -> Continued:
     """The run with its job, if it may go on so; else one UserError with every reason."""
     about = read_about(path) or {}
-    began = read_values(about.get("job", {}), (), None, str(path / "run.json"))
+    began = _job_of(path, (), None)
     saved = newest_step(job, path)
-    errors = _changes(began, job)
+    errors = [*_changes(began, job), *link_errors(path)]
     if job.steps < saved:
         errors.append(
             f"steps={job.steps}: the run has a checkpoint of step {saved}; set steps={saved} or more"

@@ -1,0 +1,43 @@
+"""Run folders of strangers: nothing is written where their links lead."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.train.export_run import export_run
+from echelon.train.job import Job, as_plain
+from echelon.train.resume import resume
+from echelon.train.run_links import link_errors
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"state": "failed", "job": as_plain(Job())}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/.latest.part", "model"])
+def test_a_run_with_a_link_does_not_go_on(run: Path, tmp_path: Path, name: str) -> None:
+    assert resume(run, (), None).path == run
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError) as refusal:
+        resume(run, (), None)
+    assert f"{run / name}: is a link" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["export", "export/hf"])
+def test_nothing_is_exported_through_a_link(run: Path, tmp_path: Path, name: str) -> None:
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(tmp_path)
+    with pytest.raises(UserError, match="is a link"):
+        export_run(run, "hf")
+
+
+def test_many_links_are_told_in_short(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / str(number)).symlink_to("/")
+    assert len(link_errors(tmp_path)) == 6
