@@ -15,7 +15,7 @@ from echelon import __version__
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, is_launched_rank, join, preload, send_message
-from echelon.launching.torchrun import is_under_torchrun
+from echelon.launching.torchrun import is_under_torchrun, when_ended
 from echelon.plan import Plan
 from echelon.train.events import Event, Starting
 from echelon.train.job import Job, as_plain, check
@@ -50,6 +50,7 @@ def _train_among_peers(job: Job, show: Show) -> dict[str, Any]:
         train_rank(job, Path(), show)
         return {}
     with _run(job, show) as run:
+        when_ended(run.folder.fail)
         train_rank(job, run.folder.path, run.take)
         return run.finish()
 
