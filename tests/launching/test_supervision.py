@@ -32,9 +32,8 @@ def reports(printed: str, ranks: int) -> list[str]:
     """The report of each rank, without who it is: each has printed one."""
     found = []
     for rank in range(ranks):
-        (report,) = re.findall(
-            rf"^echelon, rank {rank}: (rank .*?)^echelon, rank {rank}: ends", printed, re.M | re.S
-        )
+        name = f"^echelon, rank {rank}: "
+        (report,) = re.findall(f"{name}(rank .*?){name}ends", printed, re.MULTILINE | re.DOTALL)
         found.append(report)
     return found
 

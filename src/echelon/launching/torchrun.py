@@ -60,10 +60,8 @@ def when_ended(call: Callable[[str], object]) -> None:
 
 
 def report_failure(reason: str) -> None:
-    """This process ends with an error ('raised KeyError …'): its peers, if it has any, must not wait for it."""
-    if (
-        "echelon.launching.supervision" in sys.modules
-    ):  # otherwise it has joined nobody, and torch may be absent
+    """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
+    if "echelon.launching.supervision" in sys.modules:  # otherwise it has joined nobody
         from echelon.launching import supervision
 
         supervision.report_failure(reason)
