@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from echelon.launching import TRAINING_MODULES, join, preload
 from echelon.launching.group import decide_on_rank_0
-from echelon.launching.torchrun import is_under_torchrun
+from echelon.launching.torchrun import is_under_torchrun, when_ended
 from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
@@ -58,6 +58,7 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
     with ExitStack() as stack:
         folder = Path(decide_on_rank_0(open_on_rank_0))
         if dist.get_rank() == 0:
+            when_ended(runs[0].folder.fail)
             _raise_preempted(train_rank(fitted, folder, runs[0].take))
             return runs[0].finish()
         _raise_preempted(train_rank(fitted, folder, show))
