@@ -100,8 +100,8 @@ def _piece(**changes: Any) -> Change:
         (_piece(offsets=[0, 0]), "tensors weight value: its pieces overlap"),
         (_piece(offsets=[0.0, 0]), "tensors weight value pieces [1] offsets: must be a list of integers"),
         (_set("files", FILES[0], "bytes", value=15), f"files {FILES[0]}: has 15 bytes, too few"),
-        (_set("files", FILES[0], "sha256", value="x"), "sha256: must be 64 hexadecimal digits"),
-        (_set("files", "../a", value={"bytes": 1, "sha256": SHA}), "../a is not the name of a file"),
+        (_set("files", FILES[0], "hash", value="x"), "hash: must be 64 hexadecimal digits"),
+        (_set("files", "../a", value={"bytes": 1, "hash": SHA}), "../a is not the name of a file"),
     ],
 )
 def test_what_a_manifest_may_not_say(change: Change, words: str) -> None:

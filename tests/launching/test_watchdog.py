@@ -1,4 +1,4 @@
-"""Watchdogs of several ranks in one process: each has a thread, they share a store, and `end` ends nothing."""
+"""Watchdogs of several ranks in one process: each has a thread, all share a store, `end` ends nothing."""
 
 import threading
 import time
@@ -123,9 +123,10 @@ def test_an_error_of_one_rank_ends_the_others_at_once(start: Callable[..., list[
 
 def test_the_root_cause_is_named_and_not_its_consequence(start: Callable[..., list[Rank]]) -> None:
     ranks = start(WAITS, WORKS, WORKS, deadline=LONG)
+    lose, fail = (rank.watchdog.fail for rank in ranks[1:])
     fails = [
-        threading.Thread(target=ranks[1].watchdog.fail, args=("raised PeerLost",), kwargs={"lost_peer": True}),
-        threading.Thread(target=ranks[2].watchdog.fail, args=("raised MemoryError",)),
+        threading.Thread(target=lose, args=("raised PeerLost",), kwargs={"lost_peer": True}),
+        threading.Thread(target=fail, args=("raised MemoryError",)),
     ]
     for thread in fails:
         thread.start()

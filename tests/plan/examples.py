@@ -49,6 +49,7 @@ plan_values = st.fixed_dictionaries(
         "offload": st.lists(st.sampled_from(OFFLOADS), unique=True).map(tuple),
         "delay": st.integers(0, 1),
         "compress": st.sampled_from(COMPRESSIONS),
+        "debug": st.booleans(),
     },
 )
 

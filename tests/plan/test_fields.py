@@ -54,6 +54,7 @@ def test_budgets_that_are_none(budget: str) -> None:
         ("recompute", "budget:1024", "budget:1024"),
         ("checkpoints", "split", "split"),
         ("contiguous", "true", True),
+        ("debug", "true", True),
         ("update", "last-backward", "last-backward"),
         ("masters", "false", False),
         ("offload", "optimizer,activations", ("optimizer", "activations")),
@@ -92,6 +93,7 @@ def test_text_is_read_and_shown_again(field: str, text: str, value: Any) -> None
         "offload=weights",
         "delay=2",
         "compress=zip",
+        "debug=all",
     ],
 )
 def test_other_text_is_refused_with_what_is_allowed(word: str) -> None:

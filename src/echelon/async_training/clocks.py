@@ -1,5 +1,6 @@
 """Who may go on: how many steps each worker has made, and how far apart they may be. Holds no lock."""
 
+from collections.abc import Sequence
 from typing import final
 
 
@@ -22,6 +23,10 @@ class Clocks:
 
     def complete(self, worker: int, step: int) -> None:
         self._completed[worker] = step + 1
+
+    def restore(self, completed: Sequence[int]) -> None:
+        """Every worker has completed so many steps."""
+        self._completed = list(completed)
 
     def awaited(self, step: int) -> set[int]:
         """The workers whose push of `step` is still to come: those further on have made theirs."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from echelon.async_training.connection import Connection
 from echelon.async_training.server import Server
+from echelon.checkpoint import SavedParameter, SavedState
 from echelon.data_parallel import Storages
 from echelon.data_parallel.buckets import Bucket, fill_buckets
 from echelon.data_parallel.grad_dtype import gradient_dtype, weight_dtype
@@ -21,6 +22,7 @@ from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make
 from echelon.ownership import LocalParameter, OwnedSlice, own_state, whole_slice
 from echelon.precision import DirectStepper, MasterStepper
+from echelon.runtime import InWhole
 
 _PATIENCE_SECONDS = 10.0  # with workers that are silent while this process ends
 
@@ -78,6 +80,22 @@ class Host:
             for part, value in state.items():
                 owned += own_state(part, value, [whole])
         return owned
+
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool) -> None:
+        """Take weights, masters and the optimizer's state from a checkpoint."""
+
+        def load(local: LocalParameter) -> None:
+            whole = whole_slice(local.name, local.parameter)
+            of_local = SavedParameter(
+                saved, local.name, lambda like: in_whole(OwnedSlice(whole, like)), state=state
+            )
+            of_local.fill_value(local.tensor.detach())
+            self._stepper.load(local, of_local)
+
+        self.server.load(load)
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return self._stepper.updated_tensors()
 
     def storages(self) -> Storages:
         """The memory of weights and gradients beside the worker's."""

@@ -159,6 +159,19 @@ class Server:
         with self._changed, self.queue.behind_caller():
             return [(local, self._stepper.state(local)) for local in self._local]
 
+    def load(self, load: Callable[[LocalParameter], None]) -> None:
+        """Let `load` give each parameter other values, and other state."""
+        with self._changed, self.queue.behind_caller():
+            for local in self._local:
+                load(local)
+
+    def restore(self, version: int, completed: Sequence[int]) -> None:
+        """Go on at a version, with workers that have completed so many steps; the log begins here."""
+        with self._changed:
+            self.version, self._log, self._round = version, [], {}
+            self._pulled = [version] * len(completed)
+            self._clocks.restore(completed)
+
     def drain(self, ledger: Ledger) -> None:
         """Move what connections have counted so far into the rank's own ledger."""
         with self._changed:

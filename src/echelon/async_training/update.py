@@ -14,7 +14,7 @@ them. Where they are not finite, the server makes no version, and the worker's n
 import atexit
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -26,12 +26,13 @@ from echelon.async_training.host import Host
 from echelon.async_training.messages import open_group
 from echelon.async_training.port import SERVER, LocalPort, Port, RemotePort
 from echelon.async_training.server import Gradient
+from echelon.checkpoint import SavedState, numbers_of
 from echelon.collectives import Group
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.local import Make, make_local
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 from echelon.precision import DirectStepper, LossScaling, MasterStepper
-from echelon.runtime import GateNumbers, Outcome, Push, StepNumbers, Update
+from echelon.runtime import GateNumbers, InWhole, Outcome, Push, StepNumbers, Update
 from echelon.runtime.numbers import HostCopy, check_counted
 
 
@@ -157,6 +158,24 @@ class AsyncUpdate(Update):
             OwnedSlice(Slice(ENGINE, f"{part} {whose}", (), (), ()), torch.as_tensor(value).double())
             for part, value in counters.items()
         ]
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return [] if self._host is None else self._host.updated_tensors()
+
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
+        """The server's; a worker pulls its weights before each step."""
+        if self._host is not None:
+            self._host.load(saved, in_whole, state=state)
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        workers = self._group.size
+        of_each = [numbers_of(numbers, worker, workers) for worker in range(workers)]
+        own = of_each[self._group.rank]
+        self._step = int(own["begun steps"])
+        if self.loss_scaling is not None:
+            self.loss_scaling.restore(own)
+        if self._host is not None:
+            self._host.server.restore(int(own["version"]), [int(each["begun steps"]) for each in of_each])
 
     def storages(self) -> dict[str, list[Tensor]]:
         worker = self._gradients.storages()

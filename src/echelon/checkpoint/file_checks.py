@@ -1,10 +1,10 @@
 """Whether the files of a checkpoint are those that its manifest lists: their sizes, hashes and headers."""
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from echelon.checkpoint.file_hash import hash_file
 from echelon.checkpoint.manifest import FileRecord
 from echelon.checkpoint.manifest_reader import shown
 from echelon.checkpoint.regular_file import open_regular
@@ -21,10 +21,10 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 def check_hash(path: Path, record: FileRecord) -> None:
     with open_regular(path) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != record.sha256:
+        found = hash_file(file)
+    if found != record.hash:
         raise UserError(
-            f"{path}: is damaged: its sha256 is {found[:16]}…, and the manifest says {record.sha256[:16]}…"
+            f"{path}: is damaged: its hash is {found[:16]}…, and the manifest says {record.hash[:16]}…"
         )
 
 

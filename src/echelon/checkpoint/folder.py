@@ -6,16 +6,16 @@ checkpoints/
     latest              the name of the newest whole one: step-00000200
 """
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch.distributed as dist
 
 from echelon.checkpoint.opening import open_whole
+from echelon.checkpoint.storage import storage_at
+from echelon.checkpoint.storage_errors import RETRIES, with_retries
 from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
 
@@ -34,6 +34,7 @@ class Saves(Protocol):
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
         then: Callable[[], None] | None = None,
+        retries: int = RETRIES,
     ) -> None: ...
 
     def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]: ...
@@ -46,13 +47,25 @@ class CheckpointFolder:
     The last `keep` are kept, and of the older ones every one whose step is divisible by `keep_every`.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        self.path, self._keep, self._keep_every = Path(path), keep, keep_every
+    def __init__(
+        self, path: str | Path, *, keep: int = 2, keep_every: int = 0, retries: int = RETRIES
+    ) -> None:
+        """`path`: a folder, or a URL. `retries`: how often a write is tried again after an error that may
+        pass."""
+        if keep < 1 or keep_every < 0:
+            raise UserError(
+                f"keep={keep} keep_every={keep_every}: keep must be at least 1, so that there is always a "
+                "checkpoint, and keep_every at least 0"
+            )
+        self.path, self._keep, self._keep_every, self._retries = path, keep, keep_every, retries
+        self._storage = storage_at(path)
 
     def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
         """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
         raised by the next save, or by engine.finish_saving()."""
-        engine.save(self._of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step))
+        engine.save(
+            self._of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step), retries=self._retries
+        )
 
     def load_last(self, engine: Saves, say: Callable[[str], None] = print) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, and return its extra; None if there is none.
@@ -76,22 +89,37 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
-        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        found = [_NAME.fullmatch(name) for name in names]
+        found = [_NAME.fullmatch(name) for name in self._storage.names()]
         return sorted((int(match[1]) for match in found if match is not None), reverse=True)
 
     def _steps_of_all(self) -> list[int]:
         """As rank 0 sees them, on every rank."""
         return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
 
-    def _of(self, step: int) -> Path:
-        return self.path / f"{_PREFIX}{step:08d}"
+    def path_of(self, step: int) -> str | Path:
+        return self._of(step)
+
+    def _of(self, step: int) -> str | Path:
+        return self._storage.at(_name(step))
 
     def _is_saved(self, step: int) -> None:
-        """On rank 0, when a checkpoint has its name: it is the latest, and old ones go."""
-        part = self.path / f".{LATEST}"
-        part.write_text(self._of(step).name, encoding="utf-8")
-        os.replace(part, self.path / LATEST)
-        for old in self.steps()[self._keep :]:
-            if not self._keep_every or old % self._keep_every:
-                shutil.rmtree(self._of(old))
+        """On rank 0, when a checkpoint is whole: it is the latest, and old ones go."""
+        with_retries(lambda: self._storage.write(LATEST, _name(step).encode()), self._retries)
+        for old in removed(self.steps(), step, self._keep, self._keep_every):
+            self._storage.remove(_name(old))
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def removed(steps: Sequence[int], saved: int, keep: int, keep_every: int) -> list[int]:
+    """Which of the checkpoints go when that of step `saved` is whole.
+
+    removed([50, 40, 30, 20, 10], 50, keep=2, keep_every=20) == [30, 10]
+
+    Those of later steps go too: training went back before them, because they are damaged, or led nowhere.
+    """
+    later = [step for step in steps if step > saved]
+    older = sorted((step for step in steps if step <= saved), reverse=True)
+    return [*later, *(step for step in older[keep:] if not keep_every or step % keep_every)]

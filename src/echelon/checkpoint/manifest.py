@@ -11,7 +11,7 @@
   "state_numbers": {"blocks.0.weight": {"step": 100}},
   "groups": [{"lr": 0.003, …}],
   "extra": {…},
-  "files": {"rank-00000.safetensors": {"bytes": 1234, "sha256": "…"}}
+  "files": {"rank-00000.safetensors": {"bytes": 1234, "hash": "…"}}
 }
 """
 
@@ -52,8 +52,10 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
+    """What a file must be: its size, and its hash (file_hash.py)."""
+
     bytes: int
-    sha256: str
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,9 @@ def _piece(reader: Reader, value: Any, entry: str) -> PieceRecord:
 
 
 def _file(reader: Reader, value: Any, entry: str) -> FileRecord:
-    given = reader.fields(value, entry, ("bytes", "sha256"))
+    given = reader.fields(value, entry, ("bytes", "hash"))
     return FileRecord(
-        reader.integer(given["bytes"], f"{entry} bytes"), reader.sha256(given["sha256"], f"{entry} sha256")
+        reader.integer(given["bytes"], f"{entry} bytes"), reader.hash(given["hash"], f"{entry} hash")
     )
 
 

@@ -1,4 +1,4 @@
-"""Plain data, perhaps from a stranger, as the entries of a manifest: each of the type and size that it must have.
+"""Plain data, perhaps from a stranger, as the entries of a manifest, each of the type and size it must have.
 
 Errors are collected, each with the entry that it is about.
 """
@@ -118,7 +118,7 @@ class Reader:
         self.error(entry, f"{shown(value)} is not the name of a file beside the manifest")
         return ""
 
-    def sha256(self, value: Any, entry: str) -> str:
+    def hash(self, value: Any, entry: str) -> str:
         if isinstance(value, str) and _SHA256.fullmatch(value):
             return value
         self.error(entry, f"must be 64 hexadecimal digits, is {shown(value)}")

@@ -1,133 +1,269 @@
-"""Save: every rank writes its part, then rank 0 the manifest, and the folder gets its name.
+"""Saves of an engine: every rank writes its part, then rank 0 the manifest, and the checkpoint gets its name.
 
-    .step-100.part/    rank-00000.safetensors, rank-00001.safetensors, …      all ranks, at the same time
-                       manifest.json                                          rank 0, when all are done
-    step-100/          the same folder, renamed
+    all ranks    agree on a temporary place, and on who writes what (exchanged again only if it has changed)
+                 write their files
+    rank 0       the manifest, when all are done; then the name
 
-So a folder with a final name is whole.
+A save that waits ends with a second agreement. One that does not copies this rank's part, and a thread writes
+it; ranks say that they are done by files in the temporary place, so that no step has anything to exchange.
+The next save, or `finish`, waits for it, and raises on every rank what went wrong on any.
 """
 
-import hashlib
-import json
-import os
-import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
-from echelon.assembly import exchange_slices
-from echelon.checkpoint.manifest import MANIFEST, FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.checkpoint.part import share_out
+from echelon.checkpoint.assignment import Assignment, assign, joined, signature
+from echelon.checkpoint.file_image import FileImage
+from echelon.checkpoint.manifest import FileRecord, Manifest
+from echelon.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
+from echelon.checkpoint.snapshot import SnapshotMemory
+from echelon.checkpoint.storage_errors import RETRIES, report_write_errors, with_retries
+from echelon.checkpoint.target import Report, Target, new_token, target_at
 from echelon.collectives import Group
-from echelon.launching.byte_collectives import all_gather_bytes
-from echelon.launching.group import check_on_every_rank
-from echelon.ownership import ENGINE, OwnedSlice, Slice
-from echelon.weight_files.tensor_file_writer import TensorEntry, report_os_errors, write_tensor_file
+from echelon.launching import beat
+from echelon.launching.group import agree_on_every_rank, check_on_every_rank
+from echelon.ownership import OwnedSlice, Slice
+
+Then = Callable[[], None]
+
+_LOOK_SECONDS = 0.02  # how often rank 0 looks whether the others are done
+_END_SECONDS = 5.0  # a failed engine waits so long for its writer
 
 
-class RankPart(NamedTuple):
-    """What one rank has written: entries for the manifest."""
+class SaveOptions(NamedTuple):
+    """`then` is called on rank 0 when the checkpoint is whole; `retries`: after errors that may pass."""
 
-    pieces: list[tuple[Slice, str, PieceRecord]]  # with the type
-    numbers: dict[str, Number]
-    files: dict[str, FileRecord]
-
-
-def save(
-    path: Path, owned: Sequence[OwnedSlice], about: Manifest, group: Group, device: torch.device
-) -> None:
-    """Write a checkpoint of what all ranks of the group own; all of them must call this.
-
-    `about` has everything but tensors, engine numbers and files.
-    """
-    written = share_out(exchange_slices(owned, group, device))[group.rank]
-    temporary = path.with_name(f".{path.name}.part")
-    parts: list[RankPart] = []
-    check_on_every_rank(lambda: _make_folder(temporary) if group.rank == 0 else None)
-    check_on_every_rank(lambda: parts.append(_write_part(temporary, owned, written, group.rank)))
-    reports = _gather(parts[0], group.size)
-    check_on_every_rank(
-        lambda: _finish(temporary, path, _joined(about, reports)) if group.rank == 0 else None
-    )
+    wait: bool = True
+    then: Then | None = None
+    retries: int = RETRIES
 
 
-def _make_folder(folder: Path) -> None:
-    with report_os_errors(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+@dataclass
+class _Running:
+    """A save that a thread writes."""
+
+    target: Target
+    thread: threading.Thread
+    is_part_done: threading.Event
+    stop: threading.Event
+    error: Exception | None = None
 
 
-def _write_part(folder: Path, owned: Sequence[OwnedSlice], written: Sequence[Slice], rank: int) -> RankPart:
-    held = {each.slice: each.tensor.detach() for each in owned}
-    numbers = {box.part: held[box].item() for box in written if box.name == ENGINE}
-    boxes = [box for box in written if box.name != ENGINE]
-    name = f"rank-{rank:05d}.safetensors"
-    entries = [TensorEntry(_stored_name(box), box.sizes, held[box].dtype) for box in boxes]
-    if not entries:
-        return RankPart([], numbers, {})
-    write_tensor_file(folder / name, entries, (held[box].cpu() for box in boxes))
-    data = (folder / name).read_bytes()
-    pieces = [
-        (
-            box,
-            str(held[box].dtype).removeprefix("torch."),
-            PieceRecord(name, entry.name, box.offsets, box.sizes),
-        )
-        for box, entry in zip(boxes, entries, strict=True)
-    ]
-    return RankPart(pieces, numbers, {name: FileRecord(len(data), hashlib.sha256(data).hexdigest())})
+@final
+class Saver:
+    """What an engine's saves share: memory, who writes what, and the one that is under way."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._assignment: Assignment | None = None
+        self._memory = SnapshotMemory(device)
+        self._running: _Running | None = None
+
+    def save(
+        self, path: str | Path, owned: Sequence[OwnedSlice], about: Manifest, options: SaveOptions
+    ) -> None:
+        """Write a checkpoint of what all ranks own; all of them must call this.
+
+        `about` has everything but tensors, engine numbers and files.
+        """
+        self.finish()
+        begun: list[Target] = []  # on rank 0
+        token, is_same = self._begin(path, owned, begun)
+        target = begun[0] if begun else target_at(path, token)
+        try:
+            assignment = self._assign(owned, is_same=is_same)
+            save = _Save(str(path), target, assignment, about, self._group, owned, options)
+            if options.wait:
+                agree_on_every_rank(lambda: save.write(self._device), save.commit)
+            else:
+                self._start(save)
+        except BaseException:
+            if self._group.rank == 0:
+                target.abandon()
+            raise
+
+    def _begin(self, path: str | Path, owned: Sequence[OwnedSlice], begun: list[Target]) -> tuple[str, bool]:
+        """A token for the temporary place, which rank 0 has made; and whether all ranks own what they did."""
+        owned_now = signature(owned)
+
+        def decide(is_same: list[bool]) -> tuple[str, bool]:
+            token = new_token()
+            begun.append(target_at(path, token))
+            with report_write_errors(path):
+                begun[0].begin()
+            return token, all(is_same)
+
+        def is_unchanged() -> bool:
+            return self._assignment is not None and self._assignment.signature == owned_now
+
+        token, is_same = agree_on_every_rank(is_unchanged, decide)
+        return token, is_same
+
+    def _assign(self, owned: Sequence[OwnedSlice], *, is_same: bool) -> Assignment:
+        if self._assignment is None or not is_same:
+            self._assignment = assign(owned, self._group, self._device)
+        return self._assignment
+
+    def _start(self, save: "_Save") -> None:
+        save.snapshot(self._memory)
+        is_part_done, stop = threading.Event(), threading.Event()
+
+        def work() -> None:
+            try:
+                self._memory.wait()
+                save.write_snapshot(stop.is_set)
+                is_part_done.set()
+                save.commit_when_all_are_done(stop.is_set)
+            except StoppedError:
+                pass
+            except Exception as error:
+                running.error = error
+            finally:
+                is_part_done.set()
+
+        thread = threading.Thread(target=work, name="echelon-save", daemon=True)
+        running = self._running = _Running(save.target, thread, is_part_done, stop)
+        thread.start()
+
+    def finish(self) -> None:
+        """Return when no save is under way; all ranks must call this.
+
+        What went wrong on any rank is raised on every rank.
+        """
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        try:
+            _wait(running.is_part_done.wait)
+            check_on_every_rank(lambda: _raise(running.error))
+            _wait(lambda seconds: _join(running.thread, seconds))
+            check_on_every_rank(lambda: _raise(running.error))
+        except BaseException:
+            self._give_up(running)
+            raise
+
+    def abandon(self) -> None:
+        """Give up what is under way: other ranks may be gone."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._give_up(running)
+
+    def _give_up(self, running: _Running) -> None:
+        running.stop.set()
+        running.thread.join(_END_SECONDS)
+        if self._group.rank == 0 and not running.thread.is_alive():
+            running.target.abandon()
 
 
-def _stored_name(box: Slice) -> str:
-    place = "" if box.is_whole else "@" + ",".join(map(str, box.offsets))
-    return f"{box.name}/{box.part}{place}"
+def _wait(wait: Callable[[float], bool]) -> None:
+    """As long as it takes; this rank is alive meanwhile."""
+    while not wait(1.0):
+        beat()
 
 
-def _gather(part: RankPart, ranks: int) -> list[RankPart]:
-    """The parts of all ranks, in rank order."""
-    plain = {
-        "pieces": [(*box, dtype, asdict(record)) for box, dtype, record in part.pieces],
-        "numbers": part.numbers,
-        "files": {name: asdict(record) for name, record in part.files.items()},
-    }
-    data = json.dumps(plain).encode()
-    return [_read(json.loads(each)) for each in (all_gather_bytes(data) if ranks > 1 else [data])]
+def _join(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
-def _read(plain: dict[str, Any]) -> RankPart:
-    pieces = [
-        (
-            Slice(name, part, tuple(shape), tuple(offsets), tuple(sizes)),
-            dtype,
-            PieceRecord(record["file"], record["tensor"], tuple(record["offsets"]), tuple(record["sizes"])),
-        )
-        for name, part, shape, offsets, sizes, dtype, record in plain["pieces"]
-    ]
-    files = {name: FileRecord(**record) for name, record in plain["files"].items()}
-    return RankPart(pieces, plain["numbers"], files)
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
-def _joined(about: Manifest, parts: Sequence[RankPart]) -> Manifest:
-    tensors: dict[str, dict[str, TensorRecord]] = {}
-    numbers: dict[str, Number] = {}
-    files: dict[str, FileRecord] = {}
-    for part in parts:
-        numbers |= part.numbers
-        files |= part.files
-        for box, dtype, record in part.pieces:
-            of_name = tensors.setdefault(box.name, {})
-            known = of_name.get(box.part, TensorRecord(box.shape, dtype, ()))
-            of_name[box.part] = replace(known, pieces=(*known.pieces, record))
-    return replace(about, tensors=tensors, numbers=numbers, files=files)
+@final
+class _Save:
+    """One save, on this rank."""
 
+    def __init__(
+        self,
+        place: str,
+        target: Target,
+        assignment: Assignment,
+        about: Manifest,
+        group: Group,
+        owned: Sequence[OwnedSlice],
+        options: SaveOptions,
+    ) -> None:
+        self.target = target
+        self._place, self._assignment, self._about, self._group = place, assignment, about, group
+        self._options = options
+        self._held = {each.slice: each.tensor for each in owned}
+        self._numbers = {box.part: self._held[box].item() for box in assignment.numbers[group.rank]}
+        self._layouts = assignment.layouts[group.rank]
+        self._copied: list[Tensor] = []
 
-def _finish(temporary: Path, path: Path, manifest: Manifest) -> None:
-    with report_os_errors(path):
-        with (temporary / MANIFEST).open("xb") as file:
-            file.write(manifest.as_bytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+    def write(self, device: torch.device) -> Report:
+        """Write this rank's files from where its tensors are."""
+        chunks = FilledChunks(max((layout.size for layout in self._layouts), default=0), device)
+
+        def write_file(number: int, sink: Sink) -> FileRecord:
+            return chunks.write(sink, FileImage(self._layouts[number], self._tensor_of))
+
+        return self._write_files(write_file, lambda: False)
+
+    def snapshot(self, memory: SnapshotMemory) -> None:
+        """Copy this rank's part; the tensors are not needed any more."""
+        self._copied = memory.take(self._layouts, self._tensor_of)
+        self._held = {}
+
+    def write_snapshot(self, stop: Callable[[], bool]) -> None:
+        def write_file(number: int, sink: Sink) -> FileRecord:
+            return write_memory(sink, self._copied[number], self._layouts[number].size, stop)
+
+        report = self._write_files(write_file, stop)
+        with report_write_errors(self._place):
+            with_retries(lambda: self.target.report(self._group.rank, report), self._options.retries, stop)
+
+    def _tensor_of(self, box: Slice) -> Tensor:
+        return self._held[box]
+
+    def _write_files(self, write_file: Callable[[int, Sink], FileRecord], stop: Callable[[], bool]) -> Report:
+        def write(number: int, name: str) -> FileRecord:
+            sink = self.target.create(name)
+            try:
+                return write_file(number, sink)
+            finally:
+                sink.close()
+
+        files = {}
+        with report_write_errors(self._place):
+            for number, layout in enumerate(self._layouts):
+                name = self.target.stored_name(layout.name)
+                files[name] = with_retries(lambda n=number, f=name: write(n, f), self._options.retries, stop)  # type: ignore[misc]
+        return {"numbers": self._numbers, "files": {name: astuple(files[name]) for name in files}}
+
+    def commit_when_all_are_done(self, stop: Callable[[], bool]) -> None:
+        """On rank 0."""
+        if self._group.rank != 0:
+            return
+        reports: list[Report] = []
+        while len(reports) < self._group.size:
+            if stop():
+                raise StoppedError
+            with report_write_errors(self._place):
+                report = with_retries(
+                    lambda: self.target.find_report(len(reports)), self._options.retries, stop
+                )
+            if report is None:
+                time.sleep(_LOOK_SECONDS)
+            else:
+                reports.append(report)
+        self.commit(reports)
+
+    def commit(self, reports: Sequence[Any]) -> None:
+        """On rank 0, when all ranks have written their files."""
+        manifest = joined(self._about, self._assignment, reports, self.target.stored_name)
+        with report_write_errors(self._place):
+            with_retries(
+                lambda: self.target.commit(manifest.as_bytes(), manifest.files), self._options.retries
+            )
+            if self._options.then is not None:
+                self._options.then()

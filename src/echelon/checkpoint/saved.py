@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.checkpoint.fetching import CheckpointFiles, FolderFiles, files_at, report_read_errors
 from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
 from echelon.checkpoint.manifest_reader import dtype_of
@@ -32,30 +33,43 @@ class SavedTensor(NamedTuple):
 class SavedState:
     """The contents of a checkpoint's folder. Tensors are read when they are asked for, by boxes."""
 
-    def __init__(self, path: Path, manifest: Manifest, fingerprint: str = "") -> None:
-        self.path, self.manifest, self.fingerprint = path, manifest, fingerprint
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, fingerprint: str = "") -> None:
+        self._files, self.manifest, self.fingerprint = files, manifest, fingerprint
+        self.path = files.path
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedState":
         """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
         anything is wrong; `verify` compares hashes."""
-        path = Path(path)
-        saved = cls(path, *_read_manifest(path / MANIFEST))
-        for name, record in saved.manifest.files.items():
-            check_size(path / name, record)
+        files = files_at(path)
+        saved = cls(files, *_read_manifest(files.file(MANIFEST)))
+        if isinstance(files, FolderFiles):  # others are fetched when they are needed, and compared then
+            for name, record in saved.manifest.files.items():
+                check_size(files.file(name), record)
         return saved
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare the hashes of files: of this rank's share, where several verify a checkpoint together."""
         names = list(self.manifest.files)
         for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
-            check_hash(self.path / name, self.manifest.files[name])
+            self._check_file(name)
+
+    def _check_file(self, name: str) -> None:
+        path, record = self._files.file(name), self.manifest.files[name]
+        check_size(path, record)
+        check_hash(path, record)
 
     def parts(self, name: str) -> dict[str, SavedTensor]:
         """What there is of a tensor: its value, its master, the optimizer's state."""
         records = self.manifest.tensors.get(name, {})
         return {part: _described(record) for part, record in records.items()}
+
+    def value_part(self, name: str, dtype: torch.dtype) -> str:
+        """What a weight of this type is read from: its value, or where that is of another type, the float32
+        master it was rounded from."""
+        parts = self.parts(name)
+        return MASTER if MASTER in parts and parts[VALUE].dtype != dtype else VALUE
 
     def read(self, box: Slice, out: Tensor) -> None:
         """Fill `out`, on any device and of any type, with the box of a tensor."""
@@ -63,18 +77,25 @@ class SavedState:
         pieces = [
             Piece("", p.offsets, p.sizes, f"{p.file}/{p.tensor}", (0,) * len(p.sizes)) for p in record.pieces
         ]
-        values = torch.empty(box.sizes, dtype=_described(record).dtype)
+        dtype = _described(record).dtype
+        is_read_in_place = out.is_cpu and out.dtype == dtype
+        values = out if is_read_in_place else torch.empty(box.sizes, dtype=dtype)
         read_pieces(pieces, box, values, self._read_stored)
-        out.copy_(values)
+        if not is_read_in_place:
+            out.copy_(values)
 
     def _read_stored(self, stored: str, window: Window, out: Tensor) -> None:
         file, _, name = stored.partition("/")
-        read_box(self._header(file)[name], window, out, opener=no_links)
+        with report_read_errors(str(self._files.path / file)):
+            read_box(self._header(file)[name], window, out, opener=no_links)
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
-            header = read_header(self.path / file, opener=no_links)
-            check_header(self.path / file, header, self._expected[file])
+            path = self._files.file(file)
+            if not isinstance(self._files, FolderFiles):
+                check_size(path, self.manifest.files[file])
+            header = read_header(path, opener=no_links)
+            check_header(path, header, self._expected[file])
             self._headers[file] = header
         return self._headers[file]
 
@@ -111,13 +132,27 @@ def _described(record: TensorRecord) -> SavedTensor:
 class SavedParameter:
     """What a checkpoint has of a parameter, as a rank needs it that updates a part of it, or all.
 
-    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one.
+    `boxes(tensor)`: a tensor like the local parameter, as boxes of the whole one. Without `state`, the
+    optimizer's is as if there were none.
     """
 
-    def __init__(self, saved: SavedState, name: str, boxes: Callable[[Tensor], Sequence[OwnedSlice]]) -> None:
+    def __init__(
+        self,
+        saved: SavedState,
+        name: str,
+        boxes: Callable[[Tensor], Sequence[OwnedSlice]],
+        *,
+        state: bool = True,
+    ) -> None:
         self._saved, self.name, self._boxes = saved, name, boxes
-        self.parts = saved.parts(name)
-        self.numbers = saved.manifest.state_numbers.get(name, {})
+        parts = saved.parts(name)
+        self.parts = {part: each for part, each in parts.items() if state or part in (VALUE, MASTER)}
+        self.numbers = saved.manifest.state_numbers.get(name, {}) if state else {}
+
+    @property
+    def state_parts(self) -> list[str]:
+        """The parts that are state of an optimizer, and tensors."""
+        return sorted(self.parts.keys() - {VALUE, MASTER})
 
     def is_by_element(self, part: str) -> bool:
         """Whether it has one number for each element of the parameter; else it belongs to all of it."""
@@ -128,6 +163,10 @@ class SavedParameter:
         out.zero_()
         for each in self._boxes(out):
             self._saved.read(each.slice._replace(part=part), each.tensor)
+
+    def fill_value(self, out: Tensor) -> None:
+        """Fill a tensor like the local parameter with this rank's elements of the weight."""
+        self.fill(self._saved.value_part(self.name, out.dtype), out)
 
     def whole(self, part: str) -> Tensor:
         """All of a part, in host memory."""

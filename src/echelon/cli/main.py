@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from echelon import __version__
-from echelon.cli import bench, doctor, partition, schedule, signals, train, verify
+from echelon.cli import bench, checkpoint, doctor, export, partition, schedule, signals, train, verify
 from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
 from echelon.errors import UserError
@@ -35,6 +35,8 @@ app.command("schedule")(schedule.schedule)
 app.command("partition")(partition.partition)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("export")(export.export)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _version(asked: bool) -> None:

@@ -2,17 +2,19 @@
 
 from echelon.collectives.backend import without_serialization_warning
 from echelon.collectives.boundary import Copy, HostBoundary, LateFetch, make_boundary
+from echelon.collectives.comparison import CallComparison, about_content
 from echelon.collectives.edges import Edge, Edges, disjoint_pairs, edges_over
 from echelon.collectives.group import Group, Handle, Reduction
 from echelon.collectives.ledger import Ledger, Move, StepMoves, Total, Traffic
+from echelon.collectives.mismatch import MismatchError
 from echelon.collectives.recording_group import CompletedWork, RecordingGroup
 from echelon.collectives.ring import naive_all_reduce, ring_all_reduce
 from echelon.collectives.shared.group import group_over
-from echelon.collectives.shared.header import MismatchError
 from echelon.collectives.torch_group import TorchGroup
 from echelon.collectives.work import Work
 
 __all__ = [
+    "CallComparison",
     "CompletedWork",
     "Copy",
     "Edge",
@@ -31,6 +33,7 @@ __all__ = [
     "Total",
     "Traffic",
     "Work",
+    "about_content",
     "disjoint_pairs",
     "edges_over",
     "group_over",

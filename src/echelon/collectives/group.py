@@ -15,6 +15,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from echelon.collectives.comparison import Call, CallComparison
 from echelon.collectives.ledger import Ledger, Move, Traffic
 from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
@@ -63,6 +64,7 @@ class Group(ABC):
     def __init__(self, axis: str, rank: int, size: int, ledger: Ledger) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self.axis, self.rank, self.size, self.ledger = axis, rank, size, ledger
+        self.comparison: CallComparison | None = None  # under debug=true
         self._is_closed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Group":
@@ -109,7 +111,7 @@ class Group(ABC):
         """Every rank ends with the reduction of all ranks' `tensor`, in place."""
         share = 2 * (self.size - 1) * tensor.nbytes // self.size
         traffic = Traffic(tensor.nbytes, share, share)
-        return self._do("all_reduce", traffic, wait, lambda: self._all_reduce(tensor, op), tensor)
+        return self._do("all_reduce", traffic, wait, lambda: self._all_reduce(tensor, op), tensor, detail=op)
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Reduction = "sum", *, wait: bool = True
@@ -119,7 +121,13 @@ class Group(ABC):
         share = tensor.nbytes - output.nbytes
         traffic = Traffic(tensor.nbytes, share, share)
         return self._do(
-            "reduce_scatter", traffic, wait, lambda: self._reduce_scatter(output, tensor, op), output, tensor
+            "reduce_scatter",
+            traffic,
+            wait,
+            lambda: self._reduce_scatter(output, tensor, op),
+            output,
+            tensor,
+            detail=op,
         )
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, wait: bool = True) -> Handle:
@@ -155,17 +163,24 @@ class Group(ABC):
             tensor,
             # One rank's parts may all be empty while another's are not, so every rank takes part.
             skip_empty=False,
+            rows=(from_all, to_all),
         )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, wait: bool = True) -> Handle:
         """Every rank ends with the tensor of `source`, in place."""
         traffic = self._one_way(tensor.nbytes, outgoing=source == self.rank)
-        return self._do("broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor)
+        detail = f"from rank {source}"
+        return self._do(
+            "broadcast", traffic, wait, lambda: self._broadcast(tensor, source), tensor, detail=detail
+        )
 
     def reduce(self, tensor: Tensor, target: int = 0, op: Reduction = "sum", *, wait: bool = True) -> Handle:
         """The `target` ends with the reduction of all ranks' `tensor`; the others' tensors are undefined."""
         traffic = self._one_way(tensor.nbytes, outgoing=target != self.rank)
-        return self._do("reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor)
+        detail = f"{op}, to rank {target}"
+        return self._do(
+            "reduce", traffic, wait, lambda: self._reduce(tensor, target, op), tensor, detail=detail
+        )
 
     def scatter(
         self, output: Tensor, tensor: Tensor | None = None, source: int = 0, *, wait: bool = True
@@ -175,7 +190,10 @@ class Group(ABC):
             self._check_parts("scatter", whole=tensor, part=output)
         traffic = self._parts(output, is_root=source == self.rank, outgoing=source == self.rank)
         tensors = [output] if tensor is None else [output, tensor]
-        return self._do("scatter", traffic, wait, lambda: self._scatter(output, tensor, source), *tensors)
+        detail = f"from rank {source}"
+        return self._do(
+            "scatter", traffic, wait, lambda: self._scatter(output, tensor, source), *tensors, detail=detail
+        )
 
     def gather(
         self, tensor: Tensor, output: Tensor | None = None, target: int = 0, *, wait: bool = True
@@ -185,17 +203,20 @@ class Group(ABC):
             self._check_parts("gather", whole=output, part=tensor)
         traffic = self._parts(tensor, is_root=target == self.rank, outgoing=target != self.rank)
         tensors = [tensor] if output is None else [tensor, output]
-        return self._do("gather", traffic, wait, lambda: self._gather(tensor, output, target), *tensors)
+        detail = f"to rank {target}"
+        return self._do(
+            "gather", traffic, wait, lambda: self._gather(tensor, output, target), *tensors, detail=detail
+        )
 
     def send(self, tensor: Tensor, target: int, *, wait: bool = True) -> Handle:
         """Send to `target`, which must `recv` the same number of elements of the same type."""
         traffic = self._one_way(tensor.nbytes, outgoing=True)
-        return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor)
+        return self._do("send", traffic, wait, lambda: self._send(tensor, target), tensor, peer=target)
 
     def recv(self, tensor: Tensor, source: int, *, wait: bool = True) -> Handle:
         """Receive from `source` into `tensor`."""
         traffic = self._one_way(tensor.nbytes, outgoing=False)
-        return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor)
+        return self._do("recv", traffic, wait, lambda: self._recv(tensor, source), tensor, peer=source)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this."""
@@ -239,6 +260,9 @@ class Group(ABC):
         begin: Callable[[], Work],
         *tensors: Tensor,
         skip_empty: bool = True,
+        detail: str = "",
+        peer: int | None = None,
+        rows: tuple[list[int], list[int]] | None = None,
     ) -> Handle:
         if self._is_closed:
             raise RuntimeError(f"{operation} along {self.axis}: the group is closed; make a new engine")
@@ -248,6 +272,9 @@ class Group(ABC):
                     f"{operation} along {self.axis}: tensors must be contiguous, got shape "
                     f"{tuple(tensor.shape)} with strides {tensor.stride()}; call .contiguous() first"
                 )
+        if self.comparison is not None:
+            call = Call.of(operation, self.axis, traffic.payload, tensors, detail, rows)
+            begin = self.comparison.around(call, begin, peer, *tensors)
         if skip_empty and traffic.payload == 0:
             return Handle(None, self.ledger, None, HOST_TIMING)
         timing = self._timing(operation, tensors)

@@ -17,18 +17,26 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import open_whole, save
+from echelon.checkpoint import RETRIES, SavedState, SaveOptions, Saver, numbers_of, open_whole
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
-from echelon.engine.checkpoints import describe, load_buffers, load_weights
+from echelon.engine.checkpoints import (
+    check_storable,
+    describe,
+    own_number,
+    owned_extra_state,
+    owned_random,
+    unfinished,
+)
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.loading import Loading
 from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
@@ -38,9 +46,11 @@ from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
+from echelon.engine.temporary_buffers import TemporaryBuffers
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
+from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
@@ -98,10 +108,13 @@ class Engine:
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
+        self._saver = Saver(mesh.group("all"), mesh.device)
         self._search: NonfiniteSearch | None = None
         if nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
+        self._temporary_buffers = TemporaryBuffers(module)
+        self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
 
     # What a training loop needs.
 
@@ -289,13 +302,10 @@ class Engine:
         counters = {
             f"steps{whose}": self.steps,
             f"begun steps{whose}": self._counter.begun,
-            f"skipped steps{whose}": self._counter.skipped,
-            "seed": self._scopes.seed,
+            f"skipped steps{whose}": self.skipped_steps,
+            "seed": -1 if self._scopes.seed is None else self._scopes.seed,
         }
-        return [
-            OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.tensor(-1 if value is None else value))
-            for part, value in counters.items()
-        ]
+        return [own_number(part, value) for part, value in counters.items()]
 
     def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps.
@@ -358,36 +368,98 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
         then: Callable[[], None] | None = None,
+        retries: int = RETRIES,
     ) -> None:
         """Write all that is needed to go on into a new folder; all ranks must call this, between steps.
 
-        Any plan can load it. `extra` is plain data of the user's (JSON), which `load` returns: the position
-        in the data, say. It must be the same on all ranks.
+        Any plan can load it. The path is a folder on a disk that all ranks share, or a URL that fsspec knows
+        (s3://, gs://). A checkpoint that is there already is replaced when the new one is whole.
+
+        `extra` is plain data of the user's (JSON), which `load` returns: the position in the data, say. It
+        must be the same on all ranks.
 
         wait=False returns when the state is copied, and writes while training goes on; an error is raised by
-        the next save, or by `finish_saving`. `then` is called on rank 0 when the folder is whole.
+        the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
+        `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
         """
         self.synchronize()
-        about = describe(self.mesh, self._counter.begun, self.optimizer, extra or {})
-        save(Path(path), self.owned(), about, self.mesh.group("all"), self.mesh.device)  # TODO(A): wait
-        if then is not None and self.mesh.rank == 0:
-            then()
+        owned = self._saved_slices()
+        about = describe(self.mesh, self._counter.begun, self._update, extra or {})
+        self._saver.save(path, owned, about, SaveOptions(wait, then, retries))
 
     def finish_saving(self) -> None:
-        """Return when no checkpoint is being written; all ranks must call this."""
+        """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
+        self._saver.finish()
 
-    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
+    def _saved_slices(self) -> list[OwnedSlice]:
+        """All that this rank has to save; raises on every rank if there is something that cannot be."""
+        whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
+        counters = [own_number(f"{part}{whose}", value) for part, value in self._runner.counters().items()]
+        slices = [*self.owned(), *counters, *owned_random(self.mesh, self._scopes.seed)]
+        slices += self._temporary_buffers.owned()
+
+        def add_and_check() -> None:
+            slices.extend(owned_extra_state(self.module))
+            check_storable(slices)
+
+        check_on_every_rank(add_and_check)
+        return slices
+
+    def load(
+        self, path: str | Path, *, optimizer: bool = True, options: bool = True, verify: bool = True
+    ) -> dict[str, Any]:
         """Go on from a checkpoint, whatever plan saved it; returns its `extra`. All ranks must call this.
 
-        Every file is hashed before anything changes. `verify=False` is for a checkpoint that just was.
+        optimizer=False leaves the optimizer's state out: another optimizer begins with its own. options=False
+        keeps the options of its groups (lr, weight_decay, …) as they are here. Every file is hashed before
+        anything changes; verify=False is for a checkpoint that just was.
+
+        If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
+        later (a damaged file) trains no more until another one has succeeded.
         """
-        self.synchronize()
-        saved = open_whole(path, verify=verify)
-        load_weights(saved, self._local.sharings, self._layers.in_whole)
-        load_buffers(saved, self._owned_buffers())
-        self._update.load(saved, self._layers.in_whole)
-        self._counter.restore(saved.manifest.numbers)
-        return saved.manifest.extra
+        failed, self._unfinished_load = self._unfinished_load, ""
+        try:
+            self.synchronize()
+            loading = self._loading(open_whole(path, verify=verify))
+            loading.check(optimizer=optimizer, options=options)
+            failed = str(path)
+            self._take(loading, optimizer=optimizer, options=options)
+            failed = ""
+        finally:
+            self._unfinished_load = failed
+        return loading.saved.manifest.extra
+
+    def _loading(self, saved: SavedState) -> Loading:
+        values = self._owned_values()
+        return Loading(
+            saved,
+            self.mesh,
+            self.module,
+            self._names,
+            self._local,
+            self._layers.in_whole,
+            self._update,
+            values,
+            self._owned_buffers(),
+            self._temporary_buffers.all(),
+        )
+
+    def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:
+        loading.read(optimizer=optimizer)
+        saved = loading.saved.manifest.numbers
+        worker = self.replica if self.plan.sync == "async" else None
+        numbers = numbers_of(saved, worker, self.replicas)
+
+        def restore() -> None:
+            if optimizer and options:
+                loading.restore_options()
+            self._update.restore(saved)
+            self._runner.restore(numbers)
+            self._counter.restore(numbers)
+            if self._scopes.seed is None:
+                loading.restore_random()
+
+        check_on_every_rank(restore)  # workers go on when the server has its state
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
@@ -450,10 +522,11 @@ class Engine:
         failed = True
         refused: UserError | None = None
         try:
-            if not self._runner.is_broken:
+            if not self._runner.is_broken and not self._unfinished_load:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
+                refused = refused or self._saving_error()
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
             failed = False
@@ -464,9 +537,18 @@ class Engine:
         if refused is not None:
             raise refused
 
+    def _saving_error(self) -> UserError | None:
+        """What went wrong with the save that was under way, which is over now."""
+        try:
+            self._saver.finish()
+        except UserError as error:
+            return error
+        return None
+
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._saver.abandon()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
@@ -486,6 +568,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("this engine is closed; make another one with parallelize")
+        if self._unfinished_load:
+            raise unfinished(self._unfinished_load)
 
     def __repr__(self) -> str:
         lines = [f"Engine('{self.plan}', rank {self.mesh.rank} of {self.plan.ranks})"]

@@ -17,6 +17,7 @@ know it. Where several fit, a batch for which they differ is rehearsed too. A de
 not tell: there the last that fits is taken, and the numbers of a step say if it was wrong.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -86,6 +87,16 @@ class LossNormaliser:
             has_update = self._is_only and self._mesh.plan.stages == 1
             normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
+
+    def counters(self) -> dict[str, Number]:
+        """What the next step's normaliser depends on, by name."""
+        counts = self._before if self._is_here and self._before is not None else ()
+        return {f"last {name}": number for name, number in zip(Counts._fields, counts, strict=False)}
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on from the counts of a checkpoint's last step."""
+        counts = [numbers.get(f"last {name}") for name in Counts._fields]
+        self._before = None if None in counts else Counts(*(float(number or 0) for number in counts))
 
     def _has_one_loss(self, samples: int) -> bool:
         """Whether every update of a step is of one loss, which is here."""

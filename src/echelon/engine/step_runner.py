@@ -141,6 +141,14 @@ class StepRunner(ABC):
         """Begin what this kind of runner keeps between steps; returns the versions of weights, if any."""
         return None
 
+    def counters(self) -> dict[str, Number]:
+        """What later steps depend on, beside what is owned."""
+        return self._normaliser.counters()
+
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on from the numbers of a checkpoint; nothing is under way."""
+        self._normaliser.restore(numbers)
+
     def drain(self) -> None:  # noqa: B027 (nothing is left where every step ends with an empty pipeline)
         """Finish what is under way, on all ranks together."""
 
@@ -550,6 +558,10 @@ class ContinuousRunner(StepRunner):
         self._versions.restart()
         self._check_first_updates()
 
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        super().restore(numbers)
+        self._updates = int(numbers["begun steps"]) * self._updates_per_step
+
     def storages(self) -> list[Tensor]:
         return self._versions.storages()
 
@@ -561,9 +573,7 @@ class ContinuousRunner(StepRunner):
             yield
 
     def update(self) -> None:
-        plan = self._mesh.plan
-        updates_per_step = 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
-        self._update.set_learning_rate(self._updates // updates_per_step)
+        self._update.set_learning_rate(self._updates // self._updates_per_step)
         self._update.number = self._updates
         for stage in self._local.stages.values():
             stage.finish_passes()
@@ -573,6 +583,11 @@ class ContinuousRunner(StepRunner):
                 self._refusal = self._refusal or error
         super().update()
         self._updates += 1
+
+    @property
+    def _updates_per_step(self) -> int:
+        plan = self._mesh.plan
+        return 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
 
     def publish(self) -> None:
         # Backward passes that are still to come have saved buffers, and autograd would refuse those that were

@@ -134,6 +134,19 @@ def check_on_every_rank(check: Callable[[], object]) -> None:
     agree(keys, world.rank(), world.size(), report, lambda _: None, limit=_LONGEST)
 
 
+def agree_on_every_rank(report: Callable[[], object], decide: Callable[[list[Any]], object]) -> Any:
+    """What `decide` on rank 0 makes of the reports of all ranks, in rank order, on every rank; as JSON.
+
+    Every rank must call this. A UserError, of `decide` or of any report, is raised on every rank, and rank 0
+    decides only when all have reported. Without a process group, this rank is all.
+    """
+    if not dist.is_initialized():
+        return decide([report()])
+    world = _world()
+    keys = _new_keys("agreement", dist.distributed_c10d._get_default_store())
+    return agree(keys, world.rank(), world.size(), report, decide, limit=_LONGEST)
+
+
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """The name of the group's backend for each type of device.
 

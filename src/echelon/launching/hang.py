@@ -79,12 +79,12 @@ def describe(pulse: Pulse, returned: bool, frame: str = "") -> str:
     if returned:
         return f"has returned, after {_operations(pulse.left)}"
     if pulse.waits:
-        return f"{_place(pulse)}waits in {pulse.name} (operation {pulse.entered})"
+        return f"{place_of(pulse)}waits in {pulse.name} (operation {pulse.entered})"
     where = f", {frame}" if frame else ""
-    return f"{_place(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
+    return f"{place_of(pulse)}works outside any operation, after {_operations(pulse.left)}{where}"
 
 
-def _place(pulse: Pulse) -> str:
+def place_of(pulse: Pulse) -> str:
     """Where a rank is in its training: 'is in step 7, at F0 of stage 1, microbatch 0, '; '' if unknown."""
     at = f"at {pulse.instruction}, " if pulse.instruction else ""
     if pulse.is_stepping:

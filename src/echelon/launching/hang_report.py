@@ -44,7 +44,8 @@ class Findings:
         """
         failed = [rank for rank, ending in sorted(self.endings.items()) if ending.has_failed]
         causes = [rank for rank in failed if not self.endings[rank].lost_peer]
-        silent = [rank for rank in range(self.ranks) if rank not in self.pulses | self.endings]
+        known = {*self.pulses, *self.endings}
+        silent = [rank for rank in range(self.ranks) if rank not in known]
         states = self.states()
         for rank in (*causes, *silent, *failed):
             return rank, states[rank]
@@ -76,7 +77,8 @@ def _advice(findings: Findings) -> str:
         return "The cause is the error of the rank that failed."
     return (
         f"If the ranks do not hang but work longer than that, set {VARIABLE}=SECONDS (or none), or call "
-        "echelon.launching.beat() in long work. debug=true in the plan finds ranks that call different operations."
+        "echelon.launching.beat() in long work. debug=true in the plan finds ranks that call different "
+        "operations."
     )
 
 
@@ -86,7 +88,7 @@ def _by_state(states: Sequence[str]) -> list[str]:
     for rank, state in enumerate(states):
         ranks.setdefault(state, []).append(rank)
     return [
-        f"  {'rank' if len(same) == 1 else 'ranks'} {_runs(same)}{'' if len(same) == 1 else ', each:'} {state}"
+        f"  rank {same[0]} {state}" if len(same) == 1 else f"  ranks {_runs(same)}, each: {state}"
         for state, same in ranks.items()
     ]
 

@@ -1,4 +1,4 @@
-"""Which watchdog this process has: started when it joins the ranks of torchrun, retired when it leaves them."""
+"""The watchdog of this process: started when it joins the ranks of torchrun, retired when it leaves them."""
 
 import atexit
 import itertools
@@ -72,7 +72,7 @@ def _start(store: Store, rank: int, ranks: int, deadline: float, *, is_joining: 
         _watchdog.leave()
     pulse.take_private_slot()
     # A connection of its own: the main thread may wait in the store for as long as it takes.
-    own = PrefixStore(f"echelon/watchdog/{next(_numbers)}", store.clone())
+    own = PrefixStore(f"echelon/watchdog/{next(_numbers)}", store.clone())  # type: ignore[attr-defined]
     _watched = None
     _watchdog = Watchdog(
         own, rank, ranks, deadline, pulse.read_own, is_device_busy=_is_device_busy, is_over=_is_over

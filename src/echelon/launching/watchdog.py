@@ -45,8 +45,8 @@ WhenEnded = Callable[[str], object]
 class Watchdog:
     """Watches the ranks of one process group from inside one of them.
 
-    `store` is for this watchdog alone. `read_pulse` says what this rank does; `is_device_busy` whether its GPU has work that is not done;
-    `is_over` whether the process group is gone. `end` ends the process.
+    `store` is for this watchdog alone. `read_pulse` says what this rank does; `is_device_busy` whether its
+    GPU has work that is not done; `is_over` whether the process group is gone. `end` ends the process.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ from echelon.collectives import (
 from echelon.errors import UserError
 from echelon.launching import join
 from echelon.launching.group import backend_for
+from echelon.mesh.debugging import compare_calls
 from echelon.mesh.layout import AXES, COMBINED_AXES, EXPERT_AXES, Layout, Position
 from echelon.mesh.process_groups import new_host_group, new_process_group
 from echelon.mesh.stream_checks import check_streams
@@ -41,6 +42,9 @@ class Mesh:
         self._open_groups = list(groups.values())
         self._groups = groups
         self._boundary: HostBoundary | None = None
+        if plan.debug:
+            for group in groups.values():
+                compare_calls(group, device)
         self._equal_axes = {axis: _first_equal_axis(self.layout, axis) for axis in _combined(self.layout)}
 
     @classmethod
@@ -102,8 +106,7 @@ class Mesh:
         process_group = new_process_group(column, partial(self.layout.columns, stages))
         if process_group is None:
             return RecordingGroup("tied", ledger=self.ledger)
-        group = _group_over("tied", process_group, self.ledger)
-        self._open_groups.append(group)
+        group = self._keep_open(_group_over("tied", process_group, self.ledger))
         group.connect(self.device)
         return group
 
@@ -130,7 +133,8 @@ class Mesh:
 
     def _open_host_group(self) -> Group:
         """The ranks of this rank's pipeline, for bytes of the host; this mesh closes it."""
-        return self._keep_open(new_host_group(self.layout.group("pipeline", self.rank)))
+        process_group = new_host_group(self.layout.group("pipeline", self.rank))
+        return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
 
     def _open_edge_group(self, pair: tuple[int, int], pairs: Collection[tuple[int, int]]) -> Group | None:
         """Two ranks of this rank's pipeline, which this mesh closes; None if it is neither of them.
@@ -140,14 +144,18 @@ class Mesh:
         column = self.layout.group("pipeline", self.rank)
         with without_serialization_warning():
             process_group = new_process_group(_ranks_of_pair(column, pair), partial(self._edge_ranks, pairs))
-        return None if process_group is None else self._keep_open(process_group)
+        if process_group is None:
+            return None
+        return self._keep_open(TorchGroup("pipeline", process_group, self.ledger))
 
     def _edge_ranks(self, pairs: Collection[tuple[int, int]]) -> list[list[int]]:
         return [_ranks_of_pair(column, pair) for column in self.layout.groups("pipeline") for pair in pairs]
 
-    def _keep_open(self, process_group: dist.ProcessGroup) -> Group:
-        group = TorchGroup("pipeline", process_group, self.ledger)
+    def _keep_open(self, group: Group) -> Group:
+        """This mesh closes the group."""
         self._open_groups.append(group)
+        if self.plan.debug:
+            compare_calls(group, self.device)
         return group
 
     def close(self, *, failed: bool = False) -> None:

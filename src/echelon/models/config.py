@@ -14,6 +14,7 @@ from echelon.models.value_checks import count_errors, flag_errors, is_number, nu
 Family = Literal["gpt", "llama"]
 
 _OPTIONAL = ("kv_heads", "ffn", "head_width")
+_TOO_MANY = 2**62  # parameters, or positions: torch could not count their bytes
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class ModelConfig:
         embedding = self.vocab * self.width + positions
         norm = _num_norm_parameters(self)
         blocks = self.layers * (_num_attention_parameters(self) + 2 * norm)
-        sparse = sum(map(self.has_experts, range(self.layers)))
+        sparse = max(0, self.layers - self.experts.first_dense) if self.experts else 0
         dense = (self.layers - sparse) * _num_mlp_parameters(self, self.ffn_width)
         return (
             embedding
@@ -188,7 +189,13 @@ def _family_errors(family: str) -> list[str]:
 
 
 def _fit_errors(config: ModelConfig) -> list[str]:
-    return [*_head_errors(config), *_family_fit_errors(config), *_expert_errors(config)]
+    errors = [*_head_errors(config), *_family_fit_errors(config), *_expert_errors(config)]
+    if not errors and max(config.num_parameters, config.sequence * config.width) >= _TOO_MANY:
+        errors.append(
+            f"layers={config.layers} width={config.width} vocab={config.vocab} sequence={config.sequence}: the "
+            "model would have 2^62 parameters or positions, or more; choose smaller sizes"
+        )
+    return errors
 
 
 def _head_errors(config: ModelConfig) -> list[str]:

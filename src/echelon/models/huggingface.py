@@ -70,10 +70,21 @@ def save_hf_state(
     write_folder(folder, entries, layout.joined(state.__getitem__), config_to_hf(config, dtype), shard_bytes)
 
 
+def _check_layers(folder: Path, config: ModelConfig) -> None:
+    """Refuse a config that lies about its layers, before they are built: each has tensors of its own."""
+    headers = read_headers(folder)
+    if headers.is_listed and config.layers > len(headers.names):
+        raise UserError(
+            f"{folder / CONFIG}: says {config.layers} layers, but the files hold {len(headers.names)} tensors"
+        )
+
+
 def _read_config(folder: Path) -> ModelConfig:
     """The config of a folder; its errors are listed with those of the files."""
     try:
-        return read_hf_config(folder)
+        config = read_hf_config(folder)
+        _check_layers(folder, config)
+        return config
     except UserError as error:
         errors = [*(error.errors or [error.title]), *read_headers(folder).errors]
         raise_errors(f"Hugging Face folder '{folder}'", errors)

@@ -19,19 +19,22 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from echelon.checkpoint import SavedParameter
 from echelon.collectives import Copy, HostBoundary
 from echelon.errors import UserError
 from echelon.offload.host_numbers import HostNumbers
 from echelon.offload.host_optimizer import DirectCall, HostCall, runs_beside
 from echelon.offload.host_ring import HostRing
-from echelon.offload.host_twins import HostTwins
+from echelon.offload.host_twins import HostTwins, Twin
 from echelon.offload.host_worker import HostWorker
 from echelon.offload.kept_weights import KeptWeights
 from echelon.offload.weight_return import WeightReturn
 from echelon.optim.local import Make, make_local
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision.buffer_layout import ALIGNMENT, round_up
-from echelon.precision.optimizer_call import Factor, Skip
+from echelon.precision.flat_memory import dense_strides
+from echelon.precision.optimizer_call import Factor, Skip, may_fuse
+from echelon.precision.saved_state import load_state
 from echelon.precision.stepper import LocalStepper, by_parameter, state_tensors
 
 _IN_FLIGHT = 2  # units whose gradients are on their way down
@@ -189,7 +192,11 @@ class HostStepper(LocalStepper):
     def _allocate(self) -> None:
         """Before the first update: twins get memory, and the values of all weights."""
         self._twins.allocate()
-        twins = self._twins.all
+        self._take_weights(self._twins.all)
+        self._ring = HostRing(self._boundary, self._ring_bytes())
+
+    def _take_weights(self, twins: Sequence[Twin]) -> None:
+        """Twins get the values of weights that no update has made."""
         copies = [
             self._boundary.store(twin.weights, twin.local.tensor.detach())
             for twin in twins
@@ -204,7 +211,6 @@ class HostStepper(LocalStepper):
         with torch.no_grad():
             self._twins.load(twins)
         self.weights.record_versions(twins)
-        self._ring = HostRing(self._boundary, self._ring_bytes())
 
     def _ring_bytes(self) -> int:
         """All gradients, or in a backward pass a quarter of them: the worker may be that far behind."""
@@ -253,6 +259,18 @@ class HostStepper(LocalStepper):
         has_master = self._twins.has_masters and self._twins.has_memory
         masters = {MASTER: twin.updated.detach()} if has_master else {}
         return masters | state_tensors(self.optimizer, twin.updated)
+
+    @torch.no_grad()
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        self._worker.wait()
+        if not self._twins.has_memory:
+            self._allocate()
+        twin = self._twins.of(local)
+        self._take_weights([twin])
+        if self._twins.has_masters:
+            saved.fill(saved.finest, twin.updated.detach())
+        strides, fused = dense_strides(local.tensor), may_fuse(self.optimizer)
+        load_state(self.optimizer, twin.updated, strides, saved, self.whole_parts, fused=fused)
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:  # noqa: ARG002
         return []  # all of it is on the host

@@ -141,6 +141,15 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
                 state.update(self._new_state(group, entry, tensor, work.exchange.dtype))
             yield entry
 
+    def state_forms(self, group: Group, tensor: Tensor) -> dict[str, Any]:
+        """The state of a parameter before its first update, in tensors of one element: types and devices."""
+        self._find_parameters()
+        work = next(work for work in self._work if tensor in work.exchange.parts)
+        part = work.exchange.parts[tensor]
+        shape = (1,) * len(work.exchange.shapes[part.number])
+        small = torch.zeros((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        return self._new_state(group, Entry(part, shape, {}, [], []), small, work.exchange.dtype)
+
     def check(self, tensor: Tensor, gradient: Tensor) -> None:
         """Raise if a tensor cannot be updated with this gradient."""
         name = type(self).__name__

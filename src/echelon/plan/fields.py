@@ -186,4 +186,5 @@ FIELDS: dict[str, Field] = {
     "offload": Field(f"must be any of {', '.join(OFFLOADS)}, joined by commas", _offload, ",".join),
     "delay": Field("must be 0 or 1", _delay),
     "compress": _words(COMPRESSIONS),
+    "debug": Field("must be true or false", _switch, lambda value: str(value).lower()),
 }

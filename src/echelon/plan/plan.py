@@ -48,6 +48,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     delay: int = 0
     compress: str = "none"
+    debug: bool = False
 
     def __post_init__(self) -> None:
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -79,6 +79,10 @@ class FusedAdam:
         self._prepared[masters[0]] = Prepared(groups, addresses)
         return self._prepared[masters[0]]
 
+    def forget(self) -> None:
+        """State has other memory: look for it again."""
+        self._prepared.clear()
+
     def _suits(self) -> bool:
         return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
             group["fused"]

@@ -12,6 +12,7 @@ pass over gradients. State is plain numbers, or tensors on a device, where nobod
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, NamedTuple, final
@@ -63,6 +64,13 @@ class LossScaling:
         """What a training needs to go on, by name."""
         return {"loss scale": self.state.scale, "good steps": self.state.good_steps}
 
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on with the scale of a checkpoint, if there is one. A scale that the user has set stays."""
+        if not isinstance(self._rule, DynamicScale) or "loss scale" not in numbers:
+            return
+        new = float(numbers["loss scale"]), float(numbers["good steps"])
+        self.state = ScaleState(*(_like(old, value) for old, value in zip(self.state, new, strict=True)))
+
     @property
     def smallest(self) -> float:
         """The scale cannot fall below this; skipped steps there are not the scale's fault."""
@@ -74,6 +82,10 @@ class LossScaling:
             return
         change = _next_on_device if isinstance(self.state.scale, Tensor) else _next_on_host
         self.state = change(self.state, self._rule, overflows, refused)
+
+
+def _like(old: float | Tensor, value: float) -> float | Tensor:
+    return torch.full_like(old, value) if isinstance(old, Tensor) else value
 
 
 def _next_on_host(state: ScaleState, rule: DynamicScale, overflows: object, refused: object) -> ScaleState:

@@ -16,8 +16,8 @@ from echelon.checkpoint import SavedParameter
 from echelon.errors import UserError
 from echelon.optim.local import Make, make_local
 from echelon.optim.needs import need_of, works_by_element
-from echelon.ownership import MASTER, VALUE, LocalParameter, OwnedSlice
-from echelon.precision.flat_memory import flat_views
+from echelon.ownership import MASTER, LocalParameter, OwnedSlice
+from echelon.precision.flat_memory import dense_strides, flat_views
 from echelon.precision.float32_gradients import as_float32, divide
 from echelon.precision.fused_adam import FusedAdam
 from echelon.precision.gradient_check import check_gradient
@@ -30,6 +30,7 @@ from echelon.precision.optimizer_call import (
     has_step_hooks,
     restricted,
 )
+from echelon.precision.saved_state import load_state
 
 
 class Stepper(ABC):
@@ -67,8 +68,13 @@ class Stepper(ABC):
         return {}
 
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
-        """Take the state of a local parameter, and its master, from a checkpoint."""
-        raise NotImplementedError  # TODO(B): every stepper
+        """Take the state of a local parameter, and its master, from a checkpoint; what there was is gone. The
+        weight is loaded already. Talks to no one."""
+        raise NotImplementedError
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates on this rank, each with the name of its parameter."""
+        return []
 
     def storages(self, local: Sequence[LocalParameter]) -> list[Tensor]:
         """The device's memory of the state of local parameters."""
@@ -108,6 +114,8 @@ class Stepper(ABC):
 class LocalStepper(Stepper):
     """The optimizer updates something in place of each local parameter."""
 
+    _local: Sequence[LocalParameter]
+
     @abstractmethod
     def updated(self, local: LocalParameter) -> nn.Parameter:
         """What the optimizer updates in place of a local parameter."""
@@ -120,18 +128,12 @@ class LocalStepper(Stepper):
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return state_tensors(self.optimizer, self.updated(local))
 
-    @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
-        updated = self.updated(local)
-        state: dict[str, object] = {}
-        for part in saved.parts.keys() - {VALUE, MASTER}:
-            if saved.is_by_element(part) and part not in self.whole_parts:
-                state[part] = torch.empty_like(updated, memory_format=torch.preserve_format)
-                saved.fill(part, state[part])
-            else:
-                state[part] = saved.whole(part)
-        if state:
-            self.optimizer.state[updated] = {**state, **saved.numbers}
+        strides = dense_strides(local.tensor)
+        load_state(self.optimizer, self.updated(local), strides, saved, self.whole_parts)
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return [(each.name, self.updated(each)) for each in self._local]
 
 
 @final
@@ -234,6 +236,8 @@ class MasterStepper(LocalStepper):
             self._make_masters()
         saved.fill(saved.finest, self.updated(local).detach())
         self._not_made.discard(local.tensor)
+        if self._fused is not None:
+            self._fused.forget()
         super().load(local, saved)
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:

@@ -14,12 +14,14 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.checkpoint import SavedParameter
 from echelon.collectives import Group
 from echelon.optim.local import make_local
 from echelon.ownership import MASTER, LocalParameter, OwnedSlice, Slice, whole_slice
 from echelon.precision.element_runs import whole_run
 from echelon.precision.optimizer_call import Factor, Skip
 from echelon.precision.rounding import KeyedRounding, Placement
+from echelon.precision.saved_state import load_state
 from echelon.precision.stepper import Stepper, state_tensors
 
 
@@ -176,6 +178,21 @@ class WholeStepper(Stepper):
         self._is_here.clear()
         for whole in wholes:
             whole.data = whole.new_zeros(()).expand(whole.shape)
+
+    @torch.no_grad()
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        if self._masters:
+            self._is_here.add(local)  # on all ranks alike
+        whole = self._wholes.get(local)
+        if whole is None:
+            return
+        if self._masters:
+            whole.data = saved.whole(saved.finest).to(whole.device, whole.dtype)
+        strides = torch.empty(whole.shape, device="meta").stride()
+        load_state(self.optimizer, whole, strides, saved, saved.parts.keys())
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return [(local.name, whole) for local, whole in self._wholes.items()]
 
     def held_whole(self) -> list[OwnedSlice]:
         owned = []

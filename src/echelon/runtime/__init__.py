@@ -11,12 +11,13 @@ from echelon.runtime.scaling import Number
 from echelon.runtime.script import Script, Slot
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
-from echelon.runtime.update import Push, SynchronousUpdate, Update
+from echelon.runtime.update import InWhole, Push, SynchronousUpdate, Update
 from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
 __all__ = [
     "GateNumbers",
+    "InWhole",
     "Interpreter",
     "LocalStages",
     "Microbatch",

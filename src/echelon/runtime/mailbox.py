@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import final
 
+from echelon.collectives import about_content
 from echelon.program import Instruction, Op
 from echelon.runtime.flight import Flight, Value
 from echelon.runtime.message import Gradients
@@ -63,16 +64,20 @@ class Mailbox:
 
     def send_activation(self, instruction: Instruction, value: Value) -> None:
         key = (instruction.stage, self._look(instruction))
-        self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
+        with about_content(_content_of(instruction)):
+            self._wire.send(value.spec, value.tensors, peer_of(instruction), key)
 
     def receive_activation(self, instruction: Instruction) -> Value:
         peer, key = peer_of(instruction), self._activation_key(instruction)
-        value = Value(*self._wire.receive(self._take_posted(peer), peer, key))
+        posted = self._take_posted(peer)
+        with about_content(_content_of(instruction)):
+            value = Value(*self._wire.receive(posted, peer, key))
         self._acknowledge(peer)
         return value
 
     def send_gradients(self, instruction: Instruction, leaves: Sequence[Leaf], gradients: Gradients) -> None:
-        self._wire.send_gradients(leaves, gradients, peer_of(instruction))
+        with about_content(_content_of(instruction)):
+            self._wire.send_gradients(leaves, gradients, peer_of(instruction))
 
     def receive_gradients(self, instruction: Instruction) -> Gradients:
         posted = self._take_posted(peer_of(instruction))
@@ -105,6 +110,10 @@ class Mailbox:
         return posted.popleft() if posted else self._post(self._upcoming[peer].popleft())
 
     def _post(self, instruction: Instruction) -> Posted | None:
+        with about_content(_content_of(instruction)):
+            return self._post_receive(instruction)
+
+    def _post_receive(self, instruction: Instruction) -> Posted | None:
         if instruction.op is Op.RECV_ACTIVATION:
             return self._wire.post(peer_of(instruction), self._activation_key(instruction))
         flight = self._flights.get(slot_of(instruction))
@@ -123,3 +132,12 @@ class Mailbox:
 
     def _look(self, instruction: Instruction) -> str:
         return self._feed[microbatch_of(instruction)].look
+
+
+def _content_of(instruction: Instruction) -> str:
+    """What a message holds, the same for both its ends; debug=true compares it."""
+    to_later = instruction.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+    sends = instruction.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+    receiver = instruction.stage if not sends else instruction.stage + (1 if to_later else -1)
+    kind = "activation" if to_later else "gradient"
+    return f"{kind} of microbatch {microbatch_of(instruction)} for stage {receiver}"

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from echelon.checkpoint import SavedParameter
 from echelon.data_parallel import Sharing
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter, OwnedSlice
@@ -52,6 +53,12 @@ class ParametersStepper(Stepper):
 
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return self._stepper.state(local)
+
+    def load(self, local: LocalParameter, saved: SavedParameter) -> None:
+        self._stepper.load(local, saved)
+
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return self._stepper.updated_tensors()
 
     @property
     def whole_parts(self) -> frozenset[str]:

@@ -1,17 +1,17 @@
 """From the gradients of one rank's samples to new weights: the interface, and the synchronous way."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from echelon.checkpoint import SavedParameter, SavedState, numbers_of
 from echelon.collectives import Group
 from echelon.data_parallel import Problem, squared_norm
 from echelon.errors import UserError
-from echelon.checkpoint import SavedParameter, SavedState
 from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
 from echelon.ownership import ENGINE, OwnedSlice, Slice, own_run, own_state, whole_slice
@@ -20,7 +20,6 @@ from echelon.runtime.numbers import GateNumbers, StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
 from echelon.runtime.stage import LocalStages
 from echelon.runtime.unit_updates import UnitUpdates
-
 
 InWhole = Callable[[OwnedSlice], list[OwnedSlice]]
 
@@ -121,12 +120,21 @@ class Update(ABC):
         """Optimizer state that this rank holds of whole parameters, also of those that layers split."""
         return []
 
-    def load(self, saved: SavedState, in_whole: InWhole) -> None:
-        """Take the optimizer's state, masters and numbers from a checkpoint; weights are loaded already.
+    @abstractmethod
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates on this rank, each with the name of its parameter."""
+
+    @abstractmethod
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
+        """Take masters and the optimizer's state from a checkpoint, or have none (`state`); this rank's part
+        of the weights is loaded already. Talks to no one.
 
         `in_whole`: a box of this rank's part of a tensor as boxes of the whole one.
         """
-        raise NotImplementedError  # TODO(B): AsyncUpdate
+
+    @abstractmethod
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        """Go on with the numbers of a checkpoint, of all workers; all ranks have loaded what is theirs."""
 
     @abstractmethod
     def storages(self) -> dict[str, list[Tensor]]:
@@ -311,15 +319,20 @@ class SynchronousUpdate(Update):
             counters |= self.loss_scaling.counters()
         return [*owned, *(_own_counter(part, value) for part, value in counters.items())]
 
-    def load(self, saved: SavedState, in_whole: InWhole) -> None:
+    def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
+        return self.stepper.updated_tensors()
+
+    def load(self, saved: SavedState, in_whole: InWhole, *, state: bool = True) -> None:
         for sharing, local in self._stages.slices():
+            boxes = partial(_boxes, slices=sharing.slices(local), in_whole=in_whole)
+            self.stepper.load(local, SavedParameter(saved, local.name, boxes, state=state))
 
-            def boxes(like: Tensor, slices: list[Slice] = sharing.slices(local)) -> list[OwnedSlice]:
-                return [box for own in own_run(like, slices) for box in in_whole(own)]
-
-            self.stepper.load(local, SavedParameter(saved, local.name, boxes))
-        numbers = saved.manifest.numbers
+    def restore(self, numbers: Mapping[str, float]) -> None:
+        numbers = numbers_of(numbers, None, 0)
+        if self.loss_scaling is not None:
+            self.loss_scaling.restore(numbers)
         self._last_count = numbers.get("normaliser", 0.0) or None
+        self._overflows = 0.0
         self.number = int(numbers["begun steps"])
 
     def owned_whole(self) -> list[OwnedSlice]:
@@ -375,6 +388,13 @@ def _with_gates(sums: Tensor, auxiliary: Tensor, num_gates: int) -> Tensor:
     sums, broken = sums.split([len(sums) - num_gates, num_gates])
     total = sums[:1] + torch.where(broken.any(), torch.nan, auxiliary * 0)
     return torch.cat([total, sums[1:]])
+
+
+def _boxes(like: Tensor, *, slices: Sequence[Slice], in_whole: InWhole) -> list[OwnedSlice]:
+    """A tensor like a local parameter as boxes of the whole one: views, contiguous or not."""
+    is_whole = len(slices) == 1 and tuple(like.shape) == slices[0].sizes
+    held = [OwnedSlice(slices[0], like)] if is_whole else own_run(like, slices)
+    return [box for own in held for box in in_whole(own)]
 
 
 def _check_unchanged(*, loses_change: bool) -> None:

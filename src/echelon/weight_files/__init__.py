@@ -4,6 +4,7 @@ weight_folder       a folder as the source of a model's weights
 layout              which tensors a model's files hold
 pieces              where the parts of a model's tensors lie in them
 folder_writer       a folder written from tensors that come one after the other
+dcp_folder          the same in the format of torch.distributed.checkpoint, for other programs
 folder_files        config.json, one file or shards, the index
 tensor_file         one safetensors file, read by boxes
 tensor_file_writer  one safetensors file, written tensor by tensor
@@ -12,7 +13,7 @@ Models of echelon give their layout themselves (`weight_layout`), echelon.huggin
 """
 
 from echelon.weight_files.folder_files import CONFIG, read_headers, read_json
-from echelon.weight_files.folder_writer import SHARD_BYTES, write_folder
+from echelon.weight_files.folder_writer import SHARD_BYTES, write_folder, write_weights
 from echelon.weight_files.layout import (
     WeightLayout,
     find_ties,
@@ -46,4 +47,5 @@ __all__ = [
     "whole",
     "whole_tensor",
     "write_folder",
+    "write_weights",
 ]

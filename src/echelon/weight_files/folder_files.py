@@ -4,6 +4,7 @@
 """
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,23 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+_LONGEST_JSON = 100_000_000
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise UserError(f"{path}: cannot be read: is not a regular file")
+        if about.st_size > _LONGEST_JSON:
+            raise UserError(f"{path}: has {about.st_size} bytes; must have {_LONGEST_JSON} at most")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too many brackets
         raise UserError(f"{path}: is damaged, or is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold a JSON object, holds a {type(value).__name__}")

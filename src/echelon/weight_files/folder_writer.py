@@ -35,9 +35,20 @@ def write_folder(
     config: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
+    """Write the tensors, as `write_weights` does, and the config."""
+    write_weights(folder, entries, tensors, shard_bytes)
+    _write_json(Path(folder) / CONFIG, config)
+
+
+def write_weights(
+    folder: str | Path,
+    entries: Sequence[TensorEntry],
+    tensors: Iterable[Tensor],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the tensors, one for each entry and in their order; in shards above `shard_bytes`.
 
-    One tensor is in memory at a time, if the iterator keeps none.
+    One tensor is in memory at a time, if the iterator keeps none. The config of an earlier save is removed.
     """
     folder = Path(folder)
     files = split_shards(entries, shard_bytes)
@@ -54,7 +65,6 @@ def write_folder(
         _write_json(folder / INDEX, _index(files))
     with report_os_errors(folder):
         _remove_stale(folder, files)
-    _write_json(folder / CONFIG, config)
 
 
 def split_shards(entries: Sequence[TensorEntry], shard_bytes: int) -> dict[str, list[TensorEntry]]:

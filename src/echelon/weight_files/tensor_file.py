@@ -7,6 +7,7 @@ keep every page that was touched in the memory of the process.
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Callable
 from io import FileIO
@@ -58,6 +59,8 @@ class StoredTensor(NamedTuple):
 def read_header(path: Path, opener: Opener | None = None) -> dict[str, StoredTensor]:
     """Every tensor of a file, by name; no weight is read. A file that is cut short or damaged is refused."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise ValueError("it is not a regular file")
         with open(path, "rb", opener=opener) as file:
             size = os.fstat(file.fileno()).st_size
             begin, entries = _parse_header(file, size)

@@ -34,19 +34,25 @@ class TensorEntry(NamedTuple):
 
 def write_tensor_file(path: Path, entries: Sequence[TensorEntry], tensors: Iterator[Tensor]) -> None:
     """Write a file of the next tensors of an iterator, one for each entry, in their order."""
-    unknown = [
-        f"{e.name}: is {e.dtype}, which safetensors does not have" for e in entries if e.dtype not in _NAMES
-    ]
-    raise_errors(str(path), unknown)
+    check_types(str(path), entries)
 
     def write(file: BinaryIO) -> None:
         with report_os_errors(path):
-            begins = _write_header(file, entries)
+            header, begins = make_header(entries)
+            file.write(header)
         for entry in entries:
             # As an argument, so that no name keeps the tensor while the next one is made.
             _write_tensor(file, path, begins[entry.name], entry, next(tensors, None))
 
     write_complete(path, write)
+
+
+def check_types(subject: str, entries: Sequence[TensorEntry]) -> None:
+    """A UserError that names every tensor of a type that safetensors does not have."""
+    unknown = [
+        f"{e.name}: is {e.dtype}, which safetensors does not have" for e in entries if e.dtype not in _NAMES
+    ]
+    raise_errors(subject, unknown)
 
 
 def write_complete(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -75,8 +81,8 @@ def report_os_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written: {error}") from error
 
 
-def _write_header(file: BinaryIO, entries: Sequence[TensorEntry]) -> dict[str, int]:
-    """Write the header, and return where each tensor begins: widest types first, so that all are aligned."""
+def make_header(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
+    """All bytes in front of the tensors, and where each begins: widest types first, so that all are aligned."""
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     offsets = {}
     end = 0
@@ -90,8 +96,8 @@ def _write_header(file: BinaryIO, entries: Sequence[TensorEntry]) -> dict[str, i
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    file.write(LENGTH.pack(len(text)) + text)
-    return {name: LENGTH.size + len(text) + offset for name, offset in offsets.items()}
+    begins = {name: LENGTH.size + len(text) + offset for name, offset in offsets.items()}
+    return LENGTH.pack(len(text)) + text, begins
 
 
 def _write_tensor(file: BinaryIO, path: Path, begin: int, entry: TensorEntry, tensor: Tensor | None) -> None:

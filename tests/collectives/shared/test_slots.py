@@ -5,7 +5,8 @@ from mmap import mmap
 import pytest
 import torch
 
-from echelon.collectives.shared.header import Header, MismatchError, OperationKind
+from echelon.collectives.mismatch import MismatchError
+from echelon.collectives.shared.header import Header, OperationKind
 from echelon.collectives.shared.slots import (
     COLLECTIVE,
     LANE,

@@ -78,7 +78,3 @@ class Header(NamedTuple):
 
 PACKED_HEADER = Struct(f"{len(Header._fields)}q")
 assert PACKED_HEADER.size <= HEADER_BYTES
-
-
-class MismatchError(RuntimeError):
-    """Two ranks of a group called different operations where they must call the same one."""

@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from echelon.collectives.shared.header import HEADER_BYTES, PACKED_HEADER, Header, MismatchError
+from echelon.collectives.mismatch import MismatchError
+from echelon.collectives.shared.header import HEADER_BYTES, PACKED_HEADER, Header
 
 
 class RingShape(NamedTuple):

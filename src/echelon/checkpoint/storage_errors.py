@@ -1,0 +1,72 @@
+"""Errors of disks and remote storage as errors of the user; some of them go away when one tries again."""
+
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from echelon.errors import UserError
+
+T = TypeVar("T")
+
+RETRIES = 3
+_FIRST_PAUSE = 0.5  # seconds; each one after it is twice as long
+
+_FIXES = {
+    errno.ENOSPC: "free some space, keep fewer checkpoints, or save elsewhere",
+    errno.EDQUOT: "free some of your quota, keep fewer checkpoints, or save elsewhere",
+    errno.EFBIG: "the limit of a file's size is too small (ulimit -f)",
+    errno.EROFS: "the file system can only be read; save elsewhere",
+    errno.EACCES: "make the folder writable for this user, or save elsewhere",
+    errno.EPERM: "make the folder writable for this user, or save elsewhere",
+    errno.ENOENT: "was it deleted while it was being written?",
+}
+# What trying again does not change.
+_LASTING = {*_FIXES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
+
+
+@contextmanager
+def report_write_errors(place: object) -> Iterator[None]:
+    """The rule, the place and the fix, for whatever the storage raises inside."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise UserError(
+            f"{place}: the checkpoint cannot be written: {reason}{_fix(error)}; the checkpoints before it "
+            "are as they were"
+        ) from error
+
+
+def _fix(error: OSError) -> str:
+    fix = _FIXES.get(error.errno or 0)
+    return f" ({fix})" if fix else ""
+
+
+def with_retries(work: Callable[[], T], retries: int, stop: Callable[[], bool] = lambda: False) -> T:
+    """What `work` returns; it is done again, at most `retries` times, after an error that may pass."""
+    for attempt in range(retries):
+        try:
+            return work()
+        except OSError as error:
+            if error.errno in _LASTING or stop():
+                raise
+        _pause(_FIRST_PAUSE * 2**attempt)
+    return work()
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether it names remote storage (s3://bucket/run); a file:// URL is a folder."""
+    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+
+
+def as_folder(path: str | Path) -> Path:
+    return Path(path.removeprefix("file://") if isinstance(path, str) else path)

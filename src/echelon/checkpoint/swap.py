@@ -1,0 +1,52 @@
+"""A folder takes the place of another one, which is never missing."""
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+_AT_WORKING_FOLDER = -100
+_EXCHANGE = 2
+_UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. A folder that was there gets the name of `new`."""
+    if not path.is_dir() or not any(path.iterdir()):
+        new.rename(path)
+    elif not _exchange(new, path):
+        standby = standby_of(path)
+        path.rename(standby)  # where `standing` finds it
+        new.rename(path)
+        standby.rename(new)
+
+
+def standby_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def standing(path: Path) -> Path:
+    """Where the checkpoint `path` is: elsewhere if a job was killed while it was replaced, on a file system
+    that cannot do that at once."""
+    return standby_of(path) if not path.exists() and standby_of(path).is_dir() else path
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names at once; false where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # not Linux, or an old C library
+        return False
+    failed = rename(
+        _AT_WORKING_FOLDER,
+        os.fsencode(first),
+        _AT_WORKING_FOLDER,
+        os.fsencode(second),
+        ctypes.c_uint(_EXCHANGE),
+    )
+    if not failed:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(second))

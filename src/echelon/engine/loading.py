@@ -1,0 +1,106 @@
+"""engine.load: an engine goes on from a checkpoint, whatever plan saved it.
+
+All goes by names and boxes of whole tensors. First everything is compared with what the engine has; if
+anything does not fit, nothing changes. Then each rank reads what it holds:
+
+    weights       `Sharing.first_weights`, as a deferred start fills them; from the master where that is finer
+    buffers       whole
+    optimizer     each local parameter asks for its boxes of every part (`Stepper.load`)
+    numbers       counters of steps, loss scale, normaliser
+"""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checkpoint import SavedState
+from echelon.engine.checkpoints import EXTRA_STATE, JSON, RANDOM, extra_state_modules, gather
+from echelon.engine.group_options import apply_options, option_errors
+from echelon.engine.state_checks import name_errors, optimizer_errors, value_errors
+from echelon.errors import raise_errors
+from echelon.launching.group import check_on_every_rank
+from echelon.mesh import Mesh
+from echelon.ownership import VALUE, OwnedSlice, Slice, StateNames
+from echelon.runtime import InWhole, LocalStages, Update
+from echelon.weight_files.pieces import whole
+
+
+@final
+class Loading(NamedTuple):
+    """A checkpoint, and what of an engine it is loaded into. `values`: weights and buffers that are here."""
+
+    saved: SavedState
+    mesh: Mesh
+    module: nn.Module
+    names: StateNames
+    local: LocalStages
+    in_whole: InWhole
+    update: Update
+    values: Sequence[OwnedSlice]
+    buffers: Sequence[OwnedSlice]
+    temporary_buffers: Sequence[OwnedSlice]
+
+    def check(self, *, optimizer: bool, options: bool) -> None:
+        """Raise, on every rank, all reasons why the engine cannot take the checkpoint. Changes nothing."""
+        values = [*self.values, *self.temporary_buffers]
+        errors = [*name_errors(self.saved, self.names), *value_errors(self.saved, values)]
+        if optimizer:
+            errors += optimizer_errors(self.saved, self.update)
+        if optimizer and options:
+            errors += option_errors(self.saved.manifest.groups, self.update)
+        found = dict.fromkeys(error for of_rank in gather(self.mesh, errors) for error in of_rank)
+        raise_errors(f"checkpoint {self.saved.path} for this engine", list(found))
+
+    def read(self, *, optimizer: bool) -> None:
+        """Each rank reads what it holds; then those that hold less than they use exchange it."""
+        check_on_every_rank(lambda: self._read(optimizer=optimizer))
+        for sharing in dict.fromkeys(self.local.sharings):
+            sharing.share_first_weights()
+
+    @torch.no_grad()
+    def _read(self, *, optimizer: bool) -> None:
+        self._read_weights()
+        for each in (*self.buffers, *self.temporary_buffers):
+            is_saved = each.slice.part in self.saved.parts(each.slice.name)
+            if is_saved and not each.slice.name.endswith(EXTRA_STATE):
+                self.saved.read(each.slice, each.tensor)
+        self._read_extra_state()
+        self.update.load(self.saved, self.in_whole, state=optimizer)
+
+    def _read_weights(self) -> None:
+        for sharing in dict.fromkeys(self.local.sharings):
+            held = sharing.first_weights()
+            for each in held:
+                each.tensor.zero_()  # padding
+            for box in (box for each in held for box in self.in_whole(each)):
+                part = self.saved.value_part(box.slice.name, box.tensor.dtype)
+                self.saved.read(box.slice._replace(part=part), box.tensor)
+
+    def _read_extra_state(self) -> None:
+        for name, module in extra_state_modules(self.module).items():
+            is_plain = JSON in self.saved.parts(name)
+            state = self._whole(name, JSON if is_plain else VALUE)
+            module.set_extra_state(json.loads(bytes(state.tolist())) if is_plain else state)
+
+    def restore_options(self) -> None:
+        apply_options(self.saved.manifest.groups, self.update)
+
+    def restore_random(self) -> None:
+        """Where the same ranks go on under the same plan."""
+        manifest, parts = self.saved.manifest, self.saved.parts(RANDOM)
+        if (manifest.plan, manifest.ranks) != (str(self.mesh.plan), self.mesh.plan.ranks):
+            return
+        if f"cpu of rank {self.mesh.rank}" in parts:
+            torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {self.mesh.rank}"))
+        if f"cuda of rank {self.mesh.rank}" in parts and self.mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {self.mesh.rank}"), self.mesh.device)
+
+    def _whole(self, name: str, part: str) -> Tensor:
+        """All of a small tensor, in host memory."""
+        saved = self.saved.parts(name)[part]
+        out = torch.empty(saved.shape, dtype=saved.dtype)
+        self.saved.read(Slice(name, part, saved.shape, *whole(saved.shape)), out)
+        return out

@@ -1,0 +1,74 @@
+"""The optimizer's state of a tensor that it updates, taken from a checkpoint.
+
+Types and devices are those that the optimizer itself makes (optim/state_forms.py). Of an optimizer that
+nobody knows, they are as torch's load_state_dict has them: state is of the type of what is updated, and a
+number of steps stays as it is.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checkpoint import SavedParameter
+from echelon.optim.state_forms import Forms, state_forms
+
+
+@torch.no_grad()
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    updated: nn.Parameter,
+    strides: Sequence[int],
+    saved: SavedParameter,
+    whole_parts: Set[str] = frozenset(),
+    *,
+    fused: bool = False,
+) -> None:
+    """Replace the state of `updated`, of which memory has these strides.
+
+    `whole_parts`: state that belongs to the whole parameter, whatever is here of it.
+    """
+    optimizer.state.pop(updated, None)
+    if not saved.state_parts and not saved.numbers:
+        return  # never updated
+    forms = state_forms(optimizer, updated, fused=fused) or {}
+    state: dict[str, Any] = {}
+    for part in saved.state_parts:
+        dtype, device = _kind(part, forms, updated, saved)
+        if part not in whole_parts and _is_by_element(part, forms, updated, saved):
+            state[part] = torch.empty_strided(updated.shape, tuple(strides), dtype=dtype, device=device)
+            saved.fill(part, state[part])
+        else:
+            state[part] = saved.whole(part).to(device, dtype)
+    optimizer.state[updated] = {
+        key: _as_made(key, value, forms) for key, value in {**state, **saved.numbers}.items()
+    }
+
+
+def _is_by_element(part: str, forms: Forms, updated: Tensor, saved: SavedParameter) -> bool:
+    """A number of steps is none for each element, also where the parameter is one number."""
+    form = forms.get(part)
+    is_number = isinstance(form, Tensor) and form.dim() < updated.dim()
+    return saved.is_by_element(part) and not is_number
+
+
+def _kind(
+    part: str, forms: Forms, updated: Tensor, saved: SavedParameter
+) -> tuple[torch.dtype, torch.device]:
+    form, dtype = forms.get(part), saved.parts[part].dtype
+    if isinstance(form, Tensor):
+        return form.dtype, form.device
+    if part == "step":
+        return dtype, torch.device("cpu")
+    return (updated.dtype if dtype.is_floating_point else dtype), updated.device
+
+
+def _as_made(key: str, value: Any, forms: Forms) -> Any:
+    """A number as a tensor, or a tensor as a number, where another version of an optimizer has saved it."""
+    form = forms.get(key)
+    if isinstance(form, Tensor) and not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=form.dtype, device=form.device)
+    if isinstance(value, Tensor) and isinstance(form, bool | int | float):
+        return value.item()
+    return value

@@ -1,0 +1,40 @@
+"""A folder of torch.distributed.checkpoint, written in one process from tensors that come one after the other.
+
+    write_dcp("runs/a/export/dcp", entries, fetch)
+
+    state = model.state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id="runs/a/export/dcp")
+
+torch writes its metadata and tensors with pickle; echelon never reads such a folder.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+
+from echelon.weight_files.tensor_file_writer import TensorEntry, report_os_errors
+
+
+def write_dcp(folder: str | Path, entries: Sequence[TensorEntry], fetch: Callable[[str], Tensor]) -> None:
+    """Write the tensors of entries; `fetch(name)` is called for each in turn, and few are in memory at a time."""
+    state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
+    # A file for each tensor, one after the other: torch keeps those of one file in memory together.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
+    with report_os_errors(Path(folder)):
+        save(state, storage_writer=writer, planner=_FetchingPlanner(fetch), no_dist=True)
+
+
+@final
+class _FetchingPlanner(DefaultSavePlanner):
+    """Plans with tensors of the meta device, and fetches each when it is written."""
+
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._fetch = fetch
+
+    def lookup_object(self, index: Any) -> Tensor:
+        return self._fetch(index.fqn)

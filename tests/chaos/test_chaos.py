@@ -1,0 +1,18 @@
+"""Ten random kills, half of them during a save; `make chaos` has 200."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kill import draw_kills
+from tests.chaos.training import STEPS, differences, short_job, train_disturbed, train_undisturbed
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2 microbatches=2"])
+def test_five_kills_leave_no_trace(plan: str, tmp_path: Path) -> None:
+    reference = train_undisturbed(short_job(tmp_path / "undisturbed", plan))
+    kills = draw_kills(f"test {plan}", 5, STEPS)
+    run, done, problems = train_disturbed(short_job(tmp_path / "disturbed", plan), kills)
+    assert problems == []
+    assert len(done) == 5, f"of {', '.join(map(str, kills))}"
+    assert differences(run, reference) == []

@@ -1,0 +1,60 @@
+"""A saver of one rank without an engine, and what it saves."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
+from echelon.collectives import RecordingGroup
+from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
+
+CPU = torch.device("cpu")
+ABOUT = Manifest(step=3, plan="data=1", ranks=1, saved="2026-11-17", versions={}, extra={"at": 3})
+
+
+def new_saver() -> Saver:
+    return Saver(RecordingGroup("all"), CPU)
+
+
+def state(value: float = 1.0) -> dict[str, Tensor]:
+    """Types of all widths, a transposed tensor, a scalar, and one without elements."""
+    return {
+        "wide": torch.full((7, 5), value, dtype=torch.float64),
+        "half": torch.full((3, 3, 3), value, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+        "turned": torch.arange(12.0).add(value).reshape(3, 4).T,
+        "scalar": torch.tensor(value),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def owned(tensors: dict[str, Tensor]) -> list[OwnedSlice]:
+    steps = OwnedSlice(Slice(ENGINE, "steps", (), (), ()), torch.tensor(3))
+    return [*(OwnedSlice(whole_slice(name, tensor), tensor) for name, tensor in tensors.items()), steps]
+
+
+def save(saver: Saver, path: str | Path, tensors: dict[str, Tensor], **options: Any) -> None:
+    saver.save(path, owned(tensors), ABOUT, SaveOptions(**options))
+
+
+def check_saved(path: str | Path, expected: dict[str, Tensor]) -> None:
+    """Every file as its hash says, and every tensor in every bit."""
+    saved = open_whole(path)
+    assert set(saved.manifest.tensors) == set(expected)
+    assert saved.manifest.numbers == {"steps": 3}
+    assert saved.manifest.extra == {"at": 3}
+    for name, tensor in expected.items():
+        assert torch.equal(read(saved, name), tensor), name
+
+
+def read(saved: SavedState, name: str) -> Tensor:
+    described = saved.parts(name)["value"]
+    out = torch.empty(described.shape, dtype=described.dtype)
+    saved.read(whole_slice(name, out), out)
+    return out
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

@@ -1,0 +1,132 @@
+"""The bytes of files before they are written: whatever the chunks, and past the page cache or not."""
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.checkpoint import direct_file
+from echelon.checkpoint.direct_file import ALIGNMENT, DirectFile, aligned_memory
+from echelon.checkpoint.file_hash import BLOCK_BYTES, FileHash, hash_file
+from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
+from echelon.ownership import Slice, whole_slice
+from tests.checkpoint.saving import state
+
+
+def layout_of(tensors: dict[str, Tensor], **options: int) -> list[FileLayout]:
+    return lay_out(
+        0, [(whole_slice(name, tensor), tensor.dtype) for name, tensor in tensors.items()], **options
+    )
+
+
+def image_bytes(layout: FileLayout, tensors: dict[str, Tensor], chunk: int) -> bytes:
+    image = FileImage(layout, lambda box: tensors[box.name])
+    parts = []
+    for begin in range(0, layout.size, chunk):
+        out = torch.full((min(chunk, layout.size - begin),), 255, dtype=torch.uint8)
+        image.fill(begin, out)
+        parts.append(out.numpy().tobytes())
+    return b"".join(parts)
+
+
+def test_all_chunks_make_the_same_file() -> None:
+    from safetensors.torch import load
+
+    (layout,) = layout_of(state())
+    whole = image_bytes(layout, state(), layout.size)
+    assert len(whole) == layout.size
+    assert all(torch.equal(load(whole)[f"{name}/value"], tensor) for name, tensor in state().items())
+    for chunk in (1, 7, 64, 1000):
+        assert image_bytes(layout, state(), chunk) == whole
+
+
+def test_a_rank_begins_another_file_at_the_limit() -> None:
+    tensors = {f"t{number}": torch.zeros(10) for number in range(5)} | {"large": torch.zeros(100)}
+    files = layout_of(tensors, limit=100)
+    assert [[box.slice.name for box in file.boxes] for file in files] == [
+        ["t0", "t1"],
+        ["t2", "t3"],
+        ["t4"],
+        ["large"],
+    ]
+    assert [file.name for file in files][:2] == ["rank-00000.safetensors", "rank-00000-2.safetensors"]
+
+
+def test_boxes_of_one_tensor_have_names_of_their_own() -> None:
+    boxes = [Slice("w", "value", (4, 2), (row, 0), (2, 2)) for row in (0, 2)]
+    (layout,) = lay_out(3, [(box, torch.float32) for box in boxes])
+    assert layout.name == "rank-00003.safetensors"
+    assert [box.tensor for box in layout.boxes] == ["w/value@0,0", "w/value@2,0"]
+
+
+def written(path: Path, data: bytes, chunk: int) -> bytes:
+    memory = aligned_memory(len(data))
+    memory[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    file = DirectFile(path)
+    for begin in range(0, len(data), chunk):
+        file.write(memory.numpy().data[begin:], min(chunk, len(data) - begin))
+    file.finish()
+    file.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("size", [1, ALIGNMENT, ALIGNMENT + 1, 3 * ALIGNMENT - 1])
+def test_a_direct_file_has_its_bytes_alone(tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    assert written(tmp_path / "a", data, ALIGNMENT) == data
+
+
+@pytest.mark.parametrize("refuses", ["open", "write"])
+def test_a_file_system_without_direct_writes(
+    tmp_path: Path, refuses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_write, refused = os.open, os.write, []
+
+    def refuse(name: str) -> None:
+        refused.append(name)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def open_without(path: Any, flags: int, *rest: Any) -> int:
+        if refuses == "open" and flags & os.O_DIRECT:
+            os.close(real_open(path, flags & ~os.O_DIRECT, *rest))
+            refuse("open")
+        return real_open(path, flags, *rest)
+
+    def write_without(file: int, data: memoryview) -> int:
+        import fcntl
+
+        if refuses == "write" and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refuse("write")
+        return real_write(file, data)
+
+    monkeypatch.setattr(direct_file.os, "open", open_without)
+    monkeypatch.setattr(direct_file.os, "write", write_without)
+    data = os.urandom(2 * ALIGNMENT + 5)
+    assert written(tmp_path / "a", data, ALIGNMENT) == data
+    assert refused == [refuses]
+
+
+def test_the_hash_of_parts_is_that_of_the_file() -> None:
+    data = os.urandom(2 * BLOCK_BYTES + 5)
+    found = FileHash()
+    found.update(memoryview(data)[:BLOCK_BYTES])
+    found.update(memoryview(data)[BLOCK_BYTES:])
+    assert found.hexdigest() == hash_file(io.BytesIO(data))
+    with pytest.raises(AssertionError, match="did not end with a block"):
+        found.update(memoryview(data))
+
+
+def test_a_hash_finds_every_flipped_bit_and_exchanged_blocks() -> None:
+    data = bytearray(os.urandom(64)) + bytearray(BLOCK_BYTES) + bytearray(os.urandom(64))
+    expected = hash_file(io.BytesIO(data))
+    for bit in range(0, 64 * 8, 7):
+        data[bit // 8] ^= 1 << bit % 8
+        assert hash_file(io.BytesIO(data)) != expected
+        data[bit // 8] ^= 1 << bit % 8
+    blocks = [os.urandom(BLOCK_BYTES) for _ in range(2)]
+    assert hash_file(io.BytesIO(b"".join(blocks))) != hash_file(io.BytesIO(b"".join(blocks[::-1])))
