@@ -1,5 +1,6 @@
 """Back to a checkpoint after a loss spike: decided on numbers alone, then with engines and files."""
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -10,18 +11,24 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from echelon.checkpoint import CheckpointFolder
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.train import loop
-from echelon.train.events import Event, RolledBack, Stepped
+from echelon.train.display import Display
+from echelon.train.events import Event, RolledBack, Started, Stepped
 from echelon.train.job import Job, ModelJob, OptimizerJob
+from echelon.train.logbook import Logbook
 from echelon.train.rollbacks import SKIPPED, LossSpikeError, Return, Rollbacks, SkippedBatches
+from echelon.train.run_folder import RunFolder
 from echelon.train.spikes import Trouble
 from echelon.train.tasks import open_task
+from tests.train.test_display import stepped
 
 SPIKE = LossSpikeError(Trouble(130, 130, "the loss jumped"))
 ON = Job(spike_factor=3.0)
@@ -115,6 +122,37 @@ def test_a_file_that_no_training_has_written_is_refused(tmp_path: Path, text: st
         UserError, match=r"skipped_batches.json cannot be read .*remove it to train them again"
     ):
         SkippedBatches.read(path)
+
+
+def test_checkpoints_from_a_step_on_are_removed(tmp_path: Path) -> None:
+    for step in (50, 100, 150):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / "latest").write_text("step-00000150", encoding="utf-8")
+    folder = CheckpointFolder(tmp_path)
+    folder.discard_from(100)
+    assert folder.steps() == [50]
+    assert (tmp_path / "latest").read_text(encoding="utf-8") == "step-00000050"
+
+
+def test_a_rollback_is_shown_and_kept(tmp_path: Path) -> None:
+    run, console = RunFolder.create(tmp_path, "a", {}), Console(file=io.StringIO(), width=200)
+    event = RolledBack(2, 4, "the loss of step 4 jumped", 2, 4, 1, 3)
+    logbook = Logbook(run)
+    with Display(Job(steps=4), console) as display:
+        for each in (Started(42, 9000, "stdlib", "cpu"), *map(stepped, range(1, 5)), event, stepped(3)):
+            logbook.take(each)
+            display.show(each)
+    logbook.close()
+    assert isinstance(console.file, io.StringIO)
+    text = " ".join(console.file.getvalue().split())
+    assert (
+        "the loss of step 4 jumped; going back to step 2, without batches 2 to 3 (1 of 3 rollbacks)" in text
+    )
+    lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = [(entry["kind"], entry["step"]) for entry in map(json.loads, lines)]
+    assert kept == [("step", 1), ("step", 2), ("rollback", 2), ("step", 3)]
+    assert json.loads(lines[2])["from_step"] == 4
+    assert (logbook.summary()["steps"], logbook.summary()["rollbacks"]) == (3, 1)
 
 
 # With ranks.
