@@ -87,9 +87,12 @@ class CheckpointFolder:
 
     def discard_from(self, step: int) -> None:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
-        for late in self.steps():
-            if late >= step:
-                self._storage.remove(_name(late))
+        steps = self.steps()
+        for late in (each for each in steps if each >= step):
+            self._storage.remove(_name(late))
+        left = [each for each in steps if each < step]
+        if left:
+            with_retries(lambda: self._storage.write(LATEST, _name(left[0]).encode()), self._retries)
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
