@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from echelon.bench import (
+    checkpoint,
     collectives,
     data_parallel,
     gist,
@@ -65,6 +66,7 @@ def benches() -> dict[str, Bench]:
         "pipeline": pipeline.bench,
         "tensor": tensor.bench,
         "start": start.bench,
+        "checkpoint": checkpoint.bench,
         "memory": memory_settings.bench,
         "one-gpu": one_gpu.bench,
         "kernels": kernels.bench,

@@ -1,0 +1,114 @@
+"""The checkpoints of a run: which are kept, which is the latest."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.checkpoint import CheckpointFolder
+from echelon.checkpoint.folder import removed
+from echelon.errors import UserError
+from tests.checkpoint.saving import check_saved, new_saver, read, save, state
+
+
+class Engine:
+    """As far as a folder needs one: it saves its state, and reads it again."""
+
+    def __init__(self) -> None:
+        self.saver, self.value = new_saver(), 0.0
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+        then: Callable[[], None] | None = None,
+        retries: int = 0,
+    ) -> None:
+        save(self.saver, path, state(self.value), wait=wait, then=then, retries=retries)
+
+    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
+        from echelon.checkpoint import open_whole
+
+        saved = open_whole(path, verify=verify)
+        self.value = float(read(saved, "scalar"))
+        return saved.manifest.extra
+
+
+def train(engine: Engine, folder: CheckpointFolder, *steps: int) -> None:
+    for step in steps:
+        engine.value = float(step)
+        folder.save(engine, step, {})
+    engine.saver.finish()
+
+
+@pytest.fixture(params=["folder", "file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    """A folder, and URLs."""
+    if request.param == "memory":
+        return f"memory://{tmp_path}/run"
+    return tmp_path / "run" if request.param == "folder" else f"file://{tmp_path}/run"
+
+
+def test_the_last_are_kept_and_every_nth(place: str | Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(place, keep=2, keep_every=20)
+    train(engine, folder, 10, 20, 30, 40, 50, 60, 70)
+    assert folder.steps() == [70, 60, 40, 20]
+    assert latest(place) == "step-00000070"
+    for step in folder.steps():
+        check_saved(folder._of(step), state(float(step)))
+
+
+def latest(place: str | Path) -> str:
+    if str(place).startswith("memory://"):
+        import fsspec
+
+        return str(fsspec.filesystem("memory").cat_file(f"{place}/latest").decode())
+    return (Path(str(place).removeprefix("file://")) / "latest").read_text()
+
+
+def test_the_last_whole_one_is_loaded(place: str | Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(place, keep=3)
+    assert folder.load_last(engine) is None
+    train(engine, folder, 1, 2, 3)
+    damage(folder._of(3))
+    engine.value, said = 0.0, []
+    assert folder.load_last(engine, said.append) == {"at": 3}
+    assert engine.value == 2.0
+    (line,) = said
+    assert "rank-00000" in line
+    assert "trying the one before" in line
+    train(engine, folder, 3)  # as training goes on
+    check_saved(folder._of(3), state(3.0))
+
+
+def damage(path: str | Path) -> None:
+    if isinstance(path, str):
+        import fsspec
+
+        memory = fsspec.filesystem("memory")
+        (name,) = [name for name in memory.ls(path, detail=False) if name.endswith(".safetensors")]
+        memory.pipe_file(name, memory.cat_file(name)[:-1] + b"\xff")
+    else:
+        (file,) = path.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+
+def test_which_checkpoints_go() -> None:
+    assert removed([50, 40, 30, 20, 10], 50, keep=2, keep_every=20) == [30, 10]
+    assert removed([50, 40, 30], 50, keep=1, keep_every=0) == [40, 30]
+    assert removed([50, 40, 30], 40, keep=1, keep_every=50) == [50, 30]  # training went back before 50
+    assert removed([10], 10, keep=2, keep_every=0) == []
+
+
+def test_something_must_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="keep=0 keep_every=0: keep must be at least 1"):
+        CheckpointFolder(tmp_path, keep=0)
+
+
+def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("step-1", "step-x", "latest", ".step-00000001.0123abcd.part"):
+        (tmp_path / name).mkdir()
+    assert CheckpointFolder(tmp_path).steps() == []

@@ -1,0 +1,175 @@
+"""Saves of several ranks: an error on one is an error on all; training goes on behind a save."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import echelon
+from echelon.checkpoint import CheckpointFolder, open_whole, target
+from echelon.checkpoint.direct_file import DirectFile
+from echelon.engine.engine import Engine
+from echelon.errors import UserError
+from echelon.launching import Ranks
+from tests.cases import Perceptron, adamw, mean_loss, vectors
+from tests.checkpoint.saving import names
+
+Warm = Callable[[int], Ranks]
+
+
+def new_engine(plan: str) -> Engine:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Perceptron()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return echelon.parallelize(model, f"{plan} precision=fp64", optimizer=adamw, loss=mean_loss, audit="off")
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.step(engine.local(vectors(number)))
+
+
+class FullDisk:
+    """A file on a disk that has no space left."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+
+    def write(self, memory: memoryview, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def message_of(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def save_behind_steps(folder: Path, plan: str) -> bool:
+    """Whether what was saved while training went on is what it was when the save was called."""
+    engine = new_engine(plan)
+    step(engine, 0)
+    engine.save(folder / "a", wait=False, extra={"at": 1})
+    expected = engine.full_state_dict()
+    for number in range(1, 4):
+        step(engine, number)
+    engine.save(folder / "b", wait=False)  # when the first is whole
+    assert open_whole(folder / "a").manifest.step == 1
+    engine.close()  # when the second is
+    loaded = new_engine(plan)
+    assert loaded.load(folder / "a") == {"at": 1}
+    found = loaded.full_state_dict()
+    loaded.close()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "data=2 zero=1"])
+def test_steps_do_not_change_what_is_being_saved(warm_ranks: Warm, tmp_path: Path, plan: str) -> None:
+    assert warm_ranks(2).run(save_behind_steps, tmp_path, plan) == [True, True]
+    assert names(tmp_path) == ["a", "b"]
+
+
+def save_to_full_disk(folder: Path, wait: bool, finish: str) -> list[str]:
+    """The messages of a save to a disk that is full for rank 1, and of what comes after it."""
+    engine = new_engine("data=2 zero=1")
+    step(engine, 0)
+    engine.save(folder / "a")
+    said = []
+    try:
+        if engine.mesh.rank == 1:
+            target.DirectFile = FullDisk
+        said.append(message_of(lambda: engine.save(folder / "b", wait=wait)))
+        step(engine, 1)
+        if finish == "close":
+            said.append(message_of(engine.close))
+            return said
+        said.append(message_of(lambda: engine.save(folder / "c")))
+        said.append(message_of(engine.finish_saving))
+    finally:
+        target.DirectFile = DirectFile
+    said.append(message_of(lambda: engine.save(folder / "c")))
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize(("wait", "finish"), [(True, "save"), (False, "save"), (False, "close")])
+def test_an_error_of_one_rank_is_raised_on_all(
+    warm_ranks: Warm, tmp_path: Path, wait: bool, finish: str
+) -> None:
+    first, second = warm_ranks(2).run(save_to_full_disk, tmp_path, wait, finish)
+    assert first == second
+    errors = [bool(message) for message in first]
+    assert (
+        errors == {True: [True, True, False, False], False: [False, True, False, False]}[wait][: len(errors)]
+    )
+    assert "b: the checkpoint cannot be written: No space left on device" in first[0 if wait else 1]
+    assert names(tmp_path) == (["a"] if finish == "close" else ["a", "c"])
+
+
+def lose_rank(folder: Path) -> list[str]:
+    """A rank fails while a save is under way: what it leaves."""
+    engine = new_engine("data=2")
+    step(engine, 0)
+    if engine.mesh.rank == 1:
+        target.FolderTarget.report = lambda *_: None  # type: ignore[method-assign]  # it never comes
+    with pytest.raises(ZeroDivisionError), engine:
+        engine.save(folder / "a", wait=False)
+        raise ZeroDivisionError
+    return names(folder)
+
+
+def test_a_failed_engine_waits_for_nobody(tmp_path: Path) -> None:
+    echelon.launch(lose_rank, 2, tmp_path)
+    assert names(tmp_path) == []
+
+
+def delete_while_loading(folder: Path) -> str:
+    engine = new_engine("data=1")
+    step(engine, 0)
+    engine.save(folder / "a")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def open_and_delete(path: Path, *, verify: bool = True) -> object:
+            saved = open_whole(path, verify=verify)
+            shutil.rmtree(path)
+            return saved
+
+        patch.setattr("echelon.engine.engine.open_whole", open_and_delete)
+        return message_of(lambda: engine.load(folder / "a") and None)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_loads_is_an_error(tmp_path: Path) -> None:
+    message = delete_while_loading(tmp_path)
+    assert "rank-00000.safetensors" in message
+    assert "cannot be read" in message
+
+
+def keep_on_ranks(folder: Path) -> tuple[list[int], int]:
+    engine, checkpoints = new_engine("data=2 zero=1"), CheckpointFolder(folder, keep=2)
+    for number in range(5):
+        step(engine, number)
+        checkpoints.save(engine, number + 1, {"next": number + 1})
+    engine.finish_saving()
+    again = new_engine("data=2 zero=3")
+    extra = checkpoints.load_last(again)
+    assert extra is not None
+    again.close()
+    engine.close()
+    return checkpoints.steps(), extra["next"]
+
+
+def test_ranks_keep_the_last_checkpoints(warm_ranks: Warm, tmp_path: Path) -> None:
+    assert warm_ranks(2).run(keep_on_ranks, tmp_path) == [([5, 4], 5)] * 2
+    assert (tmp_path / "latest").read_text() == "step-00000005"

@@ -1,0 +1,133 @@
+"""The temporary place of a checkpoint: what is left of a killed job goes, what a living one writes stays."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon.checkpoint import swap, target
+from echelon.checkpoint.swap import replace_folder, standing
+from echelon.checkpoint.target import remove_checkpoint, remove_leftovers, write_atomically
+from echelon.launching import RankFailed, launch
+from tests.checkpoint.saving import check_saved, names, new_saver, save, state
+
+
+def save_and_die(path: Path, moment: str) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), 9)
+
+    setattr(target.FolderTarget if moment == "commit" else target, moment, die)
+    save(new_saver(), path, state(2.0))
+
+
+@pytest.mark.parametrize("moment", ["commit", "replace_folder", "DirectFile"])
+def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(
+    tmp_path: Path, moment: str
+) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        launch(save_and_die, 1, tmp_path / "a", moment)
+    assert len(names(tmp_path)) == 2
+    check_saved(tmp_path / "a", state(1.0))
+    if moment == "replace_folder":  # its lock is gone already: it counts as left behind when it is older
+        (left,) = tmp_path.glob(".a.*.part")
+        os.utime(left, (time.time() - 100,) * 2)
+    save(new_saver(), tmp_path / "b", state(3.0))
+    assert names(tmp_path) == ["a", "b"]
+
+
+def make_left(folder: Path, name: str, *, lock: bool, seconds: float) -> Path:
+    path = folder / name
+    path.mkdir()
+    if lock:
+        (path / ".writing").touch()
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
+    make_left(tmp_path, ".a.0123abcd.part", lock=True, seconds=0)
+    make_left(tmp_path, ".b.0123abcd.part", lock=False, seconds=100)
+    make_left(tmp_path, ".new.0123abcd.part", lock=False, seconds=0)
+    make_left(tmp_path, ".download.part", lock=False, seconds=100)  # of another program
+    (tmp_path / ".file.0123abcd.part").touch()
+    written = make_left(tmp_path, ".written.0123abcd.part", lock=True, seconds=100)
+    held = os.open(written / ".writing", os.O_WRONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        remove_leftovers(tmp_path)
+    finally:
+        os.close(held)
+    assert names(tmp_path) == [
+        ".download.part",
+        ".file.0123abcd.part",
+        ".new.0123abcd.part",
+        ".written.0123abcd.part",
+    ]
+
+
+def make_folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "text").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_another(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(swap, "_exchange", lambda *_: False)
+    new, path = make_folder(tmp_path / "new", "new"), make_folder(tmp_path / "path", "old")
+    replace_folder(new, path)
+    assert (path / "text").read_text() == "new"
+    assert (new / "text").read_text() == "old"
+    assert names(tmp_path) == ["new", "path"]
+
+
+def test_linux_exchanges_names_at_once(tmp_path: Path) -> None:
+    first, second = make_folder(tmp_path / "a", "a"), make_folder(tmp_path / "b", "b")
+    assert swap._exchange(first, second)
+    with pytest.raises(FileNotFoundError):
+        swap._exchange(first, tmp_path / "missing")
+
+
+def test_a_job_killed_between_two_renames_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_exchange", lambda *_: False)
+    save(new_saver(), tmp_path / "a", state(1.0))
+    rename, calls = Path.rename, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(new_saver(), tmp_path / "a", state(2.0))
+    monkeypatch.undo()
+    assert standing(tmp_path / "a") != tmp_path / "a"
+    check_saved(tmp_path / "a", state(1.0))
+    save(new_saver(), tmp_path / "a", state(3.0))
+    check_saved(tmp_path / "a", state(3.0))
+
+
+def test_a_removed_checkpoint_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "a", "a")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed here
+    remove_checkpoint(tmp_path / "a")
+    (left,) = names(tmp_path)
+    assert left.startswith(".a.")
+    assert left.endswith(".part")
+
+
+def test_a_small_file_is_replaced_at_once(tmp_path: Path) -> None:
+    for text in (b"old", b"new"):
+        write_atomically(tmp_path / "latest", text)
+        assert (tmp_path / "latest").read_bytes() == text
+    assert names(tmp_path) == ["latest"]
