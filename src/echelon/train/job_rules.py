@@ -75,12 +75,20 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
 def _check_counts(job: "Job", findings: Findings) -> None:
     for name, least in _LEAST.items():
         value = getattr(job, name)
-        if value is not None and value < least:
+        if value is None or isinstance(value, str):  # keep='memory'
+            continue
+        if value < least:
             findings.add(f"{name}={value}: must be at least {least}", name)
-        if value is not None and value >= _TOO_MANY:
+        if value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
     if findings.all_valid("save_every", "keep_every") and job.keep_every:
         _check_kept(job, findings)
+    if findings.all_valid("save_every", "keep") and job.keep == "memory" and job.save_every == 0:
+        findings.add(
+            "keep='memory' save_every=0: no copy would be made; set save_every to the steps between two "
+            "copies (save_every=10), or keep=2",
+            "keep",
+        )
 
 
 def _check_kept(job: "Job", findings: Findings) -> None:

@@ -17,7 +17,7 @@ keeper       all of it, for an engine: save every so many steps, find the newest
 room         whether there is memory enough
 """
 
-from echelon.checkpoint.copies.folder import MemoryFolder, remove_dead_folders
+from echelon.checkpoint.copies.folder import MemoryFolder, newest_step_here, remove_dead_folders
 from echelon.checkpoint.copies.keeper import FoundCopies, MemoryCopies
 
-__all__ = ["FoundCopies", "MemoryCopies", "MemoryFolder", "remove_dead_folders"]
+__all__ = ["FoundCopies", "MemoryCopies", "MemoryFolder", "newest_step_here", "remove_dead_folders"]

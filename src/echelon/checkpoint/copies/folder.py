@@ -111,6 +111,14 @@ class MemoryFolder:
         return slot
 
 
+def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
+    """The newest step of which a folder has the files of all ranks, or 0."""
+    held: dict[str, set[int]] = {}
+    for entry in folder.entries():
+        held.setdefault(entry.generation, set()).add(entry.rank)
+    return max((step_of(name) for name, found in held.items() if len(found) >= ranks), default=0)
+
+
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -138,7 +146,7 @@ def host_name(folder: Path) -> str:
 
 def write_small(path: Path, data: bytes) -> None:
     """A file that is there whole, or not at all. Links are not followed."""
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:

@@ -1,0 +1,56 @@
+"""keep='memory': a lost rank costs the steps since the last copy, and no read of a disk."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from echelon.checkpoint.copies import MemoryFolder, newest_step_here
+from echelon.errors import UserError
+from echelon.launching import RankFailed
+from echelon.train.events import Event, Noted, Restarting, Started, Stepped
+from echelon.train.job import check
+from echelon.train.preempted import Preempted
+from echelon.train.trainer import train
+from tests.train.test_faults import at_step, kill_rank, step_lines, weights
+from tests.train.test_trainer import small_job
+
+
+@pytest.fixture
+def ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "ram"
+    root.mkdir()
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(root))
+    return root
+
+
+def notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Noted)]
+
+
+def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> None:
+    job = small_job(tmp_path / "runs", steps=7, save_every=1, keep="memory", evaluate_every=0)
+    undisturbed = Path(train(job, lambda _: None)["run"])
+    events: list[Event] = []
+    run = Path(train(job, at_step(5, lambda: kill_rank(1), events))["run"])
+    assert len([event for event in events if isinstance(event, Restarting)]) == 1
+    _, after = (event.after_step for event in events if isinstance(event, Started))
+    assert after in (3, 4, 5), "the copy after step 5 may be under way, and that after step 4"
+    assert notes(events) == [f"step {after}: from memory"]
+    assert weights(run) == weights(undisturbed)
+    assert step_lines(run) == step_lines(undisturbed)
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000007"]
+    assert list(ram_disk.iterdir()) == []
+
+
+def test_copies_need_steps_between_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="keep='memory' save_every=0: no copy would be made"):
+        check(small_job(tmp_path, save_every=0, keep="memory"))
+
+
+def test_a_ram_disk_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=r"missing is not a folder; set ECHELON_MEMORY_FOLDER"):
+        train(small_job(tmp_path / "runs", save_every=1, keep="memory"), lambda _: None)
+    assert list((tmp_path).glob("runs/*")) == []
