@@ -2,16 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from echelon.checkpoint.copies import FoundCopies, MemoryCopies, MemoryFolder
+from echelon.checkpoint.copies import MemoryCopies, MemoryFolder
 from echelon.engine import Engine
 from echelon.plan import Plan
-from echelon.verify import Case
 from echelon.verify.contract import make_engine
 from tests.checkpoint.same_plan import SAVED, Training, case_of, end, same
 from tests.checkpoint.trainings import train
@@ -49,3 +47,64 @@ def _differences(training: Training, folder: Path, hosts: int) -> list[str]:
     actual = end(other, case)
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     return [key for key in expected if not same(expected[key], actual[key])]
+
+
+PLAN = "data=2 zero=1 precision=bf16"
+
+
+def recover(folder: str, hosts: int, faults: list[str], plan: str = PLAN) -> tuple[list[str], int, list[int]]:
+    """Two saves, then faults, then another engine: what is said, the step that is found, and who had lost its
+    file. Checks that this step's state is found in every bit."""
+    path, case = Path(folder), case_of(Training(PLAN))
+    engine = make_engine(case, Plan.parse(PLAN))
+    copies = open_copies(engine, path, hosts)
+    states = {}
+    for step in (1, 2):
+        train(engine, case, step - 1, step)
+        states[step] = _local_state(engine)
+        copies.save(step, *engine.saved_state({"position": step}))
+    copies.finish()
+    engine.close(restore=False)
+    for fault in faults:
+        FAULTS[fault](path)
+    dist.barrier()
+    said: list[str] = []
+    other = make_engine(case, Plan.parse(plan))
+    found = open_copies(other, path, hosts).find(said.append)
+    if found is not None:
+        assert other.load_own_state(found.saved) == {"position": found.step}
+        assert states[found.step] == _local_state(other)
+    other.close(restore=False)
+    return said, found.step if found else 0, list(found.received) if found else []
+
+
+def _local_state(engine: Engine) -> dict[str, list[float]]:
+    return {
+        f"{each.slice}": each.tensor.double().flatten().tolist()
+        for each in engine.owned()
+        if not each.slice.name.startswith("(")
+    }
+
+
+def _lose_host_1(folder: Path) -> None:
+    if dist.get_rank() == 1:
+        shutil.rmtree(folder / "host-1")
+
+
+def _damage(pattern: str, folder: Path) -> None:
+    """Change one byte in the middle of each file of step 2 that matches."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for manifest in folder.glob(f"{pattern}.00000002-*.json"):
+            path = manifest.with_name(manifest.name.split(".")[0] + ".safetensors")
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+
+FAULTS = {
+    "host 1 is lost": _lose_host_1,
+    "file of rank 1 is damaged": partial(_damage, "host-1/*/*/rank-00001"),
+    "copy of rank 1 is damaged": partial(_damage, "host-0/*/*/rank-00001"),
+    "file of rank 1 is damaged, on one host": partial(_damage, "host-0/*/*/rank-00001"),
+}
