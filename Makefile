@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # Every process of a test imports the sources: Python keeps them compiled, whatever it is told elsewhere.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install train test fuzz mutants lint bench clean
+.PHONY: help install train test fuzz chaos mutants lint bench clean
 help:          ## what there is
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -37,6 +37,9 @@ test: .venv/.installed-dev  ## the suite without slow tests, about 10 minutes on
 fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number of ranks, 1000 random plans
 	@$(BIN)/python -m pytest -m slow -rA
 	@$(BIN)/python -m tests.fuzz --plans 1000
+
+chaos: .venv/.installed-dev ## 200 kills of ranks and trainings at random moments; each run must end bit for bit the same
+	@$(BIN)/python -m tests.chaos --kills 200
 
 mutants: .venv/.installed-dev  ## planted mistakes, which the tests must find, about 10 minutes
 	@$(BIN)/python -m tests.mutants

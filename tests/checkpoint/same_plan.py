@@ -90,7 +90,7 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim
 def case_of(training: Training) -> Case:
     options: dict[str, Any] = {"audit": "off"}
     if "precision=fp16" in training.plan:  # too large at first, so that steps are skipped
-        options["loss_scale"] = DynamicScale(start=2.0**28, interval=2)
+        options["loss_scale"] = DynamicScale(start=2.0**22, interval=2)
     if "pipedream" not in training.plan:
         options["schedule"] = factor
     return Case(

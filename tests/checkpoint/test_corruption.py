@@ -114,7 +114,7 @@ class Loads:
         self.loaded: list[str] = []
 
     def save(self, path: str | Path, **_: Any) -> None:
-        raise AssertionError
+        raise AssertionError(path)
 
     def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
         self.loaded.append(Path(path).name)

@@ -1,7 +1,7 @@
 """Boxes that hold each element of a tensor once."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_random_boxes_as_counting_elements_says() -> None:
             cuts = sorted({0, 4**3, *(draw.randint(0, 20) for _ in range(3))})
             numel = len(list(product(*map(range, shape))))
             ends = [min(cut, numel) for cut in cuts]
-            pairs = zip(ends, ends[1:], strict=False)
+            pairs = pairwise(ends)
             boxes = [(b.offsets, b.sizes) for begin, end in pairs for b in run_slices("w", shape, begin, end)]
             if draw.random() < 0.5 and boxes:
                 boxes[draw.randrange(len(boxes))] = _random_box(shape, draw)

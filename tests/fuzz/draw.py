@@ -6,14 +6,15 @@ offers options that go with everything chosen before, so every training is valid
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from echelon.plan import AUTO, Plan
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from tests.fuzz.order import draw_order
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
-from tests.fuzz.values import FIELDS, PLAN_FIELDS, candidates, fits
+from tests.fuzz.values import FIELDS, LOW_PRECISIONS, PLAN_FIELDS, candidates, fits
 
 Choose = Callable[[Sequence[Any]], Any]
 Wish = Mapping[str, Any]
@@ -51,12 +52,55 @@ def draw(choose: Choose, wish: Wish | None = None) -> RandomTraining:
     values: dict[str, Any] = dict(wish or {})
     for field in FIELDS:
         if field not in values:
-            options = [value for value in candidates(field, values) if fits({**values, field: value}, field)]
+            options = _options(field, values)
             assert options, f"nothing is left for {field} after {values}"
             values[field] = choose(options)
     order = draw_order(choose, values) if values["schedule"] == ORDER_FILE else ""
-    plan = Plan(**{name: values.pop(name) for name in PLAN_FIELDS})
-    return RandomTraining(plan, order, **values)
+    plan = Plan(**{name: values[name] for name in PLAN_FIELDS})
+    training = RandomTraining(
+        plan, order, **{name: values[name] for name in FIELDS if name not in PLAN_FIELDS}
+    )
+    return _with_stop(choose, training, values) if _is_like_one_device(plan) else training
+
+
+def _options(field: str, values: Wish) -> list[Any]:
+    return [value for value in candidates(field, values) if fits({**values, field: value}, field)]
+
+
+def _is_like_one_device(plan: Plan) -> bool:
+    """Whether one device trains to the same weights, with a stop or without."""
+    is_stale = plan.sync == "async" and plan.staleness > 0
+    late = is_stale or plan.delay > 0 or plan.schedule in ASYNCHRONOUS_SCHEDULES
+    return not late and plan.precision not in LOW_PRECISIONS and not plan.compile
+
+
+def _with_stop(choose: Choose, training: RandomTraining, values: Wish) -> RandomTraining:
+    """The training, or one whose first steps have another plan, or the same one."""
+    if not choose([False, False, False, True]):
+        return training
+    given = {name: value for name, value in values.items() if name not in PLAN_FIELDS}
+    first: dict[str, Any] = {**given, "workers": 1, "prefetch": 1, "resident_bytes": 0}
+    for field in FIELDS:
+        if field not in first:
+            options = [value for value in _options(field, first) if _keeps_meaning(field, value, first)]
+            if not options:  # a few values go with few others
+                return training
+            first[field] = choose(options)
+    before = Plan(**{name: first[name] for name in PLAN_FIELDS})
+    return replace(training, before=str(before), stop=choose(range(1, training.steps)))
+
+
+def _keeps_meaning(field: str, value: Any, first: Wish) -> bool:
+    """Whether a first part with this value can be compared with one device."""
+    kept = {
+        "pipeline": value != AUTO,
+        "schedule": value not in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE),
+        "staleness": value == 0 or first.get("sync") != "async",
+        "delay": value == 0,
+        "compile": not value,
+        "precision": value == "fp64",
+    }
+    return bool(kept.get(field, True))
 
 
 def draw_random(seed: str, wish: Wish | None = None) -> RandomTraining:

@@ -4,12 +4,13 @@
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from echelon.engine import Engine
 from echelon.launching import Ranks
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.plan import Plan
@@ -19,17 +20,19 @@ from echelon.verify.reference import TrainingResult
 
 Owned = Sequence[OwnedSlice]  # by one rank
 Key = tuple[str, str]  # name and part
+Train = Callable[[Case, Plan, Any], tuple[TrainingResult, list[OwnedSlice]]]
 
 
 class RecordingRanks:
     """Runs the trainings of `verify` on ranks, and keeps what they owned."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, train: Train | None = None) -> None:
+        """`train`: on each rank, in place of a training from the start."""
+        self._ranks, self._train = ranks, train or train_and_list
         self.errors: list[str] = []
 
     def run(self, _: Any, case: Case, plan: Plan, bug: Any) -> list[TrainingResult]:
-        pairs = self._ranks.run(train_and_list, case, plan, bug)
+        pairs = self._ranks.run(self._train, case, plan, bug)
         result = pairs[0][0]
         self.errors = list(ownership_errors([owned for _, owned in pairs], expected_state(result, case)))
         self.errors += counter_errors([owned for _, owned in pairs], case)
@@ -38,7 +41,11 @@ class RecordingRanks:
 
 def train_and_list(case: Case, plan: Plan, bug: Any) -> tuple[TrainingResult, list[OwnedSlice]]:
     """One rank's training, and copies of what its engine owned."""
-    engine, result = train_engine(case, plan, bug)
+    return list_owned(*train_engine(case, plan, bug))
+
+
+def list_owned(engine: Engine, result: TrainingResult) -> tuple[TrainingResult, list[OwnedSlice]]:
+    """The result, with copies of what the engine owned, which is closed."""
     owned = [OwnedSlice(each.slice, each.tensor.detach().clone()) for each in engine.owned()]
     engine.close(restore=False)
     return result, owned

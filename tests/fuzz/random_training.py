@@ -39,6 +39,22 @@ class RandomTraining:
     smallest_unit: int = 0
     resident_bytes: int = 0
     seed: int = 0
+    before: str = ""  # the plan of the first `stop` steps, after which a checkpoint is loaded into `plan`
+    stop: int = 0
+
+    @property
+    def first_part(self) -> "RandomTraining":
+        """The training up to the checkpoint; what belongs to `plan` alone is as simple as it can be."""
+        return dataclasses.replace(
+            self,
+            plan=Plan.parse(self.before),
+            order="",
+            workers=1,
+            prefetch=1,
+            resident_bytes=0,
+            before="",
+            stop=0,
+        )
 
     @property
     def ranks(self) -> int:

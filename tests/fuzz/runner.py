@@ -1,12 +1,14 @@
 """Runs random trainings one after the other on warm ranks; a failure does not stop the rest."""
 
 import re
+import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
 from tests.fuzz.ownership import RecordingRanks
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
+from tests.fuzz.stopping import go_on_and_list, train_and_save
 from tests.fuzz.values import LOW_PRECISIONS
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
@@ -62,7 +65,8 @@ class Runner:
         start = time.monotonic()
         try:
             case, plan = case_of(training), self._plan(training)
-            ranks = RecordingRanks(self._ranks(training.ranks))
+            ranks = self._train_first_part(training) if training.before else None
+            ranks = ranks or RecordingRanks(self._ranks(training.ranks))
             precision: Precision = plan.precision if plan.precision in LOW_PRECISIONS else "fp64"
             verdict = verify(case, plan, precision=precision, ranks=ranks)
             text = "\n".join([str(verdict), *ranks.errors])
@@ -73,7 +77,18 @@ class Runner:
             result, text = FAILED, f"{type(error).__name__}: {error}"
         if result != EQUAL:
             self._forget(training.ranks)
+            if training.before:
+                self._forget(training.first_part.ranks)
         return Attempt(training, result, text, time.monotonic() - start)
+
+    def _train_first_part(self, training: RandomTraining) -> RecordingRanks:
+        """Train to a checkpoint; returns ranks that go on from there."""
+        first, path = training.first_part, self._folder / "checkpoint"
+        shutil.rmtree(path, ignore_errors=True)
+        plan = replace(first.plan, precision="fp64", gradients="fp32", masters=True)  # as `verify` does it
+        train = partial(train_and_save, str(path), training.stop)
+        numbers = self._ranks(first.ranks).run(train, case_of(first), plan)[0]
+        return RecordingRanks(self._ranks(training.ranks), partial(go_on_and_list, str(path), numbers))
 
     def close(self) -> None:
         for count in list(self._sets):

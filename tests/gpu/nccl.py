@@ -10,6 +10,7 @@ NCCL talks over loopback sockets: slow, but the real library with its real order
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from echelon import optim
 from echelon.bench.result import make_result
 from echelon.launching import TRAINING_MODULES, Ranks, preload
+from echelon.launching.byte_collectives import broadcast_bytes
 from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, make_engine, result_of, train_rank
@@ -186,6 +188,26 @@ def beside_another(case: Case, plan: Plan) -> TrainingResult:
         return result_of(first, case, metrics)
 
 
+def from_checkpoint(case: Case, plan: Plan) -> TrainingResult:
+    """Half of the steps under a plan of as many replicas as ranks, and the rest under this one."""
+    batches = case.batches()
+    half, metrics = len(batches) // 2, []
+    path = _common_folder()
+    with make_engine(case, Plan(data=plan.ranks, zero=1, precision=plan.precision)) as engine:
+        metrics += [engine.step(engine.local(batch)) for batch in batches[:half]]
+        engine.save(path / "half")
+    with make_engine(case, plan) as engine:
+        engine.load(path / "half")
+        metrics += [engine.step(engine.local(batch)) for batch in batches[half:]]
+        return result_of(engine, case, metrics)
+
+
+def _common_folder() -> Path:
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp(prefix="echelon-nccl-") if os.environ["RANK"] == "0" else ""
+    return Path(broadcast_bytes(made.encode().ljust(256), 256).decode().strip())
+
+
 def lengths_that_change(step: int) -> tuple[object, object]:
     """Batches of other lengths in every step."""
     length = SEQUENCE - step % 3
@@ -196,6 +218,7 @@ SCENARIOS: dict[str, Train] = {
     "plain": plainly,
     "evaluations between steps": with_evaluations,
     "two engines": beside_another,
+    "from a checkpoint of another plan": from_checkpoint,
     "shapes that change": plainly,
     "Adafactor": plainly,
     "SM3": plainly,

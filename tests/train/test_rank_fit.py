@@ -24,6 +24,11 @@ def test_torchrun_must_have_started_the_plans_ranks(monkeypatch: pytest.MonkeyPa
         "plan 'data=2': needs 2 ranks, but torchrun started 4; start torchrun with 2 processes in total, or "
         "change the plan"
     )
+    assert rank_error(Plan(data=6, pipeline=2)) == (
+        "plan 'data=6 pipeline=2': needs 12 ranks, but torchrun started 4; start torchrun with 12 processes in "
+        "total, or change the plan; or add --elastic, which trains with data=2 and the same global batch"
+    )
+    assert "--elastic" not in (rank_error(Plan(data=6, pipeline=3)) or ""), "4 ranks are no 3 stages"
     assert rank_error(Plan.parse("pipeline=auto data=2")) is None
     assert "start a multiple of 3" in str(rank_error(Plan.parse("pipeline=auto data=3")))
 

@@ -16,7 +16,7 @@ def find_checkpoint(path: Path) -> Path:
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     steps = CheckpointFolder(folder).steps()
     if steps:
-        return CheckpointFolder(folder).path_of(steps[0])
+        return Path(CheckpointFolder(folder).path_of(steps[0]))
     kind = "there is no such folder" if not path.is_dir() else "holds no checkpoint"
     raise UserError(
         f"{path}: {kind}; give a checkpoint (with a {MANIFEST}), a folder of them (step-…), or a run that "

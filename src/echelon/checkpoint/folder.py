@@ -88,7 +88,7 @@ class CheckpointFolder:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
         for late in self.steps():
             if late >= step:
-                shutil.rmtree(self._of(late))
+                self._storage.remove(_name(late))
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""

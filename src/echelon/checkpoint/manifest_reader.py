@@ -1,4 +1,4 @@
-"""Plain data, perhaps from a stranger, as the entries of a manifest, each of the type and size it must have.
+"""Plain data, perhaps from a stranger, as the entries of a manifest: each of its type and within its limits.
 
 Errors are collected, each with the entry that it is about.
 """

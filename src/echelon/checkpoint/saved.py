@@ -176,6 +176,10 @@ class SavedParameter:
         self._saved.read(Slice(self.name, part, saved.shape, origin, sizes), out)
         return out
 
+    def has_finer(self, dtype: torch.dtype) -> bool:
+        """Whether a weight of this type lacks bits that are here."""
+        return self.parts[self.finest].dtype != dtype
+
     @property
     def finest(self) -> str:
         """The part with all bits of the weight: its float32 master, if there is one."""

@@ -21,7 +21,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="The folder to write; de
 Dtype = Annotated[
     str | None,
     typer.Option(
-        "--dtype", help="The type of the weights, like float32: from masters where they have more bits."
+        "--dtype", help="The type of weights, like float32: from masters where these have more bits."
     ),
 ]
 

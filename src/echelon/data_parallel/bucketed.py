@@ -4,6 +4,7 @@ Where a complete bucket goes, and who updates, is for each strategy to say.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -68,6 +69,18 @@ class Bucketed(Sharing):
         if not self._observed and self._whole:
             self._observed = True
             self._fill(self.reducer.agreed_order(self._group))
+
+    def learned_order(self) -> list[str]:
+        """The parameters, in the order of buckets, once it is that in which gradients come."""
+        names = {parameter: name for name, parameter in self.parameter_set.trained}
+        return [names[p] for bucket in self._buckets for p in bucket.views] if self._observed else []
+
+    def restore_order(self, names: Sequence[str]) -> None:
+        """Begin with an order that was learned before, if it is one of these parameters."""
+        trained = dict(self.parameter_set.trained)
+        if trained.keys() == set(names) and names:
+            self._observed = True
+            self._fill([trained[name] for name in names])
 
     def close(self) -> None:
         self.reducer.close()

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from echelon.checkpoint import Manifest
 from echelon.checkpoint.manifest import Number
+from echelon.engine.learned import LEARNED, learned
 from echelon.errors import UserError, raise_errors
 from echelon.launching.byte_collectives import all_gather_bytes
 from echelon.launching.group import check_on_every_rank
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, OwnedSlice, Slice
-from echelon.runtime import Update
+from echelon.runtime import LocalStages, Update
 from echelon.weight_files.tensor_file import DTYPES
 
 RANDOM = "(random)"  # the name of random states; no parameter can have it
@@ -119,6 +120,12 @@ def check_storable(owned: Iterable[OwnedSlice]) -> None:
 def own_number(part: str, value: float | Tensor) -> OwnedSlice:
     """A number of the engine's own."""
     return OwnedSlice(Slice(ENGINE, part, (), (), ()), torch.as_tensor(value))
+
+
+def own_learned(mesh: Mesh, local: LocalStages) -> OwnedSlice:
+    """What this rank has learned in its first step."""
+    data = bytearray(json.dumps(learned(local)).encode())
+    return _bytes(LEARNED, f"rank {mesh.rank}", torch.frombuffer(data, dtype=torch.uint8))
 
 
 def owned_random(mesh: Mesh, seed: int | None) -> list[OwnedSlice]:

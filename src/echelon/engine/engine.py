@@ -27,6 +27,7 @@ from echelon.engine.batch_reader import BatchReader, to_plain
 from echelon.engine.checkpoints import (
     check_storable,
     describe,
+    own_learned,
     own_number,
     owned_extra_state,
     owned_random,
@@ -400,7 +401,7 @@ class Engine:
         whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
         counters = [own_number(f"{part}{whose}", value) for part, value in self._runner.counters().items()]
         slices = [*self.owned(), *counters, *owned_random(self.mesh, self._scopes.seed)]
-        slices += self._temporary_buffers.owned()
+        slices += [*self._temporary_buffers.owned(), own_learned(self.mesh, self._local)]
 
         def add_and_check() -> None:
             slices.extend(owned_extra_state(self.module))
@@ -467,7 +468,8 @@ class Engine:
             self._update.restore(saved)
             self._runner.restore(numbers)
             self._counter.restore(numbers)
-            if self._scopes.seed is None:
+            if loading.is_same_plan:
+                loading.restore_learned()
                 loading.restore_random()
 
         check_on_every_rank(restore)  # workers go on when the server has its state

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from echelon.checkpoint import SavedState
 from echelon.engine.checkpoints import EXTRA_STATE, JSON, RANDOM, extra_state_modules, gather
 from echelon.engine.group_options import apply_options, option_errors
+from echelon.engine.learned import LEARNED, restore_learned
 from echelon.engine.state_checks import name_errors, optimizer_errors, value_errors
 from echelon.errors import raise_errors
 from echelon.launching.group import check_on_every_rank
@@ -88,15 +89,24 @@ class Loading(NamedTuple):
     def restore_options(self) -> None:
         apply_options(self.saved.manifest.groups, self.update)
 
+    @property
+    def is_same_plan(self) -> bool:
+        """Whether as many ranks go on as they were."""
+        saved = self.saved.manifest
+        return (saved.plan, saved.ranks) == (str(self.mesh.plan), self.mesh.plan.ranks)
+
+    def restore_learned(self) -> None:
+        if f"rank {self.mesh.rank}" in self.saved.parts(LEARNED):
+            data = self._whole(LEARNED, f"rank {self.mesh.rank}")
+            restore_learned(self.local, json.loads(bytes(data.tolist())))
+
     def restore_random(self) -> None:
-        """Where the same ranks go on under the same plan."""
-        manifest, parts = self.saved.manifest, self.saved.parts(RANDOM)
-        if (manifest.plan, manifest.ranks) != (str(self.mesh.plan), self.mesh.plan.ranks):
-            return
-        if f"cpu of rank {self.mesh.rank}" in parts:
-            torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {self.mesh.rank}"))
-        if f"cuda of rank {self.mesh.rank}" in parts and self.mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {self.mesh.rank}"), self.mesh.device)
+        """Random states are there if nothing was seeded."""
+        parts, rank = self.saved.parts(RANDOM), self.mesh.rank
+        if f"cpu of rank {rank}" in parts:
+            torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {rank}"))
+        if f"cuda of rank {rank}" in parts and self.mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), self.mesh.device)
 
     def _whole(self, name: str, part: str) -> Tensor:
         """All of a small tensor, in host memory."""

@@ -498,6 +498,7 @@ class ContinuousRunner(StepRunner):
 
     def _prepare(self) -> Versions:
         self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
+        self._loaded_updates = 0  # those that another engine has made
         self._unchecked = self._local.program.stages  # steps in which a stage may make its first update
         self._refusal: UserError | None = None
         self._program_of = continuous_steps(self._mesh.plan)
@@ -533,7 +534,7 @@ class ContinuousRunner(StepRunner):
         the updates since the step before, of any stage: they decide on the next loss scale."""
         update, is_counted = self._update, self._mesh.group("stage").rank == 0
         assert isinstance(update, SynchronousUpdate)
-        norm = update.numbers.norm if self._updates and is_counted else 0.0
+        norm = update.numbers.norm if self._updates > self._loaded_updates and is_counted else 0.0
         overflows = update.pop_overflows()
         counted = [norm**2, overflows if is_counted else 0.0]
         summed = torch.cat([tally[:2], *(_as_row(number, tally) for number in counted)])
@@ -560,7 +561,7 @@ class ContinuousRunner(StepRunner):
 
     def restore(self, numbers: Mapping[str, float]) -> None:
         super().restore(numbers)
-        self._updates = int(numbers["begun steps"]) * self._updates_per_step
+        self._updates = self._loaded_updates = int(numbers["begun steps"]) * self._updates_per_step
 
     def storages(self) -> list[Tensor]:
         return self._versions.storages()

@@ -192,8 +192,8 @@ def _fit_errors(config: ModelConfig) -> list[str]:
     errors = [*_head_errors(config), *_family_fit_errors(config), *_expert_errors(config)]
     if not errors and max(config.num_parameters, config.sequence * config.width) >= _TOO_MANY:
         errors.append(
-            f"layers={config.layers} width={config.width} vocab={config.vocab} sequence={config.sequence}: the "
-            "model would have 2^62 parameters or positions, or more; choose smaller sizes"
+            f"layers={config.layers} width={config.width} vocab={config.vocab} sequence={config.sequence}: "
+            "the model would have 2^62 parameters or positions, or more; choose smaller sizes"
         )
     return errors
 

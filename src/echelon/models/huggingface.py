@@ -16,6 +16,7 @@ from echelon.errors import UserError, raise_errors
 from echelon.models.config import ModelConfig
 from echelon.models.families import build
 from echelon.models.hf_config import config_from_hf, config_to_hf
+from echelon.models.hf_dialects import OWN_TYPE, dialect_of
 from echelon.models.hf_state import layout_to_write
 from echelon.models.transformer import Transformer
 from echelon.weight_files import (
@@ -48,7 +49,9 @@ def load_hf(folder: str | Path) -> Transformer:
 
 def read_hf_config(folder: str | Path) -> ModelConfig:
     """The sizes of the model in a folder, without its weights."""
-    return config_from_hf(read_json(Path(folder) / CONFIG))
+    config = config_from_hf(read_json(Path(folder) / CONFIG))
+    _check_counts(Path(folder), config)
+    return config
 
 
 def save_hf(model: nn.Module, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -70,21 +73,25 @@ def save_hf_state(
     write_folder(folder, entries, layout.joined(state.__getitem__), config_to_hf(config, dtype), shard_bytes)
 
 
-def _check_layers(folder: Path, config: ModelConfig) -> None:
-    """Refuse a config that lies about its layers, before they are built: each has tensors of its own."""
+def _check_counts(folder: Path, config: ModelConfig) -> None:
+    """Refuse a config that lies about its layers or experts before they are built: each has its own tensors."""
     headers = read_headers(folder)
-    if headers.is_listed and config.layers > len(headers.names):
-        raise UserError(
-            f"{folder / CONFIG}: says {config.layers} layers, but the files hold {len(headers.names)} tensors"
-        )
+    counts = {"layers": config.layers}
+    if config.experts is not None and dialect_of(config) != OWN_TYPE:
+        sparse = max(0, config.layers - config.experts.first_dense)
+        counts["experts in all layers"] = sparse * config.experts.num_experts
+    errors = [
+        f"{CONFIG} says {count} {name}, but the files hold {len(headers.names)} tensors"
+        for name, count in counts.items()
+        if headers.is_listed and count > len(headers.names)
+    ]
+    raise_errors(f"Hugging Face folder '{folder}'", errors)
 
 
 def _read_config(folder: Path) -> ModelConfig:
     """The config of a folder; its errors are listed with those of the files."""
     try:
-        config = read_hf_config(folder)
-        _check_layers(folder, config)
-        return config
+        return read_hf_config(folder)
     except UserError as error:
         errors = [*(error.errors or [error.title]), *read_headers(folder).errors]
         raise_errors(f"Hugging Face folder '{folder}'", errors)

@@ -263,8 +263,11 @@ class HostStepper(LocalStepper):
     @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
         self._worker.wait()
-        if not self._twins.has_memory:
+        was_updated = bool(saved.state_parts or saved.numbers) or saved.has_finer(local.tensor.dtype)
+        if not self._twins.has_memory and was_updated:
             self._allocate()
+        if not self._twins.has_memory:
+            return  # as before the first update
         twin = self._twins.of(local)
         self._take_weights([twin])
         if self._twins.has_masters:

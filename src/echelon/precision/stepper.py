@@ -232,10 +232,13 @@ class MasterStepper(LocalStepper):
 
     @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
-        if not self._has_masters:
-            self._make_masters()
-        saved.fill(saved.finest, self.updated(local).detach())
-        self._not_made.discard(local.tensor)
+        if saved.has_finer(local.tensor.dtype):
+            if not self._has_masters:
+                self._make_masters()
+            saved.fill(saved.finest, self.updated(local).detach())
+            self._not_made.discard(local.tensor)
+        elif self._has_masters:
+            self._not_made.add(local.tensor)
         if self._fused is not None:
             self._fused.forget()
         super().load(local, saved)

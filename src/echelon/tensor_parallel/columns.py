@@ -60,7 +60,7 @@ class SharedInput:
     """
 
     def __init__(self) -> None:
-        self._sharing: dict[Multiplier, list[Multiplier]] = {}  # by the first one that is called
+        self.learned: dict[Multiplier, list[Multiplier]] = {}  # by the first one that is called
         self._input: weakref.ref[Tensor] | None = None
         self._version = 0
         self._first: Multiplier | None = None
@@ -79,23 +79,23 @@ class SharedInput:
         """Which products to compute now: none where the caller's is there; None: the caller is on its own."""
         if self._input is None or self._input() is not x or self._version != x._version:
             self._start(caller, x)
-            if caller not in self._sharing:
-                self._sharing[caller] = [caller]
+            if caller not in self.learned:
+                self.learned[caller] = [caller]
                 return None
-            self._expected = [sharer for sharer in self._sharing[caller] if sharer is not caller]
-            return list(self._sharing[caller])
+            self._expected = [sharer for sharer in self.learned[caller] if sharer is not caller]
+            return list(self.learned[caller])
         if caller in self._expected:
             self._expected.remove(caller)
             return []
         assert self._first is not None
-        if caller not in self._sharing[self._first] and caller.layer == self._first.layer:
-            self._sharing[self._first].append(caller)
+        if caller not in self.learned[self._first] and caller.layer == self._first.layer:
+            self.learned[self._first].append(caller)
         return None
 
     def _start(self, caller: Multiplier, x: Tensor) -> None:
         for absent in self._expected:  # they were not called this time
             assert self._first is not None
-            self._sharing[self._first].remove(absent)
+            self.learned[self._first].remove(absent)
         self._input, self._version, self._first = weakref.ref(x), x._version, caller
         self._expected, self._products = [], {}
 

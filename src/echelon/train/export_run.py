@@ -119,11 +119,8 @@ class _Weights:
     def __init__(self, saved: SavedState, dtype: str | None) -> None:
         self._saved, self.path = saved, saved.path
         self._wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-        self._shapes = {
-            name: saved.parts(name)[VALUE].shape
-            for name in saved.manifest.tensors
-            if VALUE in saved.parts(name)
-        }
+        described = {name: saved.parts(name) for name in saved.manifest.tensors}
+        self._shapes = {name: parts[VALUE].shape for name, parts in described.items() if VALUE in parts}
 
     @property
     def names(self) -> list[str]:

@@ -47,7 +47,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _event(entry: dict[str, Any]) -> Stepped | Evaluated | None:
-    kind = {"step": Stepped, "evaluation": Evaluated}.get(entry.get("kind", ""))
+    kind = {"step": Stepped, "evaluation": Evaluated}.get(str(entry.get("kind")))
     if kind is None:
         return None
     names = [field.name for field in dataclasses.fields(kind)]

@@ -45,6 +45,13 @@ def _error_under_torchrun(plan: Plan) -> str | None:
         return None
     return (
         f"plan '{plan}': needs {plan.ranks} ranks, but torchrun started {running}; start torchrun with "
-        f"{plan.ranks} processes in total, change the plan, or add --elastic, which shrinks data= to what "
-        "fits"
+        f"{plan.ranks} processes in total, or change the plan{_elastic_fix(plan, running)}"
     )
+
+
+def _elastic_fix(plan: Plan, running: int) -> str:
+    """With fewer ranks than the plan has, another way out."""
+    others = plan.ranks // plan.data
+    if running >= plan.ranks or running % others:
+        return ""
+    return f"; or add --elastic, which trains with data={running // others} and the same global batch"
