@@ -428,7 +428,9 @@ class Engine:
         """As `load`, where each rank has what it owns under this plan in a file of its own."""
         return self._load(lambda: saved, optimizer=True, options=True)
 
-    def _load(self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool) -> dict[str, Any]:
+    def _load(
+        self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool
+    ) -> dict[str, Any]:
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self.synchronize()

@@ -46,7 +46,7 @@ class Checkpoints:
             self._memory.check_room(rank_bytes)
 
     def load_last(self) -> int:
-        """Go on from the newest whole checkpoint, on disk or in memory: returns its step, or 0 without one."""
+        """Go on from the newest whole checkpoint, on disk or in memory: returns its step, or 0."""
         self._skipped = SkippedBatches.parse(
             decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
         )

@@ -96,8 +96,8 @@ def _check_copies(job: "Job", plan: Plan | None, findings: Findings) -> None:
     """A rank goes on from its own file in memory, so it must own what it trains."""
     if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
         findings.add(
-            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost rank "
-            "could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
+            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
+            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
             "keep",
         )
 

@@ -38,7 +38,7 @@ def newest_in_memory(job: Job, run: Path) -> int:
 
 @contextmanager
 def memory_of_run(job: Job, run: Path) -> Iterator[None]:
-    """Make the folder of a run whose ranks this process starts, and remove it at the end, whatever that is."""
+    """Make the folder of a run whose ranks this process starts, and remove it at the end, in any case."""
     folder = _make(job, run, os.getpid())
     try:
         yield

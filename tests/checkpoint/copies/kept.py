@@ -42,7 +42,8 @@ def _differences(training: Training, folder: Path, hosts: int) -> list[str]:
     copies.finish()
     other = make_engine(case, plan)
     found = open_copies(other, folder, hosts).find(print)
-    assert found is not None and found.step == SAVED
+    assert found is not None
+    assert found.step == SAVED
     assert other.load_own_state(found.saved) == {"position": SAVED}
     actual = end(other, case)
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()

@@ -50,7 +50,8 @@ def test_what_a_dead_process_has_left_is_removed(tmp_path: Path) -> None:
     ended.wait()
     remove_dead_folders(tmp_path, keep=own.path)
     assert not dead.path.exists()
-    assert alive.path.exists() and own.path.exists()
+    assert alive.path.exists()
+    assert own.path.exists()
 
 
 def test_the_last_whole_generation_is_not_written_over(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _describe_process(pid: int) -> str:
 
 
 def _is_dead(owner: str) -> bool:
-    namespace, pid, began = (owner.split(" ") + ["", "", ""])[:3]
+    namespace, pid, began = [*owner.split(" "), "", "", ""][:3]
     return namespace == _namespace() and pid.isdecimal() and _began(int(pid)) != began
 
 

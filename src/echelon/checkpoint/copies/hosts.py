@@ -1,8 +1,8 @@
 """Whose copy goes where: from each rank to one of the next host, and back to a rank that has lost its file.
 
-    hosts      a  a  b  b  c  c
-    rank       0  1  2  3  4  5
-    its copy   2  3  4  5  0  1
+hosts      a  a  b  b  c  c
+rank       0  1  2  3  4  5
+its copy   2  3  4  5  0  1
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,10 @@
 """The copies of an engine's state in memory: saved every so many steps, and found again after a fault.
 
-    save    each rank copies all that it owns to a file in memory; a thread hashes it, and sends it to the
-            next host. The generation before it stays until all ranks have said, at the next save, that this
-            one is whole
-    find    ranks list what their hosts have, and agree on the newest generation of which there is the file of
-            every rank; who has lost its own gets it from the host that keeps its copy
+save    each rank copies all that it owns to a file in memory; a thread hashes it, and sends it to the
+        next host. The generation before it stays until all ranks have said, at the next save, that this
+        one is whole
+find    ranks list what their hosts have, and agree on the newest generation of which there is the file of
+        every rank; who has lost its own gets it from the host that keeps its copy
 """
 
 import json
@@ -42,6 +42,7 @@ from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.launching.byte_collectives import all_gather_bytes
 from echelon.launching.group import agree_on_every_rank, check_on_every_rank
+from echelon.ownership import OwnedSlice
 
 Say = Callable[[str], None]
 
@@ -79,13 +80,15 @@ class MemoryCopies:
 
     # Save.
 
-    def save(self, step: int, owned: Sequence[rank_file.OwnedSlice], about: Manifest) -> None:
+    def save(self, step: int, owned: Sequence[OwnedSlice], about: Manifest) -> None:
         """Keep a copy of what this rank owns; returns when it is made, and not yet hashed or sent."""
         generation, is_same = self._begin(step, signature(owned))
         if not is_same:
             self._lists = exchange_slices(owned, self._group, self._device)
             self._signature = signature(owned)
-        numbers = {name: value for row in self._gather(rank_file.own_numbers(owned)) for name, value in row.items()}
+        numbers = {
+            name: value for row in self._gather(rank_file.own_numbers(owned)) for name, value in row.items()
+        }
         layout = rank_file.layout_of(self._group.rank, owned)
         slots = []
 
@@ -226,7 +229,9 @@ class MemoryCopies:
         return held
 
     def _entry(self, rank: int, generation: str) -> Entry | None:
-        found = [each for each in self._folder.entries() if (each.rank, each.generation) == (rank, generation)]
+        found = [
+            each for each in self._folder.entries() if (each.rank, each.generation) == (rank, generation)
+        ]
         return found[0] if found else None
 
     def _open(self, generation: str, missing: Sequence[Sending]) -> "_Attempt":
@@ -261,9 +266,7 @@ class MemoryCopies:
         """Files go to the ranks that have lost them, which open them."""
         assert self._network is not None, "a file that this host has is not missing on it"
         sent = [
-            work
-            for rank, copy in before.sent.items()
-            for work in exchange.send(copy, rank, self._network)
+            work for rank, copy in before.sent.items() for work in exchange.send(copy, rank, self._network)
         ]
         attempt = before
         for sender in [each.sender for each in missing if each.receiver == self._group.rank]:

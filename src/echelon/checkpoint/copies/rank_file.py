@@ -63,7 +63,9 @@ def describe_file(
         record_of_box = PieceRecord(layout.name, tensor, box.offsets, box.sizes)
         pieces.setdefault((box.name, box.part), []).append(record_of_box)
     placed = {
-        name: {part: replace(each, pieces=tuple(pieces.get((name, part), ()))) for part, each in parts.items()}
+        name: {
+            part: replace(each, pieces=tuple(pieces.get((name, part), ()))) for part, each in parts.items()
+        }
         for name, parts in tensors.items()
     }
     return replace(about, tensors=placed, numbers=dict(numbers))
@@ -72,7 +74,7 @@ def describe_file(
 def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifest:
     """The manifest with the hash of what was filled."""
     hashed = FileHash()
-    hashed.update(memoryview(memory.numpy()))
+    hashed.update(memory.numpy().data)
     return replace(manifest, files={layout.name: FileRecord(layout.size, hashed.hexdigest())})
 
 
