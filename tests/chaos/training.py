@@ -1,6 +1,5 @@
 """A short training that is disturbed, and everything that must hold afterwards."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 from safetensors.numpy import load
 
+from echelon.checkpoint.file_hash import hash_bytes
 from echelon.train.events import Event, Restarting
 from echelon.train.job import Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
@@ -89,7 +89,7 @@ def _errors(folder: Path) -> Iterator[str]:
         return
     for name, record in manifest["files"].items():
         data = (folder / name).read_bytes() if (folder / name).exists() else b""
-        if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        if hash_bytes(data) != record["hash"]:
             yield f"{name} is damaged"
 
 

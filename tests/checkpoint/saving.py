@@ -39,6 +39,11 @@ def save(saver: Saver, path: str | Path, tensors: dict[str, Tensor], **options: 
     saver.save(path, owned(tensors), ABOUT, SaveOptions(**options))
 
 
+def save_and_finish(saver: Saver, path: str | Path, tensors: dict[str, Tensor], **options: Any) -> None:
+    save(saver, path, tensors, **options)
+    saver.finish()
+
+
 def check_saved(path: str | Path, expected: dict[str, Tensor]) -> None:
     """Every file as its hash says, and every tensor in every bit."""
     saved = open_whole(path)

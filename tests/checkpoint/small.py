@@ -1,13 +1,12 @@
 """A small checkpoint without ranks: two files as two ranks would have written them."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.file_hash import hash_file
+from echelon.checkpoint.file_hash import hash_bytes
 from echelon.checkpoint.manifest import MANIFEST, FileRecord, Manifest, PieceRecord, TensorRecord
 from echelon.weight_files.tensor_file_writer import TensorEntry, write_tensor_file
 
@@ -61,4 +60,4 @@ def write_small(folder: Path, step: int = 3, add: float = 0.0) -> Manifest:
 
 def record_of(path: Path) -> FileRecord:
     data = path.read_bytes()
-    return FileRecord(len(data), hash_file(io.BytesIO(data)))
+    return FileRecord(len(data), hash_bytes(data))

@@ -1,7 +1,6 @@
 """The bytes of files before they are written: whatever the chunks, and past the page cache or not."""
 
 import errno
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from echelon.checkpoint import direct_file
 from echelon.checkpoint.direct_file import ALIGNMENT, DirectFile, aligned_memory
-from echelon.checkpoint.file_hash import BLOCK_BYTES, FileHash, hash_file
+from echelon.checkpoint.file_hash import BLOCK_BYTES, FileHash, hash_bytes, hash_file
 from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.ownership import Slice, whole_slice
 from tests.checkpoint.saving import state
@@ -111,22 +110,25 @@ def test_a_file_system_without_direct_writes(
     assert refused == [refuses]
 
 
-def test_the_hash_of_parts_is_that_of_the_file() -> None:
-    data = os.urandom(2 * BLOCK_BYTES + 5)
+def test_the_hash_of_parts_is_that_of_the_file(tmp_path: Path) -> None:
+    data = os.urandom(35 * BLOCK_BYTES + 5)  # of which several threads read parts
+    (tmp_path / "file").write_bytes(data)
+    with (tmp_path / "file").open("rb") as file:
+        assert hash_file(file) == hash_bytes(data)
     found = FileHash()
     found.update(memoryview(data)[:BLOCK_BYTES])
     found.update(memoryview(data)[BLOCK_BYTES:])
-    assert found.hexdigest() == hash_file(io.BytesIO(data))
+    assert found.hexdigest() == hash_bytes(data)
     with pytest.raises(AssertionError, match="did not end with a block"):
         found.update(memoryview(data))
 
 
 def test_a_hash_finds_every_flipped_bit_and_exchanged_blocks() -> None:
     data = bytearray(os.urandom(64)) + bytearray(BLOCK_BYTES) + bytearray(os.urandom(64))
-    expected = hash_file(io.BytesIO(data))
+    expected = hash_bytes(data)
     for bit in range(0, 64 * 8, 7):
         data[bit // 8] ^= 1 << bit % 8
-        assert hash_file(io.BytesIO(data)) != expected
+        assert hash_bytes(data) != expected
         data[bit // 8] ^= 1 << bit % 8
     blocks = [os.urandom(BLOCK_BYTES) for _ in range(2)]
-    assert hash_file(io.BytesIO(b"".join(blocks))) != hash_file(io.BytesIO(b"".join(blocks[::-1])))
+    assert hash_bytes(b"".join(blocks)) != hash_bytes(b"".join(blocks[::-1]))

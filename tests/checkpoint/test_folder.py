@@ -22,7 +22,7 @@ class Engine:
         self,
         path: str | Path,
         *,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,  # noqa: ARG002 (that of `saving.ABOUT` is saved)
         wait: bool = True,
         then: Callable[[], None] | None = None,
         retries: int = 0,
@@ -58,7 +58,7 @@ def test_the_last_are_kept_and_every_nth(place: str | Path) -> None:
     assert folder.steps() == [70, 60, 40, 20]
     assert latest(place) == "step-00000070"
     for step in folder.steps():
-        check_saved(folder._of(step), state(float(step)))
+        check_saved(folder.path_of(step), state(float(step)))
 
 
 def latest(place: str | Path) -> str:
@@ -73,7 +73,7 @@ def test_the_last_whole_one_is_loaded(place: str | Path) -> None:
     engine, folder = Engine(), CheckpointFolder(place, keep=3)
     assert folder.load_last(engine) is None
     train(engine, folder, 1, 2, 3)
-    damage(folder._of(3))
+    damage(folder.path_of(3))
     engine.value, said = 0.0, []
     assert folder.load_last(engine, said.append) == {"at": 3}
     assert engine.value == 2.0
@@ -81,7 +81,7 @@ def test_the_last_whole_one_is_loaded(place: str | Path) -> None:
     assert "rank-00000" in line
     assert "trying the one before" in line
     train(engine, folder, 3)  # as training goes on
-    check_saved(folder._of(3), state(3.0))
+    check_saved(folder.path_of(3), state(3.0))
 
 
 def damage(path: str | Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.checkpoint import open_whole, storage_errors
 from echelon.errors import UserError
-from tests.checkpoint.saving import check_saved, new_saver, save, state
+from tests.checkpoint.saving import check_saved, new_saver, save, save_and_finish, state
 
 
 @pytest.fixture
@@ -76,8 +76,7 @@ def test_errors_of_the_network_are_tried_again_or_told(
     with pytest.raises(
         UserError, match="RuntimeError: 503 slow down; the checkpoints before it are as they w"
     ):
-        save(saver, url, state(2.0), wait=wait, retries=1)
-        saver.finish()
+        save_and_finish(saver, url, state(2.0), wait=wait, retries=1)
     check_saved(url, state(1.0))
     assert len(objects(url)) == 2
 

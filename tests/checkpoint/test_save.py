@@ -14,7 +14,7 @@ from echelon.checkpoint import assignment, part_writer, storage_errors
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.save import Saver
 from echelon.errors import UserError
-from tests.checkpoint.saving import check_saved, names, new_saver, save, state
+from tests.checkpoint.saving import check_saved, names, new_saver, save, save_and_finish, state
 from tests.peak_memory import PeakMemory
 
 
@@ -125,8 +125,7 @@ def test_a_limit_of_the_kernel_is_an_error(tmp_path: Path, wait: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
     try:
         with pytest.raises(UserError, match=r"File too large \(the limit of a file's size is too small"):
-            save(saver, tmp_path / "a", large, wait=wait)
-            saver.finish()
+            save_and_finish(saver, tmp_path / "a", large, wait=wait)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == []

@@ -22,7 +22,7 @@ def save_and_die(path: Path, moment: str) -> None:
     save(new_saver(), path, state(2.0))
 
 
-@pytest.mark.parametrize("moment", ["commit", "replace_folder", "DirectFile"])
+@pytest.mark.parametrize("moment", ["commit", "replace_folder", "sync_folder", "DirectFile"])
 def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(
     tmp_path: Path, moment: str
 ) -> None:
@@ -31,29 +31,27 @@ def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(
         launch(save_and_die, 1, tmp_path / "a", moment)
     assert len(names(tmp_path)) == 2
     check_saved(tmp_path / "a", state(1.0))
-    if moment == "replace_folder":  # its lock is gone already: it counts as left behind when it is older
-        (left,) = tmp_path.glob(".a.*.part")
-        os.utime(left, (time.time() - 100,) * 2)
     save(new_saver(), tmp_path / "b", state(3.0))
     assert names(tmp_path) == ["a", "b"]
 
 
-def make_left(folder: Path, name: str, *, lock: bool, seconds: float) -> Path:
+def make_left(folder: Path, name: str, *files: str, seconds: float = 0.0) -> Path:
     path = folder / name
     path.mkdir()
-    if lock:
-        (path / ".writing").touch()
+    for file in files:
+        (path / file).touch()
     os.utime(path, (time.time() - seconds,) * 2)
     return path
 
 
 def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
-    make_left(tmp_path, ".a.0123abcd.part", lock=True, seconds=0)
-    make_left(tmp_path, ".b.0123abcd.part", lock=False, seconds=100)
-    make_left(tmp_path, ".new.0123abcd.part", lock=False, seconds=0)
-    make_left(tmp_path, ".download.part", lock=False, seconds=100)  # of another program
+    make_left(tmp_path, ".killed.0123abcd.part", ".writing")
+    make_left(tmp_path, ".old.0123abcd.part", seconds=100)
+    make_left(tmp_path, ".replaced.0123abcd.part", "manifest.json")
+    make_left(tmp_path, ".new.0123abcd.part")
+    make_left(tmp_path, ".download.part", "file", seconds=100)  # of another program
     (tmp_path / ".file.0123abcd.part").touch()
-    written = make_left(tmp_path, ".written.0123abcd.part", lock=True, seconds=100)
+    written = make_left(tmp_path, ".written.0123abcd.part", ".writing", seconds=100)
     held = os.open(written / ".writing", os.O_WRONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:

@@ -202,6 +202,22 @@ def test_tensors_of_an_operation_that_no_one_waits_for_are_kept_until_it_is_comp
     assert kept() is None
 
 
+def test_the_clock_lets_go_of_tensors_whose_operation_is_complete() -> None:
+    """It is a device's, and outlives the engine whose last copies nobody waits for."""
+    rank = Rank()
+    tensor = torch.ones(3)
+    kept = weakref.ref(tensor)
+    timing = EventTiming(rank.clock, lambda: rank.side)
+    timing.overlap(FakeWork(rank.device, 5.0, tensor))
+    del tensor, timing
+    gc.collect()
+    rank.clock.let_go()
+    assert kept() is not None
+    rank.device.now = 5.0
+    rank.clock.let_go()
+    assert kept() is None
+
+
 def test_a_waited_operation_keeps_no_tensor() -> None:
     rank = Rank()
     tensor = torch.ones(3)

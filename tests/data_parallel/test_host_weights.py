@@ -1,5 +1,7 @@
 """Weights that stand in host memory: there while they are used, and never read before they are."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,18 @@ def test_what_was_not_stored_is_lost() -> None:
     weights.tensor.mul_(2)
     weights.drop()
     assert weights.values.tolist() == [0, 1, 2]
+
+
+def test_closed_weights_let_go_of_the_memory_of_the_host() -> None:
+    """The last copies kept it: a closed engine that somebody still held had all its pinned memory."""
+    weights = host_weights(torch.arange(3.0))
+    memory = weakref.ref(weights.memory.untyped_storage())
+    weights.store()
+    weights.drop()
+    weights.fetch()
+    weights.wait()
+    weights.close()
+    assert memory() is None
 
 
 def test_a_second_fetch_copies_nothing() -> None:

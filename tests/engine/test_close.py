@@ -110,7 +110,7 @@ def make_many(plan: str, number: int) -> tuple[tuple[int, int, int], tuple[int, 
 @pytest.mark.parametrize(
     ("plan", "ranks", "number"),
     [
-        ("data=2", 2, 40),
+        ("data=2", 2, 20),
         pytest.param("data=2", 2, 200, marks=pytest.mark.slow),
         pytest.param("data=2 zero=3", 2, 20, marks=pytest.mark.slow),
         pytest.param("data=2 sync=async staleness=1", 2, 20, marks=pytest.mark.slow),

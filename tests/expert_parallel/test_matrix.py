@@ -9,7 +9,7 @@ from torch import nn
 
 from echelon.experts import Experts, Gate, MixtureOfExperts, Routing, SoftmaxGate
 from echelon.verify import assert_equal
-from tests.expert_parallel.models import TENSOR_TABLE, experts_case, plain_gate, transformers_case
+from tests.expert_parallel.models import TENSOR_TABLE, experts_case, plain_gate, tokens, transformers_case
 from tests.experts.models import EXPERTS, WIDTH, make_model
 from tests.optim.sum_cases import make_optimizer as make_sum_optimizer
 from tests.optim.whole_cases import make_optimizer as make_whole_optimizer
@@ -74,6 +74,34 @@ def test_experts_over_ranks_are_equal_to_one_device(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["data=2 expert=2 microbatches=2", "data=2 expert=2 pipeline=2 zero=3"])
 def test_ranks_with_other_numbers_of_samples_take_part_in_every_microbatch(plan: str, samples: int) -> None:
     assert_equal(experts_case(samples=samples, steps=3), plan)
+
+
+_BUDGET = 120_000  # less than what the rank with most samples keeps, more than what the other one does
+
+
+def growing_batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank has more samples than the other, then both have as many."""
+    return tokens(step, samples=5 + step // 2)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 expert=2",
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in [
+                "data=2 expert=2 microbatches=2",
+                "data=4 expert=2 zero=3",
+                "data=2 expert=2 pipeline=2 schedule=interleaved chunks=2 microbatches=2",
+            ]
+        ),
+    ],
+)
+def test_ranks_that_keep_different_amounts_recompute_the_same_layers(plan: str) -> None:
+    """Each rank chose for itself: one sent rows again that no other rank waited for."""
+    case = replace(experts_case(steps=4), make_batch=growing_batches)
+    assert_equal(case, f"{plan} recompute=budget:{_BUDGET}")
 
 
 class OneSided(SoftmaxGate):

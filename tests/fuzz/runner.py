@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from tests.fuzz.values import LOW_PRECISIONS
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
 _DEADLINE = 20.0  # seconds without a sign of life
+_COMPILING = 180.0  # the same with compile=true: a layer takes many on cores that are shared with other runs
 _MOST_USES = 15  # of a set of ranks: a training leaves its groups and their threads there
 
 
@@ -51,22 +53,30 @@ class Attempt:
         return [re.sub(r"\d+", "N", re.sub(r"order-\w+|/\S+", "FILE", text)) for text in sentences]
 
 
+class Kind(NamedTuple):
+    """A set of ranks: how many, and the seconds without a sign of life after which they hang."""
+
+    ranks: int
+    deadline: float
+
+
 class Runner:
-    """Sets of ranks by size, kept until they fail."""
+    """Sets of ranks by size and deadline, kept until they fail."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sets: dict[int, Ranks] = {}
-        self._uses: Counter[int] = Counter()
+        self._sets: dict[Kind, Ranks] = {}
+        self._uses: Counter[Kind] = Counter()
 
     def run(self, training: RandomTraining) -> Attempt:
         """Train, compare, and check what ranks own. An error ends the set of ranks; the next training gets a
         new one."""
         start = time.monotonic()
+        kind = _kind_of(training)
         try:
             case, plan = case_of(training), self._plan(training)
-            ranks = self._train_first_part(training) if training.before else None
-            ranks = ranks or RecordingRanks(self._ranks(training.ranks))
+            ranks = self._train_first_part(training, kind) if training.before else None
+            ranks = ranks or RecordingRanks(self._ranks(kind))
             precision: Precision = plan.precision if plan.precision in LOW_PRECISIONS else "fp64"
             verdict = verify(case, plan, precision=precision, ranks=ranks)
             text = "\n".join([str(verdict), *ranks.errors])
@@ -76,36 +86,36 @@ class Runner:
         except Exception as error:  # a rank that failed, died or hung, or the reference itself
             result, text = FAILED, f"{type(error).__name__}: {error}"
         if result != EQUAL:
-            self._forget(training.ranks)
+            self._forget(kind)
             if training.before:
-                self._forget(training.first_part.ranks)
+                self._forget(_kind_of(training.first_part))
         return Attempt(training, result, text, time.monotonic() - start)
 
-    def _train_first_part(self, training: RandomTraining) -> RecordingRanks:
+    def _train_first_part(self, training: RandomTraining, kind: Kind) -> RecordingRanks:
         """Train to a checkpoint; returns ranks that go on from there."""
         first, path = training.first_part, self._folder / "checkpoint"
         shutil.rmtree(path, ignore_errors=True)
         plan = replace(first.plan, precision="fp64", gradients="fp32", masters=True)  # as `verify` does it
         train = partial(train_and_save, str(path), training.stop)
-        numbers = self._ranks(first.ranks).run(train, case_of(first), plan)[0]
-        return RecordingRanks(self._ranks(training.ranks), partial(go_on_and_list, str(path), numbers))
+        numbers = self._ranks(_kind_of(first)).run(train, case_of(first), plan)[0]
+        return RecordingRanks(self._ranks(kind), partial(go_on_and_list, str(path), numbers))
 
     def close(self) -> None:
-        for count in list(self._sets):
-            self._sets.pop(count).close()
+        for kind in list(self._sets):
+            self._sets.pop(kind).close()
 
-    def _ranks(self, count: int) -> Ranks:
-        if self._uses[count] == _MOST_USES:
-            self._sets.pop(count).close()
-        if count not in self._sets:
-            self._sets[count] = Ranks(count, deadline=_DEADLINE)
-            self._uses[count] = 0
-        self._uses[count] += 1
-        return self._sets[count]
+    def _ranks(self, kind: Kind) -> Ranks:
+        if self._uses[kind] == _MOST_USES:
+            self._sets.pop(kind).close()
+        if kind not in self._sets:
+            self._sets[kind] = Ranks(kind.ranks, deadline=kind.deadline)
+            self._uses[kind] = 0
+        self._uses[kind] += 1
+        return self._sets[kind]
 
-    def _forget(self, count: int) -> None:
-        ranks = self._sets.pop(count, None)
-        self._uses[count] = 0
+    def _forget(self, kind: Kind) -> None:
+        ranks = self._sets.pop(kind, None)
+        self._uses[kind] = 0
         if ranks is not None:
             ranks.kill()
 
@@ -131,3 +141,7 @@ def open_runner() -> Iterator[Runner]:
         finally:
             runner.close()
             torch.set_num_threads(threads)
+
+
+def _kind_of(training: RandomTraining) -> Kind:
+    return Kind(training.ranks, _COMPILING if training.plan.compile else _DEADLINE)

@@ -39,7 +39,14 @@ def plan_checks(request: pytest.FixtureRequest, warm_ranks: Callable[[int], Rank
     return PlanChecks(warm_ranks(2), [test.callspec.params["plan"] for test in tests])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("plan", list(plans()))
+def is_quick(plan: str) -> bool:
+    """Every schedule and number of stages, with few microbatches, as many as stages, and more."""
+    return any(f"microbatches={number} " in plan for number in (1, 4, 8))
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if is_quick(plan) else pytest.mark.slow) for plan in plans()]
+)
 def test_no_schedule_deadlocks(plan_checks: PlanChecks, plan: str) -> None:
     """Over communicators that are made at their first use, as torch makes them."""
     error = plan_checks.error_of(plan)

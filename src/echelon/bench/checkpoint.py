@@ -1,8 +1,8 @@
 """The bench `checkpoint`: saves and loads of 500 MB, beside dd, and beside torch.distributed.checkpoint.
 
-    save        the same bytes: `dd conv=fsync`, engine.save, torch's save
-    load        engine.load (which compares all hashes) and torch's load, with the files in memory, or not
-    stall       what training loses to a save that does not wait: steps with one, less the same without
+save        the same bytes: `dd conv=fsync`, engine.save, torch's save
+load        engine.load (which compares all hashes) and torch's load, with the files in memory, or not
+stall       what training loses to a save that does not wait: steps with one, less the same without
 """
 
 import math
@@ -60,7 +60,9 @@ def _num_parameters(width: int, layers: int) -> int:
     return layers * (width * width + width)
 
 
-def measure(folder: str, width: int, layers: int, rounds: int, ranks: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    folder: str, width: int, layers: int, rounds: int, ranks: int
+) -> dict[str, dict[str, list[float]]]:
     """In a rank: the samples of each case."""
     warnings.simplefilter("ignore")  # of torch.distributed.checkpoint, about its own parts
     engine = _engine(width, layers, ranks)
@@ -72,7 +74,9 @@ def measure(folder: str, width: int, layers: int, rounds: int, ranks: int) -> di
     found = {"save": alternate(saves, rounds)}
     for case, prepare in (("load, files not in memory", _drop), ("load, files in memory", _read)):
         loads = {
-            _TORCH_LOAD: timed(lambda: _torch_load(theirs, places / "torch"), _prepared(prepare, places / "torch")),
+            _TORCH_LOAD: timed(
+                lambda: _torch_load(theirs, places / "torch"), _prepared(prepare, places / "torch")
+            ),
             _LOAD: timed(lambda: engine.load(places / "ours"), _prepared(prepare, places / "ours")),
         }
         found[case] = alternate(loads, rounds)

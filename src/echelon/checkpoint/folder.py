@@ -8,6 +8,7 @@ checkpoints/
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -63,9 +64,8 @@ class CheckpointFolder:
     def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
         """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
         raised by the next save, or by engine.finish_saving()."""
-        engine.save(
-            self._of(step), extra=extra, wait=wait, then=lambda: self._is_saved(step), retries=self._retries
-        )
+        then = partial(self._is_saved, step)
+        engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
 
     def load_last(
         self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1
@@ -77,11 +77,11 @@ class CheckpointFolder:
         """
         for step in (step for step in self._steps_of_all() if step > after):
             try:
-                open_whole(self._of(step))
+                open_whole(self.path_of(step))
             except UserError as error:
                 say(f"{error}; trying the one before")
                 continue
-            return engine.load(self._of(step), verify=False)
+            return engine.load(self.path_of(step), verify=False)
         return None
 
     def discard_from(self, step: int) -> None:
@@ -100,9 +100,6 @@ class CheckpointFolder:
         return list(decide_on_rank_0(self.steps)) if dist.is_initialized() else self.steps()
 
     def path_of(self, step: int) -> str | Path:
-        return self._of(step)
-
-    def _of(self, step: int) -> str | Path:
         return self._storage.at(_name(step))
 
     def _is_saved(self, step: int) -> None:

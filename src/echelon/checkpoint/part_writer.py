@@ -75,9 +75,7 @@ class FilledChunks:
                 memory, count = free.get(), min(CHUNK_BYTES, size - begin)
                 if errors:
                     break
-                image.fill(begin, memory[:count])
-                self._await_copies()
-                found.update(memory.numpy().data[:count])
+                self._fill(image, begin, memory[:count], found)
                 filled.put((memory, count))
                 beat()
         finally:
@@ -88,9 +86,15 @@ class FilledChunks:
         sink.finish()
         return FileRecord(size, found.hexdigest())
 
-    def _await_copies(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def _fill(self, image: FileImage, begin: int, chunk: Tensor, found: FileHash) -> None:
+        """Fill a chunk and hash it; on a CPU block by block, while each is in the cache."""
+        is_gpu = self._device.type == "cuda"
+        for offset in range(0, len(chunk), len(chunk) if is_gpu else BLOCK_BYTES):
+            part = chunk[offset:] if is_gpu else chunk[offset : offset + BLOCK_BYTES]
+            image.fill(begin + offset, part)
+            if is_gpu:
+                torch.cuda.current_stream(self._device).synchronize()
+            found.update(part.numpy().data)
 
 
 def _write_all(

@@ -160,8 +160,10 @@ class SavedParameter:
 
     def fill(self, part: str, out: Tensor) -> None:
         """Fill a tensor like the local parameter with this rank's elements of a part; padding is zeros."""
-        out.zero_()
-        for each in self._boxes(out):
+        boxes = self._boxes(out)
+        if sum(each.slice.numel for each in boxes) != out.numel():
+            out.zero_()
+        for each in boxes:
             self._saved.read(each.slice._replace(part=part), each.tensor)
 
     def fill_value(self, out: Tensor) -> None:

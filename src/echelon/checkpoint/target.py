@@ -28,7 +28,7 @@ from echelon.errors import UserError
 
 _LOCK = ".writing"
 _SUFFIX = ".part"
-_FRESH_SECONDS = 60.0  # a folder without a lock is so old before it counts as left behind
+_FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
 Report = dict[str, Any]  # what a rank has written, as JSON
 
@@ -115,9 +115,9 @@ class FolderTarget(Target):
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
         _write_file(self.temporary / MANIFEST, manifest)
-        (self.temporary / _LOCK).unlink()
         sync_folder(self.temporary)
         replace_folder(self.temporary, self.path)
+        (self.path / _LOCK).unlink()
         sync_folder(self.path.parent)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
@@ -177,7 +177,8 @@ def _is_left_behind(path: Path) -> bool:
         lock = os.open(path / _LOCK, os.O_WRONLY)
     except FileNotFoundError:
         with suppress(OSError):
-            return _is_of_ours(path) and time.time() - path.stat().st_mtime > _FRESH_SECONDS
+            is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < _FRESH_SECONDS
+            return _is_of_ours(path) and not is_new
         return False
     except OSError:
         return False

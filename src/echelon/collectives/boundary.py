@@ -247,6 +247,7 @@ class CudaBoundary(HostBoundary):
         for operation, stream in self._streams.items():
             stream.synchronize()
             self._running[operation].clear()
+        self._clock.let_go()  # copies that nobody has waited for
 
     def _begin(self, operation: str, source: Tensor, target: Tensor) -> CopyWork:
         stream, running = self._streams[operation], self._running[operation]

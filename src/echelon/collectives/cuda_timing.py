@@ -135,8 +135,12 @@ class EventClock:
 
         torch itself keeps them until the first wait, and that was the side stream's.
         """
-        self._unfinished = [pair for pair in self._unfinished if not pair[0].query()]
+        self.let_go()
         self._unfinished.append((done, work))
+
+    def let_go(self) -> None:
+        """Keep no tensors of operations that are complete."""
+        self._unfinished = [pair for pair in self._unfinished if not pair[0].query()]
 
 
 @final

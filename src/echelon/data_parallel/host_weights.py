@@ -85,8 +85,10 @@ class HostWeights:
         self._store, self.is_storing = self._boundary.store(self._host, self.tensor), True
 
     def close(self) -> None:
-        """Let go of the host's memory; nobody needs the weights any more."""
+        """Let go of the host's memory; nobody needs the weights any more. Copies hold it too, and those that
+        still run are held by the boundary."""
         self._host = self._host.new_empty(0)
+        self._fetch = self._last_fetch = self._store = None
 
     def drop(self) -> None:
         """Give the device's memory back, when no copy needs it any more."""

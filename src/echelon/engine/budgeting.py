@@ -43,17 +43,20 @@ def share_budget(stages: Mapping[Stage, BudgetedStage], mesh: Mesh, wrapping: Wr
 
 
 def _settings(mesh: Mesh) -> BudgetSettings:
+    experts = [mesh.group("expert")] if mesh.plan.expert > 1 else []
     return BudgetSettings(
         int(mesh.plan.recompute.removeprefix("budget:")),
-        partial(_agree, [mesh.group(axis) for axis in ("tensor", "context")], mesh.device),
+        partial(_agree, [mesh.group("tensor"), mesh.group("context"), *experts], mesh.device),
+        partial(_agree, experts, mesh.device) if experts else None,
         # With longer segments, which weights are gathered next would depend on the choice of each replica.
         longest=1 if mesh.plan.frees_weights else None,
     )
 
 
 def _agree(groups: Sequence[Group], device: torch.device, numbers: Sequence[float]) -> list[float]:
-    """The largest of each number over the ranks of groups. Reads the device: for new
-    shapes, once per layer and once at the end of the step."""
+    """The largest of each number over the ranks of groups. Reads the device: for new shapes, once per layer
+    and once at the end of the step; with expert > 1 also once per forward pass, beside the reads of every
+    layer with experts."""
     if all(group.size == 1 for group in groups):
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -290,6 +290,7 @@ class HostStepper(LocalStepper):
         """Finish what is under way, if it can be, and end the thread."""
         self._worker.close()
         self._finish_stores(0)
+        self._ring = None
         if not self._worker.has_failed:
             self.weights.receive_all()
 

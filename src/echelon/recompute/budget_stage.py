@@ -9,6 +9,8 @@ n·(L/k)·x + k·s: least, 2·√(n·L·s·x), where both are equal. So a budget
 also enough for the measurement, unless layers differ much from those before them.
 
 Ranks that communicate inside of layers run the same segments: `agree` returns the largest of their numbers.
+Ranks along `expert` do so too, and each has microbatches of its own: before each pass they agree on the
+shapes of the largest one, for which all of them choose.
 """
 
 import weakref
@@ -31,10 +33,13 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]  # of the tensors that a stage 
 
 
 class BudgetSettings(NamedTuple):
-    """What a plan says about a budget. `longest`: how many layers a segment may have."""
+    """What a plan says about a budget. `agree_shapes`: as `agree`, of ranks that have microbatches of
+    their own; None where no such ranks communicate inside of layers. `longest`: how many layers a segment
+    may have."""
 
     num_bytes: int
     agree: Agree
+    agree_shapes: Agree | None
     longest: int | None
 
 
@@ -65,6 +70,7 @@ class BudgetedStage:
         self.layers = [RecomputedLayer(layer, name, self) for layer, name in zip(layers, names, strict=True)]
         self.choices: dict[Shapes, Segments] = {}
         self.measured: dict[Shapes, StagePass] = {}  # in this step
+        self._agreed: Shapes | None = None  # of the largest microbatch of ranks that each have their own
         self._in_step: Shapes | None = None  # the largest so far
         self._segments: Segments = ()
         self._pass: StagePass | None = None  # that is measured
@@ -79,7 +85,7 @@ class BudgetedStage:
     def call(self, layer: RecomputedLayer, args: Any, kwargs: Any) -> Any:
         place = self.layers.index(layer)
         if place == 0:
-            self._start_pass(_shapes((args, kwargs)))
+            self._start_pass(_shapes((args, kwargs)) if self._agreed is None else self._agreed)
             self._outside.is_open &= self._pass is not None
         with self._outside.paused():
             if self._pass is not None:
@@ -161,6 +167,8 @@ class BudgetedStage:
         """Around the whole forward pass of the stage: code before, between and behind layers saves something
         too. Whether the pass is measured is known when the first layer is called."""
         shapes = _shapes(value)
+        if torch.is_grad_enabled() and self._budget.agree_shapes is not None:
+            shapes = self._agreed = _largest(shapes, self._budget.agree_shapes)
         if shapes in self._seen or not torch.is_grad_enabled():
             yield
             return
@@ -234,6 +242,12 @@ def _cost(saved: float, size: float, seconds: float, reused: float, shared: floa
 def _shapes(arguments: Any) -> Shapes:
     leaves = tree_leaves(arguments)
     return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _largest(shapes: Shapes, agree: Agree) -> Shapes:
+    """Shapes with the largest of each size that ranks have."""
+    sizes = iter(agree([size for shape, _ in shapes for size in shape]))
+    return tuple((tuple(round(next(sizes)) for _ in shape), dtype) for shape, dtype in shapes)
 
 
 def _is_no_larger(shapes: Shapes, others: Shapes) -> bool:

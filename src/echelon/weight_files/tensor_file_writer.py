@@ -82,7 +82,7 @@ def report_os_errors(path: Path) -> Iterator[None]:
 
 
 def make_header(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
-    """All bytes in front of the tensors, and where each begins: widest types first, so that all are aligned."""
+    """All bytes in front of the tensors, and where each begins: widest types first, so all are aligned."""
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     offsets = {}
     end = 0
