@@ -67,12 +67,15 @@ class CheckpointFolder:
         then = partial(self._is_saved, step)
         engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
 
-    def load_last(self, engine: Saves, say: Callable[[str], None] = print) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is whole, and return its extra; None if there is none.
+    def load_last(
+        self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is whole, and return its extra; None if there is none after step
+        `after`.
 
         Damaged ones are named to `say`, and passed over.
         """
-        for step in self._steps_of_all():
+        for step in (step for step in self._steps_of_all() if step > after):
             try:
                 open_whole(self.path_of(step))
             except UserError as error:

@@ -23,7 +23,7 @@ from echelon.train.checkpoints import Checkpoints
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.job import Job
-from echelon.train.memory_fit import refuse_small_device
+from echelon.train.memory_fit import refuse_small_device, state_bytes
 from echelon.train.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.stop_request import StopRequest
 from echelon.train.task import Task
@@ -64,6 +64,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     )
     first = engine.mesh.rank == 0
     checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
+    checkpoints.check_room(state_bytes(job, task.config))
     step = checkpoints.load_last()
     if first:
         device = _device_name(engine)
@@ -82,7 +83,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
             step = training.go_back(trouble)
     training.tell_last_skipped()
     engine.export(folder / "model")
-    engine.finish_saving()
+    checkpoints.finish()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
         report(Sampled(task.sample(folder / "model")))

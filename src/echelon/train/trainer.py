@@ -14,6 +14,7 @@ from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
 from echelon.train.job import Job, check
 from echelon.train.loop import train_rank
+from echelon.train.memory_copies import memory_of_rank
 from echelon.train.preempted import Preempted
 from echelon.train.run import Run, Show, open_run
 from echelon.train.supervisor import supervise
@@ -57,6 +58,7 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
 
     with ExitStack() as stack:
         folder = Path(decide_on_rank_0(open_on_rank_0))
+        stack.enter_context(memory_of_rank(fitted, folder))
         if dist.get_rank() == 0:
             when_ended(runs[0].folder.fail)
             _raise_preempted(train_rank(fitted, folder, runs[0].take))
