@@ -1,7 +1,7 @@
-"""`python -m tests.chaos --kills 200`: kill ranks, and trainings, at random; every run must end as undisturbed.
+"""`python -m tests.chaos --kills 200`: kill ranks and trainings at random; every run must end as undisturbed.
 
-Half of the kills come during a save, some while ranks start; every tenth kills the parent, and `--resume` goes
-on. Exits with 1 if anything was lost, damaged or left behind.
+Half of the kills come during a save, some while ranks start; every tenth kills the parent, and `--resume`
+goes on. Exits with 1 if anything was lost, damaged or left behind.
 """
 
 import argparse

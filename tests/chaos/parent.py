@@ -52,7 +52,12 @@ def _command(job: Job) -> list[str]:
     command = [sys.executable, "-m", "echelon", "train"]
     if _run(Path(job.out)) is not None:
         return [*command, "--resume", "--set", f"out={job.out}"]
-    return [*command, *(f"--set={key}={json.dumps(value)}" for key, value in _flat(as_plain(job)))]
+    return [*command, *flat_settings(job)]
+
+
+def flat_settings(job: Job) -> list[str]:
+    """A job as options of the command line."""
+    return [f"--set={key}={json.dumps(value)}" for key, value in _flat(as_plain(job))]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from safetensors.numpy import load
 
-from echelon.checkpoint.file_hash import hash_bytes
+from echelon.checkpoint import SavedState
+from echelon.errors import UserError
 from echelon.train.events import Event, Restarting
 from echelon.train.job import Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
@@ -78,19 +79,15 @@ def leftovers(run: Path, pids: set[int]) -> list[str]:
 def half_checkpoints(run: Path) -> list[str]:
     """Those with a final name whose files are not what their manifest says."""
     folders = [path for path in (run / "checkpoints").glob("step-*") if FINAL.fullmatch(path.name)]
-    return [f"{path}: {error}" for path in folders for error in _errors(path)]
+    return [text for text in map(_damage, folders) if text]
 
 
-def _errors(folder: Path) -> Iterator[str]:
+def _damage(folder: Path) -> str:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield f"no manifest: {error}"
-        return
-    for name, record in manifest["files"].items():
-        data = (folder / name).read_bytes() if (folder / name).exists() else b""
-        if hash_bytes(data) != record["hash"]:
-            yield f"{name} is damaged"
+        SavedState.open(folder).verify()
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def differences(run: Path, reference: Path) -> list[str]:

@@ -119,15 +119,15 @@ def _differences(training: Training, path: str) -> list[str]:
     engine = make_engine(case, plan)
     train(engine, case, 0, SAVED)
     engine.save(path, extra={"position": SAVED})
-    expected = _end(engine, case)
+    expected = end(engine, case)
     other = make_engine(case, plan)
     assert other.load(path) == {"position": SAVED}
-    found = _end(other, case)
+    found = end(other, case)
     assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
-    return [key for key in expected if not _same(expected[key], found[key])]
+    return [key for key in expected if not same(expected[key], found[key])]
 
 
-def _end(engine: Engine, case: Case) -> dict[str, Any]:
+def end(engine: Engine, case: Case) -> dict[str, Any]:
     losses = train(engine, case, SAVED, STEPS)
     engine.synchronize()
     counters = {
@@ -141,7 +141,7 @@ def _end(engine: Engine, case: Case) -> dict[str, Any]:
     return result
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return bool(a == b)

@@ -100,6 +100,28 @@ def test_messages_keep_their_order(warm_ranks: Warm, kind: str) -> None:
     assert warm_ranks(2).run(messages_in_any_order, kind) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
 
 
+def is_done_before_it_is_received() -> list[bool]:
+    """Shared memory takes a short message at once; whoever lets go of it then would wait for its receiver."""
+    group = compared("shared")
+    if group.rank == 1:
+        dist.barrier()
+        group.recv(torch.zeros(1), 0)
+        dist.barrier()
+        return []
+    handle = group.send(torch.ones(1), 1, wait=False)
+    handle._work._work.wait()  # type: ignore[union-attr]
+    early = handle.done()
+    dist.barrier()
+    dist.barrier()
+    late = handle.done()
+    handle.wait()
+    return [early, late]
+
+
+def test_a_message_is_not_done_before_its_receiver_has_called(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(is_done_before_it_is_received)[0] == [False, True]
+
+
 def error_of(kind: str, number: int) -> str:
     group = compared(kind)
     try:

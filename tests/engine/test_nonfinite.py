@@ -21,6 +21,7 @@ from tests.engine.poisoned_training import (
     Layer,
     Poison,
     expert_tokens,
+    explode,
     full_state,
     layers,
     poisoned_engine,
@@ -294,6 +295,51 @@ def test_the_layer_whose_weights_are_not_finite() -> None:
     text = failing(model, spoil=lambda: model[2].linear.bias.data.fill_(math.nan))  # type: ignore[union-attr, index, operator]
     assert "that of layer '2.linear' (Linear): NaN" in text
     assert "weights in it are not finite: 2.linear.bias" in text
+
+
+class Exploding(nn.Module):
+    """Its own backward pass makes an infinite gradient of a finite one, when it is told to."""
+
+    is_armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return explode(x, torch.tensor(self.is_armed))
+
+
+def test_the_layer_whose_backward_pass_is_to_blame() -> None:
+    torch.manual_seed(0)
+    exploding = Exploding()
+    model = nn.Sequential(nn.Linear(8, 8), exploding, nn.Linear(8, 5)).double()
+    text = failing(model, spoil=lambda: setattr(exploding, "is_armed", True))
+    assert (
+        "the first value that is not is the gradient of the input of layer '1' (Exploding): infinite" in text
+    )
+
+
+class Once(nn.Module):
+    """Its output is NaN in one call, and finite when the batch is run again."""
+
+    num_wrong = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_wrong -= 1
+        return x * (math.nan if self.num_wrong == 0 else 1.0)
+
+
+def test_the_search_changes_nothing() -> None:
+    # What it runs again may be finite, and must not train.
+    torch.manual_seed(0)
+    once = Once()
+    model = nn.Sequential(nn.Linear(8, 8), once, nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+    options: Any = {"optimizer": adamw, "loss": mean_loss, "nonfinite": "stop", "audit": "off"}
+    with parallelize(model, "precision=fp64", **options) as engine:
+        engine.step(vectors(0, None))
+        before = full_state(engine)
+        once.num_wrong = 1
+        with pytest.raises(NonfiniteError, match="run again, the last of these batches gave finite outputs"):
+            engine.step(vectors(1, None))
+        after = full_state(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 class Between(nn.Module):

@@ -25,8 +25,8 @@ def test_torchrun_must_have_started_the_plans_ranks(monkeypatch: pytest.MonkeyPa
         "change the plan"
     )
     assert rank_error(Plan(data=6, pipeline=2)) == (
-        "plan 'data=6 pipeline=2': needs 12 ranks, but torchrun started 4; start torchrun with 12 processes in "
-        "total, or change the plan; or add --elastic, which trains with data=2 and the same global batch"
+        "plan 'data=6 pipeline=2': needs 12 ranks, but torchrun started 4; start torchrun with 12 processes "
+        "in total, or change the plan; or add --elastic, which trains with data=2 and the same global batch"
     )
     assert "--elastic" not in (rank_error(Plan(data=6, pipeline=3)) or ""), "4 ranks are no 3 stages"
     assert rank_error(Plan.parse("pipeline=auto data=2")) is None

@@ -67,7 +67,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> N
     with pytest.raises(UserError, match="the run has finished, after 600 steps"):
         resume(run, [], None)
     assert resume(run, ["steps=700"], None).job.steps == 700
-    with pytest.raises(UserError, match="every run in .* has finished"):
+    with pytest.raises(UserError, match=r"every run in .* has finished"):
         resume(None, [f"out={tmp_path}"], None)
 
 
@@ -93,9 +93,8 @@ def test_names_are_taken_literally(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path):
-        with pytest.raises(UserError, match="is still being trained"), locked(tmp_path):
-            pass
+    with locked(tmp_path), pytest.raises(UserError, match="is still being trained"), locked(tmp_path):
+        pass
     with locked(tmp_path):
         pass
 

@@ -11,6 +11,7 @@ import torch
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks, torchrun
+from echelon.launching.deadline import FROM_ENVIRONMENT
 from echelon.plan import Plan
 from echelon.verify import Case, assert_equal, contract, verify
 from tests.cases import (
@@ -71,12 +72,12 @@ def test_under_torchrun_the_process_group_has_the_usual_deadline(monkeypatch: py
     """The script goes on with the group: an operation of its training may take longer than one of verify."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    deadlines: list[float] = []
+    deadlines: list[object] = []
     monkeypatch.setattr(torchrun, "join", lambda _, deadline: deadlines.append(deadline))
     monkeypatch.setattr(torchrun, "share_results", lambda value: [value])
     monkeypatch.setattr(contract, "train_rank", lambda *_: None)
     contract._train(None, perceptron_case(), Plan.parse("data=2"), None)
-    assert deadlines == [1800.0]
+    assert deadlines == [FROM_ENVIRONMENT]
 
 
 def test_under_torchrun_every_rank_has_the_error(warm_ranks: Callable[[int], Ranks]) -> None:

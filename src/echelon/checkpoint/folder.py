@@ -67,12 +67,15 @@ class CheckpointFolder:
         then = partial(self._is_saved, step)
         engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
 
-    def load_last(self, engine: Saves, say: Callable[[str], None] = print) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is whole, and return its extra; None if there is none.
+    def load_last(
+        self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is whole, and return its extra; None if there is none after step
+        `after`.
 
         Damaged ones are named to `say`, and passed over.
         """
-        for step in self._steps_of_all():
+        for step in (step for step in self._steps_of_all() if step > after):
             try:
                 open_whole(self.path_of(step))
             except UserError as error:
@@ -81,11 +84,18 @@ class CheckpointFolder:
             return engine.load(self.path_of(step), verify=False)
         return None
 
+    def remove_leftovers(self) -> None:
+        """Remove temporary files of a job that was killed; on one rank, where no other job saves here."""
+        self._storage.remove_leftovers(LATEST)
+
     def discard_from(self, step: int) -> None:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
-        for late in self.steps():
-            if late >= step:
-                self._storage.remove(_name(late))
+        steps = self.steps()
+        for late in (each for each in steps if each >= step):
+            self._storage.remove(_name(late))
+        left = [each for each in steps if each < step]
+        if left:
+            with_retries(lambda: self._storage.write(LATEST, _name(left[0]).encode()), self._retries)
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""

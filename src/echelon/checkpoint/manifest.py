@@ -83,12 +83,15 @@ class Manifest:
         return to_bytes(dataclasses.asdict(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Manifest":
-        """The manifest in a file, of which every byte must be as it was written. Else a UserError."""
-        return cls.from_json({"format": FORMAT, "version": VERSION, **from_bytes(data)})
+    def from_bytes(cls, data: bytes, *, is_whole: bool = True) -> "Manifest":
+        """The manifest in a file, of which every byte must be as it was written. Else a UserError.
+
+        `is_whole=False`: that of one rank's file, which has parts of tensors.
+        """
+        return cls.from_json({"format": FORMAT, "version": VERSION, **from_bytes(data)}, is_whole=is_whole)
 
     @classmethod
-    def from_json(cls, value: Any) -> "Manifest":
+    def from_json(cls, value: Any, *, is_whole: bool = True) -> "Manifest":
         """The manifest that `as_json` has made. Anything else is a UserError, without the file's name."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise UserError(f"is not the manifest of a checkpoint: its format must be {FORMAT!r}")
@@ -98,7 +101,8 @@ class Manifest:
         given = reader.fields(value, "the manifest", ("format", "version", *names))
         manifest = cls(**{name: _READ[name](reader, given[name], name) for name in names})
         reader.finish()
-        check_pieces(reader, list(manifest._placed()), {n: f.bytes for n, f in manifest.files.items()})
+        file_bytes = {name: file.bytes for name, file in manifest.files.items()}
+        check_pieces(reader, list(manifest._placed()), file_bytes, is_whole=is_whole)
         reader.finish()
         return manifest
 

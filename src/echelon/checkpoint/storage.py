@@ -1,5 +1,6 @@
 """The place of a run's checkpoints: a folder, or a URL that fsspec knows. What is in it, by name."""
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import final
@@ -7,7 +8,12 @@ from typing import final
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.remote_target import open_remote, remote_errors, remote_names
 from echelon.checkpoint.storage_errors import as_folder, is_url
-from echelon.checkpoint.target import remove_checkpoint, write_atomically
+from echelon.checkpoint.target import (
+    remove_checkpoint,
+    remove_leftovers,
+    remove_small_leftovers,
+    write_atomically,
+)
 
 
 class Storage(ABC):
@@ -28,6 +34,10 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a checkpoint, of which no half is ever seen."""
+
+    @abstractmethod
+    def remove_leftovers(self, small: str) -> None:
+        """Remove what a job that was killed has left, also of the small file; while nobody writes there."""
 
 
 def storage_at(path: str | Path) -> Storage:
@@ -50,6 +60,10 @@ class FolderStorage(Storage):
 
     def remove(self, name: str) -> None:
         remove_checkpoint(self._path / name)
+
+    def remove_leftovers(self, small: str) -> None:
+        remove_leftovers(self._path, fresh_seconds=-math.inf)
+        remove_small_leftovers(self._path / small)
 
 
 @final
@@ -75,3 +89,6 @@ class RemoteStorage(Storage):
             if self._fs.exists(f"{folder}/{MANIFEST}"):
                 self._fs.rm_file(f"{folder}/{MANIFEST}")
             self._fs.rm(folder, recursive=True)
+
+    def remove_leftovers(self, small: str) -> None:
+        """Nothing: the next save to the same name writes over it."""

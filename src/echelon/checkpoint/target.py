@@ -165,19 +165,25 @@ def _is_checkpoint(path: Path) -> bool:
     return False
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> None:
     """Remove the temporary folders of jobs that were killed, and never one that is being written."""
     for path in folder.glob(f".*{_SUFFIX}"):
-        if path.is_dir() and not path.is_symlink() and _is_left_behind(path):
+        if path.is_dir() and not path.is_symlink() and _is_left_behind(path, fresh_seconds):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_left_behind(path: Path) -> bool:
+def remove_small_leftovers(path: Path) -> None:
+    """Remove what `write_atomically` has left of a job that was killed; while nobody writes there."""
+    for part in path.parent.glob(f".{path.name}.*"):
+        part.unlink(missing_ok=True)
+
+
+def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
     try:
         lock = os.open(path / _LOCK, os.O_WRONLY)
     except FileNotFoundError:
         with suppress(OSError):
-            is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < _FRESH_SECONDS
+            is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds
             return _is_of_ours(path) and not is_new
         return False
     except OSError:

@@ -17,7 +17,10 @@ from echelon.cli.options import is_first_rank, print_json
 from echelon.cli.streams import make_robust
 from echelon.errors import UserError
 from echelon.launching import RankFailed
+from echelon.launching.torchrun import report_failure
 from echelon.train import preempted
+
+_FAILURES = (1, 2)  # of this rank; whoever ends by a signal is not alone
 
 # Newer versions of typer contain click; this is the UsageError of whichever is used.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -58,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_robust(sys.stdout, sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(run(words))
+    code = run(words)
+    if code in _FAILURES:
+        report_failure(f"ended with exit code {code}, for the error that it printed")
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -122,12 +122,13 @@ class CallComparison:
         source, target = (self._rank, peer) if is_send else (peer, self._rank)
         key = self._new_key(source, target)
         self._store.set(f"{key}/{call.operation}", call.pack())
+        others = f"{key}/{_PAIRS[call.operation]}"
 
         def check() -> None:
-            self._check_message(call, peer, f"{key}/{_PAIRS[call.operation]}")
+            self._check_message(call, peer, others)
 
         if is_send:
-            return lambda: CheckedSend(begin(), check)
+            return lambda: CheckedSend(begin(), check, lambda: self._store.check([others]))
         queue = self._posted.setdefault(peer if self._queue_per_peer else 0, deque())
         return lambda: self._post(PostedReceive(begin, check, queue, _stream_of(*tensors)))
 
@@ -174,10 +175,13 @@ class CallComparison:
 
 @final
 class CheckedSend(Work):
-    """A message that was begun; what its receiver calls is compared when it is waited for."""
+    """A message that was begun; what its receiver calls is compared when it is waited for.
 
-    def __init__(self, work: Work, check: Callable[[], None]) -> None:
-        self._work, self._check = work, check
+    `is_received`: the receiver has written down its call. A short message may be gone before that.
+    """
+
+    def __init__(self, work: Work, check: Callable[[], None], is_received: Callable[[], bool]) -> None:
+        self._work, self._check, self._is_received = work, check, is_received
 
     def wait(self) -> None:
         self._check()
@@ -190,7 +194,7 @@ class CheckedSend(Work):
         return self._work.done_at()
 
     def done(self) -> bool:
-        return self._work.done()
+        return self._work.done() and self._is_received()
 
 
 @final

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import RETRIES, SavedState, SaveOptions, Saver, numbers_of, open_whole
+from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions, Saver, numbers_of, open_whole
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
@@ -383,10 +383,14 @@ class Engine:
         the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
         `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
         """
+        self._saver.save(path, *self.saved_state(extra or {}), SaveOptions(wait, then, retries))
+
+    def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
+        """What `save` writes: all that this rank owns, and what a manifest says beside. All ranks must call
+        this. The tensors are those of the engine, which the next step changes."""
         self.synchronize()
         owned = self._saved_slices()
-        about = describe(self.mesh, self._counter.begun, self._update, extra or {})
-        self._saver.save(path, owned, about, SaveOptions(wait, then, retries))
+        return owned, describe(self.mesh, self._counter.begun, self._update, extra)
 
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
@@ -418,12 +422,21 @@ class Engine:
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
         """
+        return self._load(lambda: open_whole(path, verify=verify), optimizer=optimizer, options=options)
+
+    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+        """As `load`, where each rank has what it owns under this plan in a file of its own."""
+        return self._load(lambda: saved, optimizer=True, options=True)
+
+    def _load(
+        self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool
+    ) -> dict[str, Any]:
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self.synchronize()
-            loading = self._loading(open_whole(path, verify=verify))
+            loading = self._loading(open_saved())
             loading.check(optimizer=optimizer, options=options)
-            failed = str(path)
+            failed = str(loading.saved.path)
             self._take(loading, optimizer=optimizer, options=options)
             failed = ""
         finally:

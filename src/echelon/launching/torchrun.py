@@ -47,9 +47,28 @@ def join(backend: str | None = None, deadline: Deadline = FROM_ENVIRONMENT) -> N
     raise_errors("the environment of this rank", [f"{name} is not set: use torchrun" for name in missing])
     seconds = deadline_seconds(deadline)
     store, rank, ranks = next(rendezvous("env://", timeout=group.timeout(seconds)))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from echelon.launching.fresh_store import fresh_store
+
+        store = fresh_store(store, rank, ranks, group.timeout(seconds))
     atexit.register(_leave)
     with supervision.watching_joining_ranks(store, rank, ranks, seconds):
         group.init_group(store, rank, ranks, backend, group.timeout(operation_seconds(seconds)))
+
+
+def when_ended(call: Callable[[str], object]) -> None:
+    """Let the watchdog of this rank call this with the reason before it ends the process."""
+    from echelon.launching import supervision
+
+    supervision.when_ended(call)
+
+
+def report_failure(reason: str) -> None:
+    """This process ends with an error ('raised KeyError …'): its peers, if any, must not wait for it."""
+    if "echelon.launching.supervision" in sys.modules:  # otherwise it has joined nobody
+        from echelon.launching import supervision
+
+        supervision.report_failure(reason)
 
 
 def run_among_peers(

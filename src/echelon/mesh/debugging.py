@@ -18,7 +18,7 @@ _stores: "weakref.WeakKeyDictionary[dist.ProcessGroup, Store]" = weakref.WeakKey
 
 
 def compare_calls(group: Group, device: torch.device) -> None:
-    """From here on `group` compares its calls, if it talks to other processes; its ranks must all call this."""
+    """Let `group` compare its calls from here on, if it talks to processes; all its ranks must call this."""
     process_group: dist.ProcessGroup | None = getattr(group, "process_group", None)
     if process_group is None:
         return

@@ -18,6 +18,7 @@ from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
 from echelon.train.data_position import DataPosition
 from echelon.train.job import Job
+from echelon.train.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
 from echelon.train.rollbacks import SKIPPED, Return, SkippedBatches
 from echelon.train.run_folder import RunFolder
 from echelon.train.spikes import SpikeWatch
@@ -36,18 +37,37 @@ class Checkpoints:
         self._folder = checkpoint_folder(job, run)
         self._run, self._skipped = RunFolder(run), SkippedBatches()
         self.spikes = SpikeWatch(job.spike_factor, job.spike_window)
-        self._last_saved = 0
+        self._memory = open_copies(job, run, engine)
+        self._last_on_disk = self._last_in_memory = 0
+
+    def check_room(self, rank_bytes: float) -> None:
+        """Refuse copies in memory for which there is no room: states of so many bytes at least."""
+        if self._memory is not None:
+            self._memory.check_room(rank_bytes)
 
     def load_last(self) -> int:
-        """Go on from the newest whole checkpoint: returns its step, or 0 without one."""
+        """Go on from the newest whole checkpoint, on disk or in memory: returns its step, or 0."""
         self._skipped = SkippedBatches.parse(
             decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
         )
-        extra = self._folder.load_last(self._engine, self._say)
+        extra = self._load_newest()
+        if extra is None:
+            return 0
+        self.spikes.restore(extra.get("losses"))
+        return _step_of(extra)
+
+    def _load_newest(self) -> dict[str, Any] | None:
+        found = None if self._memory is None else self._memory.find(self._say)
+        extra = self._folder.load_last(self._engine, self._say, after=-1 if found is None else found.step)
         if extra is not None:
-            self._last_saved = _step_of(extra)
-            self.spikes.restore(extra.get("losses"))
-        return self._last_saved
+            found, self._last_on_disk = None, _step_of(extra)
+        elif found is not None:
+            extra = self._engine.load_own_state(found.saved)
+            self._last_in_memory = found.step
+            self._say(f"step {found.step}: from memory{_whose(found.received)}")
+        if self._memory is not None:
+            self._memory.keep_only(found)
+        return extra
 
     def batch_of(self, step: int) -> int:
         """The number of the batch that `step`, from 1, trains."""
@@ -64,17 +84,20 @@ class Checkpoints:
 
     def can_go_back(self, step: int) -> bool:
         """Whether there is a checkpoint from before `step`; all ranks must ask."""
-        self._engine.finish_saving()
-        return any(saved < step for saved in decide(self._folder.steps))
+        self.finish()
+        in_memory = [] if self._memory is None else self._memory.steps()
+        return any(saved < step for saved in [*decide(self._folder.steps), *in_memory])
 
     def go_back(self, first: int, last: int) -> Return:
         """Load the newest whole checkpoint from before step `first`, and leave out the batches from there up
         to that of step `last`, from now on."""
         end = self.batch_of(last) + 1
         decide(lambda: self._folder.discard_from(first))
+        if self._memory is not None:
+            self._memory.discard_from(first)
         with suppress(NonfiniteError):  # of steps that are undone
             self._engine.synchronize()
-        self._last_saved = 0
+        self._last_on_disk = self._last_in_memory = 0
         step = self.load_last()
         if step == 0:
             raise UserError(
@@ -91,27 +114,52 @@ class Checkpoints:
         return step == self._job.steps or (self._job.save_every > 0 and step % self._job.save_every == 0)
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after `step`, unless that is done. Without `wait`, while training goes on."""
-        if step > self._last_saved:
-            extra = {"step": step, **self._position(step).as_plain(), "losses": self.spikes.as_plain()}
+        """Save the state after `step`, unless that is done. Without `wait`, while training goes on; with it,
+        on disk."""
+        extra = {"step": step, **self._position(step).as_plain(), "losses": self.spikes.as_plain()}
+        is_last = wait or step == self._job.steps
+        if self._memory is not None and not is_last and step > self._last_in_memory:
+            self._memory.save(step, *self._engine.saved_state(extra))
+            self._last_in_memory = step
+        if step > self._last_on_disk and (is_last or self._goes_to_disk(step)):
             self._folder.save(self._engine, step, extra, wait=wait)
-            self._last_saved = step
+            self._last_on_disk = step
         if wait:
-            self._engine.finish_saving()
+            self.finish()
+
+    def _goes_to_disk(self, step: int) -> bool:
+        every = self._job.keep_every
+        return self._memory is None or (every > 0 and step % every == 0)
+
+    def finish(self) -> None:
+        """Return when nothing is being saved; raises what went wrong. All ranks must call this."""
+        self._engine.finish_saving()
+        if self._memory is not None:
+            self._memory.finish()
 
 
 def checkpoint_folder(job: Job, run: Path) -> CheckpointFolder:
-    return CheckpointFolder(run / CHECKPOINTS, keep=job.keep, keep_every=job.keep_every)
+    if is_in_memory(job):
+        return CheckpointFolder(run / CHECKPOINTS, keep=NUM_ON_DISK)
+    return CheckpointFolder(run / CHECKPOINTS, keep=int(job.keep), keep_every=job.keep_every)
 
 
 def newest_step(job: Job, run: Path) -> int:
-    """The step of the newest checkpoint of a run, or 0."""
+    """The step of the newest checkpoint of a run on disk, or 0."""
     return max(checkpoint_folder(job, run).steps(), default=0)
 
 
 def decide(find: Callable[[], T]) -> T:
     """What rank 0 finds, on every rank, as JSON."""
     return cast(T, decide_on_rank_0(find)) if dist.is_initialized() else find()
+
+
+def _whose(received: tuple[int, ...]) -> str:
+    """Who had lost its file."""
+    if not received:
+        return ""
+    ranks = f"rank {received[0]}" if len(received) == 1 else f"ranks {', '.join(map(str, received))}"
+    return f", {ranks} from the copy on another host"
 
 
 def _step_of(extra: dict[str, Any]) -> int:

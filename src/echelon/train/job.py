@@ -186,7 +186,7 @@ class Job:
     evaluate_every: int = 100
     evaluate_batches: int | None = None  # 4; of images, all
     save_every: int = 100
-    keep: int = 2
+    keep: int | Literal["memory"] = 2
     keep_every: int = 0
     restarts: int = 3
     out: str = "runs"

@@ -18,7 +18,7 @@ _RULES: dict[Any, str] = {
     str: "text",
     tuple: "two numbers",
 }
-_OWN_RULES = {"loss_scale": "a number above 0, or dynamic"}
+_OWN_RULES = {"keep": "an integer, or memory", "loss_scale": "a number above 0, or dynamic"}
 
 
 def keys_at(path: list[str]) -> list[str]:

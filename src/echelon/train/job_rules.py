@@ -60,6 +60,7 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
     _check_optimizer(job.optimizer, findings)
     plan = _check_plan(job, findings)
     check_numbers(job, plan, findings)
+    _check_copies(job, plan, findings)
     if not findings.all_valid("task"):  # of which task the other keys are is not known
         _check_schedule(job, findings)
         return findings.errors
@@ -75,12 +76,30 @@ def job_errors(job: "Job", unread: Iterable[str] = ()) -> list[str]:
 def _check_counts(job: "Job", findings: Findings) -> None:
     for name, least in _LEAST.items():
         value = getattr(job, name)
-        if value is not None and value < least:
+        if value is None or isinstance(value, str):  # keep='memory'
+            continue
+        if value < least:
             findings.add(f"{name}={value}: must be at least {least}", name)
-        if value is not None and value >= _TOO_MANY:
+        if value >= _TOO_MANY:
             findings.add(f"{name}={value}: must be below 2**63", name)
     if findings.all_valid("save_every", "keep_every") and job.keep_every:
         _check_kept(job, findings)
+    if findings.all_valid("save_every", "keep") and job.keep == "memory" and job.save_every == 0:
+        findings.add(
+            "keep='memory' save_every=0: no copy would be made; set save_every to the steps between two "
+            "copies (save_every=10), or keep=2",
+            "keep",
+        )
+
+
+def _check_copies(job: "Job", plan: Plan | None, findings: Findings) -> None:
+    """A rank goes on from its own file in memory, so it must own what it trains."""
+    if plan is not None and job.keep == "memory" and plan.sync != "all-reduce":
+        findings.add(
+            f"keep='memory' plan='{plan}': with sync={plan.sync} the server owns all weights, and a lost "
+            "rank could not go on from its own copy; set keep=2 for checkpoints on disk, or sync=all-reduce",
+            "keep",
+        )
 
 
 def _check_kept(job: "Job", findings: Findings) -> None:

@@ -23,7 +23,7 @@ from echelon.train.checkpoints import Checkpoints
 from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.job import Job
-from echelon.train.memory_fit import refuse_small_device
+from echelon.train.memory_fit import refuse_small_device, state_bytes
 from echelon.train.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.stop_request import StopRequest
 from echelon.train.task import Task
@@ -64,6 +64,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     )
     first = engine.mesh.rank == 0
     checkpoints = Checkpoints(job, folder, engine, lambda text: report(Noted(text)) if first else None)
+    checkpoints.check_room(state_bytes(job, task.config))
     step = checkpoints.load_last()
     if first:
         device = _device_name(engine)
@@ -80,8 +81,9 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
             training.step(step)
         except (LossSpikeError, NonfiniteError) as trouble:
             step = training.go_back(trouble)
+    training.tell_last_skipped()
     engine.export(folder / "model")
-    engine.finish_saving()
+    checkpoints.finish()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
         report(Sampled(task.sample(folder / "model")))
@@ -101,6 +103,7 @@ class _Training:
         self._rollbacks = Rollbacks(job, checkpoints)
         self._unread: deque[_Unread] = deque()
         self._audit: list[AuditResult] = []
+        self._num_skipped = 0  # the last steps in a row
         # Where a look may lead back, all ranks take it after the same step.
         self._looks_early = not checkpoints.spikes.is_on or engine.mesh.device.type == "cpu"
 
@@ -134,11 +137,20 @@ class _Training:
         step, metrics, record = unread
         if record is not None:
             self._report(_stepped(step, metrics, record))
+        self._num_skipped = self._num_skipped + 1 if metrics.skipped else 0
         if not metrics.skipped:  # which is counted, and may be an error
             trouble = self._checkpoints.spikes.judge(step, metrics.loss)
             if trouble is not None:
                 raise LossSpikeError(trouble)
             refuse_divergence(self._job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
+
+    def tell_last_skipped(self) -> None:
+        """Of a training that ends with steps that were too few to be an error."""
+        if self._num_skipped and self._first:
+            which = (
+                "the last step was" if self._num_skipped == 1 else f"the last {self._num_skipped} steps were"
+            )
+            self._report(Noted(f"{which} skipped: the loss or the gradients were not finite"))
 
     def go_back(self, error: LossSpikeError | NonfiniteError) -> int:
         """Go on from a checkpoint, without the batches that led here: returns its step, or raises."""

@@ -110,6 +110,12 @@ def refuse_small_device(job: "Job", config: ModelConfig | ImageConfig, device: t
         )
 
 
+def state_bytes(job: "Job", config: ModelConfig | ImageConfig) -> float:
+    """What a rank must keep to go on, at least: weights and the optimizer's state."""
+    needed = _needed(job, config, Plan.parse(job.plan))
+    return needed.weights + needed.optimizer
+
+
 def _needed(job: "Job", config: ModelConfig | ImageConfig, plan: Plan) -> RankBytes:
     routed = config.num_routed_parameters if isinstance(config, ModelConfig) else 0
     return rank_bytes(num_parameters(config), plan, num_states(job.optimizer), routed)

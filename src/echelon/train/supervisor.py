@@ -14,11 +14,12 @@ from pathlib import Path
 from echelon.engine.auto import ranks_here
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 from echelon.plan import Plan
-from echelon.train.checkpoints import newest_step
+from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.elastic import change
 from echelon.train.events import Noted, Restarting
 from echelon.train.job import Job
 from echelon.train.loop import train_rank
+from echelon.train.memory_copies import memory_of_run, newest_in_memory
 from echelon.train.preempted import Preempted
 from echelon.train.run import Run
 from echelon.train.stop_request import on_sigterm
@@ -29,11 +30,12 @@ Fit = Callable[[Job], Job]  # the job for the devices that there are now
 def supervise(job: Job, run: Run, fit: Fit) -> None:
     """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults."""
     faults, fitted = _Faults(job, run), job
-    with _Sigterm() as sigterm:
+    with memory_of_run(job, run.folder.path), _Sigterm() as sigterm:
         while True:
             before, fitted = fitted, fit(job)
             if fitted != before:
                 run.take(Noted(change(job, fitted)))
+            checkpoint_folder(job, run.folder.path).remove_leftovers()
             try:
                 last = _train(fitted, run, sigterm)
             except RankFailed as error:
@@ -80,7 +82,8 @@ class _Faults:
         self._run.take(Restarting(f"rank {error.rank} {error.reason}", self._number, self._job.restarts))
 
     def _newest(self) -> int:
-        return newest_step(self._job, self._run.folder.path)
+        run = self._run.folder.path
+        return max(newest_step(self._job, run), newest_in_memory(self._job, run))
 
 
 class _Sigterm:

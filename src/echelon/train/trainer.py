@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from echelon.launching import TRAINING_MODULES, join, preload
 from echelon.launching.group import decide_on_rank_0
-from echelon.launching.torchrun import is_under_torchrun
+from echelon.launching.torchrun import is_under_torchrun, when_ended
+from echelon.train.checkpoints import checkpoint_folder
 from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
 from echelon.train.job import Job, check
 from echelon.train.loop import train_rank
+from echelon.train.memory_copies import memory_of_rank
 from echelon.train.preempted import Preempted
 from echelon.train.run import Run, Show, open_run
 from echelon.train.supervisor import supervise
@@ -49,13 +51,16 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
     def open_on_rank_0() -> str:
         path = resume or run_of_launch(job, launch)
         runs.append(stack.enter_context(open_run(job, show, path, launch)))
+        checkpoint_folder(job, runs[0].folder.path).remove_leftovers()
         if fitted != job:
             runs[0].take(Noted(change(job, fitted)))
         return str(runs[0].folder.path)
 
     with ExitStack() as stack:
         folder = Path(decide_on_rank_0(open_on_rank_0))
+        stack.enter_context(memory_of_rank(fitted, folder))
         if dist.get_rank() == 0:
+            when_ended(runs[0].folder.fail)
             _raise_preempted(train_rank(fitted, folder, runs[0].take))
             return runs[0].finish()
         _raise_preempted(train_rank(fitted, folder, show))

@@ -1,0 +1,194 @@
+"""The folder of a run's copies on one host, on a RAM disk: memory that outlives the ranks.
+
+It belongs to the process that started them, and goes with its run. What a killed process leaves is removed by
+the next run of the same user.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, final
+
+from echelon.errors import UserError
+
+VARIABLE = "ECHELON_MEMORY_FOLDER"
+_RAM_DISK = "/dev/shm"
+_PREFIX = "echelon-memory-"
+_OWNER = "owner"
+_NUM_SLOTS = 2
+_MANIFEST = re.compile(r"rank-(\d{5,9})\.(\d{8,18}-[0-9a-f]{16})\.json", re.ASCII)
+
+
+class Entry(NamedTuple):
+    """The file of a rank, of one save, which is whole."""
+
+    rank: int
+    generation: str
+    slot: int
+
+
+def step_of(generation: str) -> int:
+    """step_of("00000100-5d2e0c…") == 100"""
+    return int(generation.partition("-")[0])
+
+
+def generation_of(step: int, token: str) -> str:
+    """The name of one save: the same step of another attempt has another."""
+    return f"{step:08d}-{token}"
+
+
+@final
+class MemoryFolder:
+    """Where the copies of a run are on this host. `root` is the RAM disk, or another folder."""
+
+    def __init__(self, run: Path, root: Path | None = None) -> None:
+        name = hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]
+        self.path = (root or memory_root()) / f"{_PREFIX}{os.getuid()}-{name}"
+
+    def make(self, owner: int) -> None:
+        """Make it, for this user alone, or take that of an attempt before; `owner` is a process that lives
+        as long as the run does on this host."""
+        try:
+            with suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            self._refuse_strangers()
+            for slot in range(_NUM_SLOTS):
+                self.slot(slot).mkdir(mode=0o700, exist_ok=True)
+            write_small(self.path / _OWNER, _describe_process(owner).encode())
+        except OSError as error:
+            raise UserError(
+                f"keep='memory': cannot make {self.path}: {error.strerror or error}; set {VARIABLE} to a "
+                "folder on a RAM disk (tmpfs) that this user can write to, or keep=2 for checkpoints on disk"
+            ) from error
+
+    def _refuse_strangers(self) -> None:
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UserError(
+                f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
+                f"remove it, or set {VARIABLE} to another place"
+            )
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def slot(self, number: int) -> Path:
+        return self.path / f"generation-{number}"
+
+    def file(self, slot: int, rank: int) -> Path:
+        return self.slot(slot) / file_name(rank)
+
+    def manifest(self, entry: Entry) -> Path:
+        return self.slot(entry.slot) / f"rank-{entry.rank:05d}.{entry.generation}.json"
+
+    def entries(self) -> list[Entry]:
+        """What is whole here, by the names of manifests, which are written last."""
+        found = []
+        for slot in range(_NUM_SLOTS):
+            for name in _names(self.slot(slot)):
+                match = _MANIFEST.fullmatch(name)
+                if match is not None:
+                    found.append(Entry(int(match[1]), match[2], slot))
+        return found
+
+    def forget(self, entry: Entry) -> None:
+        """From now on its file is not whole. The memory stays, for the next save."""
+        self.manifest(entry).unlink(missing_ok=True)
+
+    def free_slot(self, rank: int, kept: str | None) -> int:
+        """Where the next file of a rank goes: not where that of the generation `kept` is."""
+        used = {entry.slot for entry in self.entries() if (entry.rank, entry.generation) == (rank, kept)}
+        slot = next(slot for slot in range(_NUM_SLOTS) if slot not in used)
+        for entry in self.entries():
+            if (entry.rank, entry.slot) == (rank, slot):
+                self.forget(entry)
+        return slot
+
+
+def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
+    """The newest step of which a folder has the files of all ranks, or 0."""
+    held: dict[str, set[int]] = {}
+    for entry in folder.entries():
+        held.setdefault(entry.generation, set()).add(entry.rank)
+    return max((step_of(name) for name, found in held.items() if len(found) >= ranks), default=0)
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def memory_root() -> Path:
+    """The RAM disk of this host, or what the environment names."""
+    root = Path(os.environ.get(VARIABLE) or _RAM_DISK)
+    if not root.is_dir():
+        raise UserError(
+            f"keep='memory': {root} is not a folder; set {VARIABLE} to one on a RAM disk (tmpfs), or keep=2 "
+            "for checkpoints on disk"
+        )
+    return root
+
+
+def host_name(folder: Path) -> str:
+    """The same for ranks that see the same folder, and for no others."""
+    found = folder.stat()
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:  # not Linux
+        machine = socket.gethostname()
+    return f"{machine} {found.st_dev} {found.st_ino}"
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """A file that is there whole, or not at all. Links are not followed."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    part.replace(path)
+
+
+def remove_dead_folders(root: Path | None = None, keep: Path | None = None) -> None:
+    """Remove what runs of this user have left whose process is gone; but that of the run `keep`."""
+    for path in (root or memory_root()).glob(f"{_PREFIX}{os.getuid()}-*"):
+        with suppress(OSError):
+            if path != keep and path.lstat().st_uid == os.getuid() and _is_dead((path / _OWNER).read_text()):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    with suppress(OSError), os.scandir(folder) as found:
+        for each in found:
+            yield each.name
+
+
+def _describe_process(pid: int) -> str:
+    """No other process has the same text. Where processes are counted comes first: each container may have
+    a process 7."""
+    return f"{_namespace()} {pid} {_began(pid)}"
+
+
+def _is_dead(owner: str) -> bool:
+    namespace, pid, began = [*owner.split(" "), "", "", ""][:3]
+    return namespace == _namespace() and pid.isdecimal() and _began(int(pid)) != began
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return "host"
+
+
+def _began(pid: int) -> str:
+    """When a process began, as the system counts; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

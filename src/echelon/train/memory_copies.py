@@ -1,0 +1,79 @@
+"""keep='memory': the folder of a run's copies in memory, from the start of the run to its end.
+
+The process that starts the ranks owns it: this one, or the agent of torchrun on each host.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from echelon.checkpoint.copies import MemoryCopies, MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.engine import Engine
+from echelon.engine.auto import ranks_here
+from echelon.errors import UserError
+from echelon.plan import Plan
+from echelon.train.job import Job
+from echelon.train.preempted import Preempted
+
+MEMORY = "memory"
+NUM_ON_DISK = 2  # checkpoints that stay on disk beside the copies in memory
+
+
+def is_in_memory(job: Job) -> bool:
+    return job.keep == MEMORY
+
+
+def open_copies(job: Job, run: Path, engine: Engine) -> MemoryCopies | None:
+    """The copies of a run, if its job asks for them; all ranks must call this."""
+    if not is_in_memory(job):
+        return None
+    return MemoryCopies(MemoryFolder(run), str(engine.plan), engine.mesh.group("all"), engine.mesh.device)
+
+
+def newest_in_memory(job: Job, run: Path) -> int:
+    """The newest step of which this host has the files of all ranks, or 0."""
+    return newest_step_here(MemoryFolder(run), ranks_here(Plan.parse(job.plan))) if is_in_memory(job) else 0
+
+
+@contextmanager
+def memory_of_run(job: Job, run: Path) -> Iterator[None]:
+    """Make the folder of a run whose ranks this process starts, and remove it at the end, in any case."""
+    folder = _make(job, run, os.getpid())
+    try:
+        yield
+    finally:
+        if folder is not None:
+            folder.remove()
+
+
+@contextmanager
+def memory_of_rank(job: Job, run: Path) -> Iterator[None]:
+    """The same in a rank of torchrun, which may start it again: then the folder stays."""
+    folder = _make(job, run, os.getppid())
+    try:
+        yield
+    except BaseException as error:
+        if folder is not None and (isinstance(error, Preempted | KeyboardInterrupt) or _is_last_attempt()):
+            folder.remove()
+        raise
+    if folder is not None:
+        folder.remove()
+
+
+def _make(job: Job, run: Path, owner: int) -> MemoryFolder | None:
+    """Also removes what runs that were killed have left."""
+    if not is_in_memory(job):
+        with suppress(UserError):  # no RAM disk, so there is nothing
+            remove_dead_folders()
+        return None
+    folder = MemoryFolder(run)
+    remove_dead_folders(keep=folder.path)
+    folder.make(owner)
+    return folder
+
+
+def _is_last_attempt() -> bool:
+    attempts = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    restarts, most = (int(text) if text.isdecimal() else 0 for text in attempts)
+    return restarts >= most

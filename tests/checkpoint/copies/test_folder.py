@@ -1,0 +1,91 @@
+"""The folder of a run's copies: for one user, and gone when its run is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.checkpoint.copies import MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.checkpoint.copies.folder import Entry, generation_of
+from echelon.checkpoint.copies.hosts import Sending, receivers, sendings, whole_generations
+from echelon.checkpoint.copies.mapped_file import MappedFile
+from echelon.checkpoint.copies.room import num_files, refuse_small_disk
+from echelon.errors import UserError
+
+
+def test_only_this_user_can_read_it(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path / "run", tmp_path)
+    folder.make(os.getpid())
+    MappedFile(folder.file(0, 3), 100).memory.fill_(7)
+    assert folder.file(0, 3).read_bytes() == b"\7" * 100
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert folder.file(0, 3).stat().st_mode & 0o777 == 0o600
+
+
+def test_links_and_folders_of_others_are_refused(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path / "run", tmp_path)
+    folder.path.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="must be a folder of this user, which no other can read"):
+        folder.make(os.getpid())
+    folder.path.unlink()
+    folder.path.mkdir(mode=0o755)
+    with pytest.raises(UserError, match="must be a folder of this user, which no other can read"):
+        folder.make(os.getpid())
+    other = MemoryFolder(tmp_path / "other", tmp_path)
+    other.make(os.getpid())
+    other.file(0, 0).symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match="cannot be written"):
+        MappedFile(other.file(0, 0), 10)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_what_a_dead_process_has_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    dead, alive, own = (MemoryFolder(tmp_path / name, tmp_path) for name in ("dead", "alive", "own"))
+    dead.make(ended.pid)
+    own.make(ended.pid)
+    alive.make(os.getpid())
+    ended.wait()
+    remove_dead_folders(tmp_path, keep=own.path)
+    assert not dead.path.exists()
+    assert alive.path.exists()
+    assert own.path.exists()
+
+
+def test_the_last_whole_generation_is_not_written_over(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path / "run", tmp_path)
+    folder.make(os.getpid())
+    kept, late = generation_of(10, "a" * 16), generation_of(20, "b" * 16)
+    for slot, generation in ((0, kept), (1, late)):
+        folder.manifest(Entry(0, generation, slot)).write_bytes(b"")
+    assert newest_step_here(folder, 1) == 20
+    assert newest_step_here(folder, 2) == 0
+    assert folder.free_slot(0, kept) == 1
+    assert folder.entries() == [Entry(0, kept, 0)]
+
+
+def test_a_small_ram_disk_is_refused_with_its_bytes(tmp_path: Path) -> None:
+    folder = MemoryFolder(tmp_path / "run", tmp_path)
+    folder.make(os.getpid())
+    with pytest.raises(UserError, match=r"3 states of 1024.0 TiB are kept twice, which takes 6144.0 TiB"):
+        refuse_small_disk(folder, 2.0**50, 3)
+    refuse_small_disk(folder, 1, 3)
+
+
+def test_each_copy_goes_to_the_next_host() -> None:
+    assert receivers(["a", "a"]) == [None, None]
+    assert receivers(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert receivers(["a", "a", "b"]) == [2, 2, 0]
+    assert num_files("b", ["a", "a", "b"], [2, 2, 0]) == 3
+    assert num_files("a", ["a", "a"], [None, None]) == 2
+
+
+def test_a_generation_is_whole_if_some_host_has_each_file() -> None:
+    new, old = generation_of(20, "a" * 16), generation_of(10, "b" * 16)
+    found = [{new: [0, 1], old: [0, 1]}, {new: [], old: [1, 0]}]
+    assert whole_generations(found) == [new, old]
+    assert sendings(new, found) == [Sending(0, 1)]
+    assert sendings(old, found) == []
+    assert whole_generations([{new: [0]}, {new: [0], old: [1]}]) == []

@@ -1,0 +1,95 @@
+"""keep='memory': a lost rank costs the steps since the last copy, and no read of a disk."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.train.events import Event, Noted, Restarting, Started
+from echelon.train.job import OptimizerJob, check
+from echelon.train.preempted import Preempted
+from echelon.train.trainer import train
+from tests.train.test_faults import at_step, kill_rank, step_lines, weights
+from tests.train.test_trainer import small_job
+
+
+@pytest.fixture
+def ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "ram"
+    root.mkdir()
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(root))
+    return root
+
+
+def notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Noted)]
+
+
+def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> None:
+    job = small_job(tmp_path / "runs", steps=7, save_every=1, keep="memory", evaluate_every=0)
+    undisturbed = Path(train(job, lambda _: None)["run"])
+    events: list[Event] = []
+    run = Path(train(job, at_step(5, lambda: kill_rank(1), events))["run"])
+    assert len([event for event in events if isinstance(event, Restarting)]) == 1
+    _, after = (event.after_step for event in events if isinstance(event, Started))
+    assert after in (3, 4, 5), "the copy after step 5 may be under way, and that after step 4"
+    assert notes(events) == [f"step {after}: from memory"]
+    assert weights(run) == weights(undisturbed)
+    assert step_lines(run) == step_lines(undisturbed)
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000007"]
+    assert list(ram_disk.iterdir()) == []
+
+
+def test_copies_need_steps_between_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="keep='memory' save_every=0: no copy would be made"):
+        check(small_job(tmp_path, save_every=0, keep="memory"))
+
+
+def test_a_ram_disk_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=r"missing is not a folder; set ECHELON_MEMORY_FOLDER"):
+        train(small_job(tmp_path / "runs", save_every=1, keep="memory"), lambda _: None)
+    assert list((tmp_path).glob("runs/*")) == []
+
+
+def test_a_server_owns_all_weights_so_copies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="with sync=parameter-server the server owns all weights"):
+        check(small_job(tmp_path, save_every=1, keep="memory", plan="data=2 sync=parameter-server"))
+
+
+@pytest.mark.slow
+def test_damaged_copies_are_passed_over_for_the_disk(tmp_path: Path, ram_disk: Path) -> None:
+    job = small_job(tmp_path / "runs", steps=8, save_every=1, keep_every=3, keep="memory", evaluate_every=0)
+    undisturbed = Path(train(job, lambda _: None)["run"])
+    events: list[Event] = []
+
+    def damage_and_kill() -> None:
+        for rank in (0, 1):  # neither writes behind this
+            kill_rank(rank)
+        for path in ram_disk.glob("*/*/rank-00000.safetensors"):
+            path.write_bytes(b"\0" * path.stat().st_size)
+
+    run = Path(train(job, at_step(6, damage_and_kill, events))["run"])
+    _, after = (event.after_step for event in events if isinstance(event, Started))
+    assert after in (0, 3, 6), "on disk"
+    assert any("rank-00000.safetensors: is damaged" in text for text in notes(events))
+    assert not any("from memory" in text for text in notes(events))
+    assert weights(run) == weights(undisturbed)
+    assert step_lines(run) == step_lines(undisturbed)
+    assert list(ram_disk.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_sigterm_saves_on_disk_and_leaves_nothing_in_memory(tmp_path: Path, ram_disk: Path) -> None:
+    rate = OptimizerJob(schedule="constant", warmup=2)
+    job = small_job(
+        tmp_path / "runs", steps=5000, save_every=1, keep="memory", evaluate_every=0, optimizer=rate
+    )
+    with pytest.raises(Preempted) as caught:
+        train(job, at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM), []))
+    (run,) = (tmp_path / "runs").iterdir()
+    names = [path.name for path in (run / "checkpoints").glob("step-*")]
+    assert names == [f"step-{caught.value.step:08d}"], "though there was a copy of that step in memory"
+    assert list(ram_disk.iterdir()) == []
