@@ -231,3 +231,12 @@ def test_a_loss_scale_needs_fp16_and_a_value_above_0() -> None:
     assert error.startswith("loss_scale=8.0 precision=bf16: only losses of fp16 are scaled")
     (error,) = job_errors(Job(plan="precision=fp16", loss_scale=-1.0))
     assert error.startswith("loss_scale=-1.0: must be 'dynamic', a number above 0")
+
+
+@pytest.mark.parametrize("key", ["keep", "loss_scale"])
+def test_a_table_where_one_of_several_kinds_of_values_must_be(tmp_path: Path, key: str) -> None:
+    """It was an error of pydantic: what was removed of the values was not the value."""
+    path = tmp_path / "job.toml"
+    path.write_text(f"{key} = {{a = 1}}\n")
+    with pytest.raises(UserError, match=f"{key}="):
+        read_job(path)

@@ -5,7 +5,7 @@ pydantic does the reading. Only this module imports it, so that the embedded def
 
 import copy
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,11 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
         errors = refusal.errors(include_url=False)
     unread |= {_key(error): _explain(error, values) for error in errors}
     for error in errors:
-        _remove(values, error["loc"])
+        _remove(values, _path(error))
     return reader.validate_python(values), unread
 
 
-def _remove(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
+def _remove(values: dict[str, Any], place: Sequence[str]) -> None:
     """Remove the value at `place`, or the list that contains it."""
     table: Any = values
     for name in place[:-1]:
