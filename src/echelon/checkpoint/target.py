@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, final
 
 from echelon.checkpoint.direct_file import DirectFile
-from echelon.checkpoint.manifest import FORMAT, MANIFEST, FileRecord
+from echelon.checkpoint.manifest import MANIFEST, FileRecord
+from echelon.checkpoint.manifest_text import FORMAT
 from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.storage_errors import as_folder, is_url
 from echelon.checkpoint.swap import replace_folder
