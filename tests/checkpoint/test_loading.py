@@ -1,5 +1,6 @@
 """engine.load: what fits, what is refused with all reasons at once, and what becomes of the engine."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import echelon
+from echelon.checkpoint import SavedState
+from echelon.checkpoint.manifest import MANIFEST
 from echelon.engine import Engine, parallelize
 from echelon.errors import UserError
 from echelon.optim import CombinedOptimizer
 from echelon.weight_files import tensor_file
+from echelon.weight_files.tensor_file import read_header
+from tests.checkpoint.small import record_of
 
 Make = Callable[[Any], Any]
 
@@ -390,3 +395,22 @@ class Drawing(nn.Module):
 
 def test_random_state_comes_back_where_nothing_is_seeded(tmp_path: Path) -> None:
     goes_on(make_engine(Drawing(), seed=None), make_engine(Drawing(), seed=None), tmp_path / "a")
+
+
+def test_state_of_the_engine_that_no_engine_saves_is_refused_in_words(tmp_path: Path) -> None:
+    """Bytes of a stranger, with the right hashes, where an engine expects its own."""
+    engine = make_engine()
+    engine.step(batch(0))
+    engine.save(tmp_path / "a")
+    manifest = SavedState.open(tmp_path / "a").manifest
+    (piece,) = manifest.tensors["(learned)"]["rank 0"].pieces
+    path = tmp_path / "a" / piece.file
+    data = bytearray(path.read_bytes())
+    begin = read_header(path)[piece.tensor].begin
+    data[begin] = 255
+    path.write_bytes(data)
+    changed = dataclasses.replace(manifest, files={piece.file: record_of(path)})
+    (tmp_path / "a" / MANIFEST).write_bytes(changed.as_bytes())
+    with pytest.raises(UserError, match=r"\(learned\) is not what an engine saves"):
+        engine.load(tmp_path / "a")
+    engine.close()

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from echelon.errors import UserError
 from echelon.planner import Node, Profile, chain, profile_of, read_profile, to_dict, write_profile
+from echelon.planner.graph import AMOUNTS
 from tests.planner.brute_force import profiles
 
 
@@ -95,6 +96,13 @@ def test_files_that_cannot_be_read_say_so_in_words(tmp_path: Path) -> None:
         read_profile(tmp_path / "binary")
     with pytest.raises(UserError, match=r"cannot be read: Is a directory$"):
         read_profile(tmp_path)
+
+
+def test_an_integer_of_hundreds_of_digits_is_refused() -> None:
+    """It was an OverflowError."""
+    node = dict.fromkeys(AMOUNTS, 1) | {"name": "0", "forward_seconds": 10**400}
+    with pytest.raises(UserError, match="forward_seconds=inf must be a finite number"):
+        profile_of({"format": "echelon-profile", "version": 1, "nodes": [node]})
 
 
 def test_nan_is_named_as_nan() -> None:

@@ -8,7 +8,8 @@ from echelon.checkpoint.manifest_reader import dtype_of
 from echelon.checkpoint.saved import SavedState
 from echelon.ownership import MASTER, VALUE
 
-KINDS = {VALUE: "weights", MASTER: "masters"}  # any other part is of the optimizer
+# Any other part is of the optimizer; of a name that is no tensor of the model, it is the engine's own.
+KINDS = {VALUE: "weights", MASTER: "masters"}
 
 
 def summarize(saved: SavedState) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def summarize(saved: SavedState) -> dict[str, Any]:
     dtypes: dict[str, set[str]] = {}
     for parts in manifest.tensors.values():
         for part, record in parts.items():
-            kind = KINDS.get(part, "optimizer")
+            kind = KINDS.get(part, "optimizer" if VALUE in parts else "other")
             num_bytes = math.prod(record.shape) * dtype_of(record.dtype).itemsize
             sizes.setdefault(kind, Counter()).update(tensors=1, bytes=num_bytes)
             dtypes.setdefault(kind, set()).add(record.dtype)
@@ -31,7 +32,7 @@ def summarize(saved: SavedState) -> dict[str, Any]:
         "versions": manifest.versions,
         "sizes": {kind: {**sizes[kind], "types": sorted(dtypes[kind])} for kind in sizes},
         "optimizer_parts": sorted(
-            {part for parts in manifest.tensors.values() for part in parts if part not in KINDS}
+            {p for parts in manifest.tensors.values() if VALUE in parts for p in parts if p not in KINDS}
         ),
         "numbers": manifest.numbers,
         "extra": manifest.extra,

@@ -10,8 +10,9 @@ anything does not fit, nothing changes. Then each rank reads what it holds:
 """
 
 import json
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from echelon.engine.checkpoints import EXTRA_STATE, JSON, RANDOM, extra_state_mo
 from echelon.engine.group_options import apply_options, option_errors
 from echelon.engine.learned import LEARNED, restore_learned
 from echelon.engine.state_checks import name_errors, optimizer_errors, value_errors
-from echelon.errors import raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.launching.group import check_on_every_rank
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, OwnedSlice, Slice, StateNames
@@ -83,8 +84,7 @@ class Loading(NamedTuple):
     def _read_extra_state(self) -> None:
         for name, module in extra_state_modules(self.module).items():
             is_plain = JSON in self.saved.parts(name)
-            state = self._whole(name, JSON if is_plain else VALUE)
-            module.set_extra_state(json.loads(bytes(state.tolist())) if is_plain else state)
+            module.set_extra_state(self._plain(name, JSON) if is_plain else self._whole(name, VALUE))
 
     def restore_options(self) -> None:
         apply_options(self.saved.manifest.groups, self.update)
@@ -97,16 +97,33 @@ class Loading(NamedTuple):
 
     def restore_learned(self) -> None:
         if f"rank {self.mesh.rank}" in self.saved.parts(LEARNED):
-            data = self._whole(LEARNED, f"rank {self.mesh.rank}")
-            restore_learned(self.local, json.loads(bytes(data.tolist())))
+            with self._refusing_strangers(LEARNED):
+                restore_learned(self.local, self._plain(LEARNED, f"rank {self.mesh.rank}"))
 
     def restore_random(self) -> None:
         """Random states are there if nothing was seeded."""
         parts, rank = self.saved.parts(RANDOM), self.mesh.rank
-        if f"cpu of rank {rank}" in parts:
-            torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {rank}"))
-        if f"cuda of rank {rank}" in parts and self.mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), self.mesh.device)
+        with self._refusing_strangers(RANDOM):
+            if f"cpu of rank {rank}" in parts:
+                torch.set_rng_state(self._whole(RANDOM, f"cpu of rank {rank}"))
+            if f"cuda of rank {rank}" in parts and self.mesh.device.type == "cuda":
+                torch.cuda.set_rng_state(self._whole(RANDOM, f"cuda of rank {rank}"), self.mesh.device)
+
+    def _plain(self, name: str, part: str) -> Any:
+        """A small tensor of bytes that are JSON."""
+        with self._refusing_strangers(name):
+            return json.loads(bytes(self._whole(name, part).tolist()))
+
+    @contextmanager
+    def _refusing_strangers(self, name: str) -> Iterator[None]:
+        """What no engine has saved is an error of the checkpoint, not of this program."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise UserError(f"{self.saved.path}: {name} is not what an engine saves: {reason}") from error
 
     def _whole(self, name: str, part: str) -> Tensor:
         """All of a small tensor, in host memory."""

@@ -74,7 +74,7 @@ def save_hf_state(
 
 
 def _check_counts(folder: Path, config: ModelConfig) -> None:
-    """Refuse a config that lies about its layers or experts before they are built: each has tensors."""
+    """Refuse a config that lies about layers or experts before they are built: each has its own tensors."""
     headers = read_headers(folder)
     counts = {"layers": config.layers}
     if config.experts is not None and dialect_of(config) != OWN_TYPE:
