@@ -253,10 +253,12 @@ LAYERS = (
     ),
     Layer(("experts",), (), "gates and experts, on one device"),
     Layer(
-        ("precision", "memory", "dropout", "initialization", "assembly", "shards"),
+        ("precision", "memory", "dropout", "initialization", "shards"),
         (),
-        "types; bytes; masks; first and last values",
+        "types; bytes; masks; first values",
     ),
+    Layer(("checkpoint",), (), "state in files, for any plan"),
+    Layer(("assembly",), (), "whole tensors, put together"),
     Layer(("optim", "mesh", "ownership", "activation_offload"), (), "who stands where, who owns what"),
     Layer(("collectives",), (), "what ranks do together; the ledger"),
     Layer(("launching",), (), "starts, watches and ends ranks"),
@@ -272,16 +274,16 @@ LAYERS = (
     ),
     Layer(("tracing", "products", "entropy", "fingerprint", "hashing"), (), "small tools"),
     Layer(
-        ("errors", "quantities", "hardware", "targets", "inputs"),
+        ("errors", "quantities", "hardware", "targets", "inputs", "version"),
         (),
-        "errors; bytes as text; the machine; targets; arguments",
+        "errors; bytes as text; the machine; targets",
     ),
 )
-BESIDE = Layer(("models", "data", "charts"), ("checkpoint",), "stand beside")
+BESIDE = Layer(("models", "data", "charts"), (), "stand beside")
 
 
 def draw_layers() -> str:
-    picture = Drawing(900, 907, "The packages of echelon. Imports point downward only.")
+    picture = Drawing(900, 993, "The packages of echelon. Imports point downward only.")
     top, row, left, width = 58, 43, 24, 500
     for index, layer in enumerate(LAYERS):
         y = top + index * row

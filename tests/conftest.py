@@ -36,8 +36,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Cases that take long and of which a cheaper one stays, or which other tests cover, beside those that are marked
-# in their files. Found with `pytest --durations=0`.
+# Cases that take long and of which a cheaper one stays, or which other tests cover, beside those that are
+# marked in their files. Found with `pytest --durations=0`.
 _SLOW_CASES = frozenset((Path(__file__).parent / "slow_cases.txt").read_text(encoding="utf-8").splitlines())
 
 

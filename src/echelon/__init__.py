@@ -14,6 +14,8 @@ results = echelon.launch(main, ranks=2)      # or: torchrun --nproc-per-node 2 s
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from echelon.version import VERSION
+
 if TYPE_CHECKING:
     from echelon import data, optim
     from echelon.engine import Engine, Evaluation, Metrics, parallelize
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from echelon.memory import Memory
     from echelon.plan import Plan
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Name → the module that has it. Found on first use, so that plans and commands start without torch.
 _HOME = {

@@ -13,6 +13,7 @@ def test_every_bench_says_what_it_measures() -> None:
         "pipeline",
         "tensor",
         "start",
+        "checkpoint",
         "memory",
         "one-gpu",
         "kernels",

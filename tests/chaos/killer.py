@@ -41,8 +41,10 @@ class Killer:
                 self._step = event.step
 
     def stop(self) -> None:
+        """End the thread. A kill that no restart followed came after the end, and does not count."""
         self._is_over = True
         self._thread.join()
+        del self.done[max(0, self._starts - 1) :]
 
     def _work(self) -> None:
         for kill in self._kills:

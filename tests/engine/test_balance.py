@@ -179,13 +179,19 @@ def forget_the_normaliser(engine: Engine) -> None:
     ("plan", "bug"),
     [
         ("data=2", forget_other_ranks),
-        pytest.param("data=2 microbatches=2", forget_other_microbatches, marks=pytest.mark.slow),
         pytest.param("data=2 microbatches=2", record_twice, marks=pytest.mark.slow),
         pytest.param("data=2", forget_the_normaliser, marks=pytest.mark.slow),
     ],
 )
 def test_the_contract_finds_bugs(plan: str, bug: Any) -> None:
     assert not verify(case(), plan, inject_bug=bug).equal
+
+
+@pytest.mark.slow
+def test_microbatches_that_are_not_counted_are_refused() -> None:
+    """Before anything is wrong: their backward passes go through gates that recorded nothing."""
+    with pytest.raises(UserError, match="are not those that the backward pass goes through"):
+        verify(case(), "data=2 microbatches=2", inject_bug=forget_other_microbatches)
 
 
 # Updates that are not made.

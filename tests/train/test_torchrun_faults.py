@@ -108,4 +108,4 @@ def test_fewer_ranks_are_named_and_elastic_trains_with_them(tmp_path: Path) -> N
     with torchrun(job, "--nproc-per-node=2", more=("--elastic",)) as process:
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    assert "training with 'data=2', and the same global batch of 6" in out.replace("\n", " ")
+    assert "training with 'data=2', and the same global batch of 6" in " ".join(out.split())

@@ -146,15 +146,15 @@ def _dd(path: Path, num_bytes: int, is_first: bool, barrier: Callable[[], None])
 
 
 def _torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    checkpoint.save(dict(state), checkpoint_id=path)
+    save(dict(state), checkpoint_id=path)
 
 
 def _torch_load(state: dict[str, torch.Tensor], path: Path) -> None:
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    checkpoint.load(dict(state), checkpoint_id=path)
+    load(dict(state), checkpoint_id=path)
 
 
 def _prepared(prepare: Callable[[Path], None], folder: Path) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """The entry point: runs the command, and turns every failure into a message and an exit code.
 
-0 done · 1 what was asked does not hold, or a rank failed · 2 bad input · 75 SIGTERM, and the training is saved
-130 interrupted · 143 SIGTERM
+0 done · 1 what was asked does not hold, or a rank failed · 2 bad input
+75 SIGTERM, and the training is saved · 130 interrupted · 143 SIGTERM
 """
 
 import os

@@ -10,7 +10,6 @@ temporary        buffers that are not persistent, if training has changed them
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from echelon.launching.group import check_on_every_rank
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, OwnedSlice, Slice
 from echelon.runtime import LocalStages, Update
+from echelon.version import VERSION
 from echelon.weight_files.tensor_file import DTYPES
 
 RANDOM = "(random)"  # the name of random states; no parameter can have it
@@ -45,7 +45,7 @@ def describe(mesh: Mesh, step: int, update: Update, extra: Mapping[str, Any]) ->
         plan=str(mesh.plan),
         ranks=mesh.plan.ranks,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"echelon": import_module("echelon").__version__, "torch": torch.__version__},
+        versions={"echelon": VERSION, "torch": torch.__version__},
         groups=_joined(group for groups, _ in rows for group in groups),
         state_numbers={name: of_name for _, by_name in rows for name, of_name in by_name.items()},
         extra=dict(extra),

@@ -1,0 +1,3 @@
+"""The version of echelon."""
+
+VERSION = "0.1.0"
