@@ -100,6 +100,60 @@ def test_messages_keep_their_order(warm_ranks: Warm, kind: str) -> None:
     assert warm_ranks(2).run(messages_in_any_order, kind) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
 
 
+def send_to_each_other(kind: str) -> float:
+    """Both wait for what they have sent before they wait for what they receive."""
+    group = compared(kind)
+    peer, incoming = 1 - group.rank, torch.zeros(1)
+    receive = group.recv(incoming, peer, wait=False)
+    group.send(torch.tensor([1.0 + group.rank]), peer)
+    receive.wait()
+    group.close()
+    return incoming.item()
+
+
+def meet_in_another_group(kind: str) -> float:
+    """One waits for what it has sent while the other, whose receive is posted, waits for all ranks."""
+    messages, everybody = compared(kind), compared(kind)
+    incoming = torch.zeros(1)
+    if messages.rank == 0:
+        messages.send(torch.tensor([2.0]), 1)
+        everybody.barrier()
+    else:
+        receive = messages.recv(incoming, 0, wait=False)
+        everybody.barrier()
+        receive.wait()
+    for group in (messages, everybody):
+        group.close()
+    return incoming.item()
+
+
+def post_two_before_they_are_sent() -> list[float]:
+    """Where all messages share one order, a posted receive does not hold up the next."""
+    group = compared("one order")
+    incoming = [torch.zeros(1), torch.zeros(1)]
+    if group.rank == 0:
+        dist.barrier()
+        for value in (3.0, 4.0):
+            group.send(torch.tensor([value]), 1)
+    else:
+        receives = [group.recv(each, 0, wait=False) for each in incoming]
+        dist.barrier()
+        for receive in receives:
+            receive.wait()
+    group.close()
+    return [each.item() for each in incoming]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared"])
+def test_posted_receives_begin_whatever_their_rank_waits_for(warm_ranks: Warm, kind: str) -> None:
+    assert warm_ranks(2).run(send_to_each_other, kind) == [2.0, 1.0]
+    assert warm_ranks(2).run(meet_in_another_group, kind) == [0.0, 2.0]
+
+
+def test_receives_in_one_order_are_posted_at_once(warm_ranks: Warm) -> None:
+    assert warm_ranks(2).run(post_two_before_they_are_sent)[1] == [3.0, 4.0]
+
+
 def is_done_before_it_is_received() -> list[bool]:
     """Shared memory takes a short message at once; whoever lets go of it then would wait for its receiver."""
     group = compared("shared")
@@ -238,6 +292,49 @@ def test_messages_are_compared_on_both_sides(
         assert f"rank 1 calls {said}" in error
         content = "activation of microbatch 0 for stage 1"
         assert f"rank 0 calls send of {len(sent)} float32, {content}, along data" in error
+
+
+def mismatch_found_elsewhere() -> list[str]:
+    """The receiver of a wrong message waits for all ranks, in another group."""
+    messages, everybody = compared("gloo"), compared("gloo")
+    errors, received = [], torch.zeros(3)
+    waits = [lambda: messages.send(torch.ones(4), 1)]
+    if messages.rank == 1:
+        receive = messages.recv(received, 0, wait=False)
+        waits = [everybody.barrier, receive.wait]
+    for wait in waits:
+        with pytest.raises(MismatchError) as caught:
+            wait()
+        errors.append(str(caught.value))
+    assert not received.any(), "nothing has moved"
+    for group in (messages, everybody):
+        group.close(failed=True)
+    return errors
+
+
+def test_a_wrong_message_is_an_error_wherever_its_receiver_waits(warm_ranks: Warm) -> None:
+    (sender,), receiver = warm_ranks(2).run(mismatch_found_elsewhere)
+    assert receiver == [receiver[0]] * 2
+    for error in (sender, receiver[0]):
+        assert "rank 0 calls send of 4 float32 along data" in error
+        assert "rank 1 calls recv of 3 float32 along data" in error
+
+
+def receive_nothing() -> str:
+    group = compared("gloo")
+    error = ""
+    if group.rank == 1:
+        group.recv(torch.zeros(0), 0)
+    else:
+        with pytest.raises(MismatchError) as caught:
+            group.send(torch.ones(4), 1)
+        error = str(caught.value)
+    group.close(failed=True)
+    return error
+
+
+def test_the_sender_learns_of_a_receiver_that_expects_nothing(warm_ranks: Warm) -> None:
+    assert "rank 1 calls recv of 0 float32" in warm_ranks(2).run(receive_nothing)[0]
 
 
 def test_a_call_says_where_its_rank_is() -> None:

@@ -38,6 +38,13 @@ def test_a_rank_waits_from_enter_to_leave(board: pulse.Board) -> None:
     assert not board.read()[1].waits
 
 
+def test_a_part_of_an_operation_gives_its_name_back(board: pulse.Board) -> None:
+    pulse.enter_operation("recv pipeline")
+    pulse.enter_operation("compare recv pipeline")
+    pulse.leave_operation(back_to="recv pipeline")
+    assert board.read()[1] == pulse.Pulse(0, 2, 1, "recv pipeline")
+
+
 def test_a_long_name_is_cut(board: pulse.Board) -> None:
     pulse.enter_operation("ä" * 100)  # two bytes each: the cut may fall inside a letter
     pulse.beat()

@@ -2,16 +2,22 @@
 
 [Note: who waits for whom] A collective is compared when it is called: it returns when all ranks of the group
 have called something. A message must not do that, since two ranks may send to each other, and receives are
-posted long before their message comes. So both sides write down what they call, at once. The receiver looks
-at the sender's note when it waits, and only then begins to receive. The sender, whose data cannot leave
-before that, looks at the receiver's when it waits.
+posted long before their message comes. So a sender writes down what it calls, begins, and goes on. The
+receiver reads that note when it waits, answers with its own, and only then begins to receive. The sender
+reads the answer when it waits for its message, mostly at the end of a step.
+
+Without debug=true a posted receive takes its message whatever its rank does next. So that the same programs
+end here, a rank that waits for any note begins meanwhile, in all its groups, the posted receives whose
+senders have called. What a rank waits for then depends on calls of others alone, as it does over Gloo: never
+on which of several waits another rank is in.
 
 Receives begin in the order of their calls. Where messages of all peers share one order (NCCL), they also
-begin before whatever is called after them.
+begin before a send or a collective that is called after them, as that runs after them anyway.
 """
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +34,8 @@ from echelon.launching import pulse
 from echelon.launching.hang import place_of
 
 _RULE = "all ranks of a group must call the same operations in the same order, with equal sizes and types"
-_PAIRS = {"send": "recv", "recv": "send"}
+_MESSAGES = ("send", "recv")
+_PAUSE = 0.0005  # seconds between two looks at what others have called
 
 _content: ContextVar[str] = ContextVar("content", default="")
 
@@ -94,7 +101,7 @@ class Call(NamedTuple):
         # The parts of an all-to-all have any number of rows, of one size.
         elements = payload // first.element_size() if rows is None else math.prod(first.shape[1:])
         dtype = str(first.dtype).removeprefix("torch.")
-        content = _content.get() if operation in _PAIRS else ""
+        content = _content.get() if operation in _MESSAGES else ""
         return cls(operation, axis, dtype, elements, detail, both, content, place)
 
 
@@ -109,31 +116,56 @@ class CallComparison:
         self._num_messages: dict[str, int] = {}
         self._posted: dict[int, deque[PostedReceive]] = {}  # not begun, by the queue that they are in
 
+    def close(self) -> None:
+        """Begin no more receives: the group is closed."""
+        for queue in self._posted.values():
+            queue.clear()
+        _queues[:] = [queue for queue in _queues if queue]
+
     def around(
         self, call: Call, begin: Callable[[], Work], peer: int | None, *tensors: Tensor
     ) -> Callable[[], Work]:
         """What begins the operation, and lets its data move only if the others call the same."""
-        if not self._queue_per_peer:
+        if not self._queue_per_peer and call.operation != "recv":
             self._begin_posted(0)
         if peer is None:
             self._compare(call)
             return begin
-        is_send = call.operation == "send"
-        source, target = (self._rank, peer) if is_send else (peer, self._rank)
-        key = self._new_key(source, target)
-        self._store.set(f"{key}/{call.operation}", call.pack())
-        others = f"{key}/{_PAIRS[call.operation]}"
+        if call.operation == "send":
+            return self._around_send(call, begin, peer)
+        return self._around_receive(call, begin, peer, *tensors)
+
+    def _around_send(self, call: Call, begin: Callable[[], Work], peer: int) -> Callable[[], Work]:
+        key = self._new_key(self._rank, peer)
+        answer = f"{key}/recv"
+        self._store.set(f"{key}/send", call.pack())
 
         def check() -> None:
-            self._check_message(call, peer, others)
+            self._check_message(call, peer, self._take(call, answer))
 
-        if is_send:
-            return lambda: CheckedSend(begin(), check, lambda: self._store.check([others]))
+        return lambda: CheckedSend(begin(), check, lambda: self._store.check([answer]))
+
+    def _around_receive(
+        self, call: Call, begin: Callable[[], Work], peer: int, *tensors: Tensor
+    ) -> Callable[[], Work]:
+        key = self._new_key(peer, self._rank)
+        note, answer = f"{key}/send", f"{key}/recv"
+        if call.elements == 0:  # such a receive is never waited for
+            self._store.set(answer, call.pack())
         queue = self._posted.setdefault(peer if self._queue_per_peer else 0, deque())
-        return lambda: self._post(PostedReceive(begin, check, queue, _stream_of(*tensors)))
+
+        def check() -> None:
+            other = self._take(call, note, queue)
+            self._store.set(answer, call.pack())
+            self._check_message(call, peer, other)
+
+        receive = PostedReceive(begin, check, lambda: self._store.check([note]), queue, _stream_of(*tensors))
+        return lambda: self._post(receive)
 
     def _post(self, receive: "PostedReceive") -> Work:
         receive.queue.append(receive)
+        if not any(queue is receive.queue for queue in _queues):
+            _queues.append(receive.queue)
         return receive
 
     def _begin_posted(self, queue: int) -> None:
@@ -152,7 +184,7 @@ class CallComparison:
         self._store.set(f"collective/{number}/{self._rank}", call.pack())
         with _waiting(call):
             calls = [
-                call if rank == self._rank else Call.unpack(self._store.get(f"collective/{number}/{rank}"))
+                call if rank == self._rank else Call.unpack(self._await(f"collective/{number}/{rank}"))
                 for rank in range(len(self._ranks))
             ]
         if number > 0:  # every rank has read this one, since it has called the next
@@ -161,10 +193,23 @@ class CallComparison:
             if not _is_same(calls[0], other, 0, rank):
                 raise MismatchError(self._difference((0, calls[0]), (rank, other)))
 
-    def _check_message(self, call: Call, peer: int, key: str) -> None:
+    def _take(self, call: Call, key: str, queue: "deque[PostedReceive] | None" = None) -> Call:
+        """What the other end of a message calls, when it has; `queue` is that of the receive `call`."""
         with _waiting(call):
-            other = Call.unpack(self._store.get(key))
+            other = Call.unpack(self._await(key, queue))
         self._store.delete_key(key)
+        return other
+
+    def _await(self, key: str, own: "deque[PostedReceive] | None" = None) -> bytes:
+        """What is under `key`, when it is there. Until then receives of all queues but `own` may begin."""
+        limit = self._store.timeout  # type: ignore[attr-defined]  # not in torch's stub
+        end = time.monotonic() + limit.total_seconds()
+        while _can_begin(own) and not self._store.check([key]) and time.monotonic() < end:
+            _begin_what_has_come(own)
+            time.sleep(_PAUSE)
+        return self._store.get(key)
+
+    def _check_message(self, call: Call, peer: int, other: Call) -> None:
         if call[2:4] != other[2:4] or call.content != other.content:
             raise MismatchError(self._difference((self._rank, call), (peer, other)))
 
@@ -177,7 +222,7 @@ class CallComparison:
 class CheckedSend(Work):
     """A message that was begun; what its receiver calls is compared when it is waited for.
 
-    `is_received`: the receiver has written down its call. A short message may be gone before that.
+    `is_received`: the receiver has answered. A short message may be gone before that.
     """
 
     def __init__(self, work: Work, check: Callable[[], None], is_received: Callable[[], bool]) -> None:
@@ -199,22 +244,32 @@ class CheckedSend(Work):
 
 @final
 class PostedReceive(Work):
-    """A receive that begins when it, or one behind it in its queue, is waited for, and its sender matches."""
+    """A receive that begins when its rank waits for it, or for anything else once the sender has called
+    (`has_come`); and if the sender's call matches."""
 
     def __init__(
         self,
         begin: Callable[[], Work],
         check: Callable[[], None],
+        has_come: Callable[[], bool],
         queue: "deque[PostedReceive]",
         stream: Any | None,
     ) -> None:
-        self._begin, self._check, self.queue, self._stream = begin, check, queue, stream
+        self._begin, self._check, self.has_come = begin, check, has_come
+        self.queue, self._stream = queue, stream
         self._work: Work | None = None
+        self.error: MismatchError | None = None
 
     def begin(self) -> None:
         """Begin the receive, which is the first in its queue: as if on the stream that it was called on."""
         assert self.queue[0] is self
-        self._check()
+        if self.error is not None:  # it was found while this rank waited for something else
+            raise self.error
+        try:
+            self._check()
+        except MismatchError as error:
+            self.error = error
+            raise
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._work = self._begin()
         self.queue.popleft()
@@ -229,6 +284,20 @@ class PostedReceive(Work):
 
     def done(self) -> bool:
         return self._work is not None and self._work.done()
+
+
+# Of all groups: the queues of receives that are posted, and may not have begun.
+_queues: list[deque[PostedReceive]] = []
+
+
+def _can_begin(own: deque[PostedReceive] | None) -> bool:
+    return any(queue and queue is not own and queue[0].error is None for queue in _queues)
+
+
+def _begin_what_has_come(own: deque[PostedReceive] | None) -> None:
+    for queue in _queues:
+        if queue and queue is not own and queue[0].error is None and queue[0].has_come():
+            queue[0].begin()
 
 
 def _is_same(first: Call, second: Call, rank: int, other: int) -> bool:
@@ -249,9 +318,10 @@ def _stream_of(*tensors: Tensor) -> Any | None:
 
 @contextmanager
 def _waiting(call: Call) -> Iterator[None]:
-    """A rank that waits here for others is seen to do so."""
+    """A rank that waits here for others is seen to do so; then, to be in the operation that it was in."""
+    before = pulse.read_own()
     pulse.enter_operation(f"compare {call.operation} {call.axis}")
     try:
         yield
     finally:
-        pulse.leave_operation()
+        pulse.leave_operation(back_to=before.name if before.waits else "")

@@ -83,6 +83,8 @@ class Group(ABC):
         """
         if not self._is_closed:
             self._is_closed = True
+            if self.comparison is not None:
+                self.comparison.close()
             self._close(failed=failed)
 
     def waits_on_host(self, device: torch.device) -> bool:  # noqa: ARG002

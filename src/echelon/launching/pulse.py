@@ -87,10 +87,12 @@ def enter_operation(name: str) -> None:
         _slot.entered += 1
 
 
-def leave_operation() -> None:
-    """Note that the last operation is over."""
+def leave_operation(*, back_to: str = "") -> None:
+    """Note that the last operation is over; and which one this rank is still in, if it was part of that."""
     if _slot is not None and threading.current_thread() is threading.main_thread():
         _slot.left += 1
+        if back_to:
+            _slot.name = back_to.encode()[:_TEXT_BYTES]
 
 
 class Board:
