@@ -26,10 +26,24 @@ def state_forms(
 
     `fused`: its kernel is chosen for each update (offload=optimizer).
     """
+    owner = _owner(optimizer, tensor)
+    return None if owner is None else _forms(*owner, tensor, fused=fused)
+
+
+def has_no_state(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> bool:
+    """Whether the optimizer never updates a tensor, since this rank has padding alone of the parameter."""
+    owner = _owner(optimizer, tensor)
+    return owner is not None and isinstance(owner[0], SumOptimizer) and owner[0].passes_over(tensor)
+
+
+def _owner(
+    optimizer: torch.optim.Optimizer, tensor: nn.Parameter
+) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+    """The one of its optimizers that updates a tensor, and the group."""
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:
             if any(parameter is tensor for parameter in group["params"]):
-                return _forms(each, group, tensor, fused=fused)
+                return each, group
     return None
 
 
