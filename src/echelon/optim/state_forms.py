@@ -6,13 +6,14 @@ The optimizer itself is asked: a copy of it updates a tensor of one element, of 
     AdamW, fused   step () on the device, in float32      …
 """
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from echelon.optim.first_state import begin_like
 from echelon.optim.needs import works_by_element
 from echelon.optim.sum_optimizer import SumOptimizer
 
@@ -72,7 +73,7 @@ def _after_one_step(
     vars(copy).update(vars(optimizer))
     vars(copy).pop("step", None)  # that of a learning-rate scheduler, which calls the original
     copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    copy.state = defaultdict(dict)
+    copy.state = begin_like(optimizer.state, small, tensor)
     copy.param_groups = [{**group, "params": [small], **({"fused": True} if fused else {})}]
     step: Any = type(optimizer).step
     # Without torch's own wrapper, which tells the hooks of all optimizers.
