@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from echelon.optim.first_state import FirstStates, first_state
+from echelon.optim.state_forms import inner_optimizers
+
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -19,10 +22,28 @@ def make_local(
 ) -> torch.optim.Optimizer:
     """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it."""
     optimizer = make_whole(make, parameters)
+    states = _first_states(optimizer, held)
     for group in optimizer.param_groups:
         group["params"] = [part for p in group["params"] for part in held.get(p, ())]
     optimizer.state.clear()
+    if states.first:
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            each.state = states
     return optimizer
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, Sequence[nn.Parameter]]
+) -> FirstStates:
+    """Of all parts, where the optimizer has made state of whole parameters already."""
+    states = FirstStates()
+    for each in inner_optimizers(optimizer):
+        for group in each.param_groups:
+            for whole, part in ((p, part) for p in group["params"] for part in held.get(p, ())):
+                first = first_state(each, group, whole, part)
+                if first is not None:
+                    states.first[part] = first
+    return states
 
 
 def make_whole(make: Make, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

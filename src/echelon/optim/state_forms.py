@@ -6,13 +6,14 @@ The optimizer itself is asked: a copy of it updates a tensor of one element, of 
     AdamW, fused   step () on the device, in float32      …
 """
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from echelon.optim.first_state import begin_like
 from echelon.optim.needs import works_by_element
 from echelon.optim.sum_optimizer import SumOptimizer
 
@@ -26,10 +27,24 @@ def state_forms(
 
     `fused`: its kernel is chosen for each update (offload=optimizer).
     """
+    owner = _owner(optimizer, tensor)
+    return None if owner is None else _forms(*owner, tensor, fused=fused)
+
+
+def has_no_state(optimizer: torch.optim.Optimizer, tensor: nn.Parameter) -> bool:
+    """Whether the optimizer never updates a tensor, since this rank has padding alone of the parameter."""
+    owner = _owner(optimizer, tensor)
+    return owner is not None and isinstance(owner[0], SumOptimizer) and owner[0].passes_over(tensor)
+
+
+def _owner(
+    optimizer: torch.optim.Optimizer, tensor: nn.Parameter
+) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+    """The one of its optimizers that updates a tensor, and the group."""
     for each in inner_optimizers(optimizer):
         for group in each.param_groups:
             if any(parameter is tensor for parameter in group["params"]):
-                return _forms(each, group, tensor, fused=fused)
+                return each, group
     return None
 
 
@@ -58,7 +73,7 @@ def _after_one_step(
     vars(copy).update(vars(optimizer))
     vars(copy).pop("step", None)  # that of a learning-rate scheduler, which calls the original
     copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    copy.state = defaultdict(dict)
+    copy.state = begin_like(optimizer.state, small, tensor)
     copy.param_groups = [{**group, "params": [small], **({"fused": True} if fused else {})}]
     step: Any = type(optimizer).step
     # Without torch's own wrapper, which tells the hooks of all optimizers.

@@ -131,7 +131,7 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
     def _entries(self, group: Group, work: Work) -> Iterator[Entry]:
         for tensor in group["params"]:
             part = work.exchange.parts.get(tensor)
-            if tensor.grad is None or part is None or not part.boxes or not tensor.numel():
+            if tensor.grad is None or part is None or not _has_elements(part, tensor):
                 continue
             self.check(tensor, tensor.grad)
             state = self.state[tensor]
@@ -149,6 +149,12 @@ class SumOptimizer(torch.optim.Optimizer, ABC):
         shape = (1,) * len(work.exchange.shapes[part.number])
         small = torch.zeros((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
         return self._new_state(group, Entry(part, shape, {}, [], []), small, work.exchange.dtype)
+
+    def passes_over(self, tensor: Tensor) -> bool:
+        """Whether updates leave a parameter out, since all that is here of it is padding."""
+        self._find_parameters()
+        held = (work.exchange.parts.get(tensor) for work in self._work)
+        return not any(part is not None and _has_elements(part, tensor) for part in held)
 
     def check(self, tensor: Tensor, gradient: Tensor) -> None:
         """Raise if a tensor cannot be updated with this gradient."""
@@ -183,6 +189,10 @@ def rate_of(group: Group, device: torch.device) -> float | Tensor:
     rate = group["lr"]
     is_there = isinstance(rate, Tensor) and rate.device == device
     return rate.double().reshape(()) if is_there else float(rate)
+
+
+def _has_elements(part: Part, tensor: Tensor) -> bool:
+    return bool(part.boxes) and tensor.numel() > 0
 
 
 def _by_type(entries: Iterable[Entry]) -> list[list[Entry]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UserError
+from echelon.optim.first_state import begin_like
 from echelon.optim.sum_optimizer import SumOptimizer
 
 
@@ -42,11 +43,11 @@ def _try_on_copy(
     """Let the optimizer update a copy, and forget it."""
     copy = nn.Parameter(updated.detach().clone())
     copy.grad = grad.to(copy.dtype, copy=True)
-    groups = optimizer.param_groups
+    groups, state = optimizer.param_groups, optimizer.state
     # What a fused kernel does not take is not left to it.
     optimizer.param_groups = [group | {"params": [copy]} | ({"fused": None} if "fused" in group else {})]
+    optimizer.state = begin_like(state, copy, updated)
     try:
         optimizer.step()
     finally:
-        optimizer.param_groups = groups
-        optimizer.state.pop(copy, None)
+        optimizer.param_groups, optimizer.state = groups, state

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.checkpoint import SavedParameter
-from echelon.optim.state_forms import Forms, state_forms
+from echelon.optim.state_forms import Forms, has_no_state, state_forms
 
 
 @torch.no_grad()
@@ -32,6 +32,8 @@ def load_state(
     optimizer.state.pop(updated, None)
     if not saved.state_parts and not saved.numbers:
         return  # never updated
+    if has_no_state(optimizer, updated):
+        return  # no later update would change it here, as it does where elements are
     forms = state_forms(optimizer, updated, fused=fused) or {}
     state: dict[str, Any] = {}
     for part in saved.state_parts:

@@ -1,0 +1,93 @@
+"""The state that an optimizer makes with itself, before any update: of the parts that a rank updates.
+
+torch.optim.Adagrad makes its sums in its constructor, of the parameters that it is given; that of torch 2.11
+does so nowhere else. Parts that take the place of parameters get theirs from the same constructor, which is
+asked what it makes of a tensor of one element. They get it when it is first needed: a part may have no memory
+until then.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Any]
+
+
+class FirstState(NamedTuple):
+    """The state of a tensor before its first update: what is the same for every element, and the rest."""
+
+    by_element: Mapping[str, Tensor]  # one element of each
+    others: Mapping[str, Any]
+
+    def of(self, tensor: Tensor) -> State:
+        """The state of a tensor that is updated."""
+        made = {
+            key: torch.empty_like(tensor, dtype=one.dtype, device=one.device).copy_(one)
+            for key, one in self.by_element.items()
+        }
+        copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self.others.items()}
+        return {**made, **copies}
+
+
+@final
+class FirstStates(defaultdict[Tensor, State]):
+    """The state of an optimizer, in which that of a tensor is made when it is asked for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*(given or (dict,)))
+        self.first: dict[Tensor, FirstState] = {}
+
+    @torch.no_grad()
+    def __missing__(self, tensor: Tensor) -> State:
+        first = self.first.get(tensor)
+        self[tensor] = {} if first is None else first.of(tensor)
+        return self[tensor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict,), vars(self), None, iter(self.items())
+
+
+def begin_like(state: Mapping[Tensor, State], tensor: Tensor, like: Tensor) -> FirstStates:
+    """The state of an optimizer that has updated nothing, and would begin with `tensor` as with `like`."""
+    begun = FirstStates()
+    if isinstance(state, FirstStates) and like in state.first:
+        begun.first[tensor] = state.first[like]
+    return begun
+
+
+def first_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], whole: nn.Parameter, part: nn.Parameter
+) -> FirstState | None:
+    """What `optimizer`, which has made state of `whole`, makes of `part` of it; None if nobody knows: then it
+    must do so in an update, or fails there."""
+    made = optimizer.state.get(whole)
+    if not made:
+        return None
+    small = nn.Parameter(torch.zeros((1,) * max(1, whole.dim()), dtype=part.dtype, device=part.device))
+    kind: Any = type(optimizer)
+    try:
+        found = dict(kind([{**group, "params": [small]}], **optimizer.defaults).state.get(small, {}))
+    except (TypeError, ValueError):  # a constructor of the user's, with other arguments
+        return None
+    by_element = {key for key, v in found.items() if isinstance(v, Tensor) and v.shape == small.shape}
+    is_same = found.keys() == made.keys() and all(
+        _begins_alike(made[key], found[key], whole if key in by_element else None) for key in found
+    )
+    if not is_same:
+        return None
+    return FirstState(
+        {key: found[key].reshape(()) for key in by_element},
+        {key: found[key] for key in found.keys() - by_element},
+    )
+
+
+def _begins_alike(made: Any, small: Any, whole: Tensor | None) -> bool:
+    """Whether state has the same number for every element of `whole` (or is one number, without it), which is
+    that of the small tensor, in the precision of what was made."""
+    if not isinstance(made, Tensor) or not isinstance(small, Tensor):
+        return isinstance(small, bool | int | float | None) and made == small
+    has_shape = made.dim() == 0 if whole is None else made.shape == whole.shape
+    return has_shape and bool((made == small.to(made.device, made.dtype)).all())
