@@ -297,8 +297,9 @@ def test_messages_are_compared_on_both_sides(
 def mismatch_found_elsewhere() -> list[str]:
     """The receiver of a wrong message waits for all ranks, in another group."""
     messages, everybody = compared("gloo"), compared("gloo")
-    errors, received = [], torch.zeros(3)
-    waits = [lambda: messages.send(torch.ones(4), 1)]
+    errors: list[str] = []
+    received = torch.zeros(3)
+    waits: list[Callable[[], Any]] = [lambda: messages.send(torch.ones(4), 1)]
     if messages.rank == 1:
         receive = messages.recv(received, 0, wait=False)
         waits = [everybody.barrier, receive.wait]
