@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from echelon.train.events import Event, Restarting, Starting, Stepped
@@ -24,6 +25,7 @@ class Killer:
         self.pids: set[int] = set()  # of ranks that were seen
         self.problems: list[str] = []
         self._kills = list(kills)
+        self._others = {each.pid for each in rank_processes()}  # of other tests
         self._run: Path | None = None
         self._step, self._starts = 0, 0
         self._is_over = False
@@ -59,7 +61,7 @@ class Killer:
                 time.sleep(0.002)
 
     def _is_moment(self, kill: Kill) -> bool:
-        ranks = _ranks()
+        ranks = self._ranks()
         self.pids |= set(ranks.values())
         if not ranks or self._run is None:
             return False
@@ -78,7 +80,7 @@ class Killer:
         return not all(FINAL.fullmatch(name) for name in names)
 
     def _kill(self, kill: Kill) -> bool:
-        ranks = _ranks()
+        ranks = self._ranks()
         self.pids |= set(ranks.values())
         if not ranks:
             return False
@@ -88,12 +90,16 @@ class Killer:
             return False
         return True
 
+    def _ranks(self) -> dict[int, int]:
+        """The process of each rank of the training."""
+        return {
+            int(each.name.removeprefix(_RANK)): each.pid
+            for each in rank_processes()
+            if each.pid is not None and each.pid not in self._others
+        }
 
-def _ranks() -> dict[int, int]:
-    """The process of each rank that this process has started."""
+
+def rank_processes() -> list[BaseProcess]:
+    """Those that this process has started."""
     children = multiprocessing.process._children  # type: ignore[attr-defined]  # active_children() would reap them
-    return {
-        int(each.name.removeprefix(_RANK)): each.pid
-        for each in list(children)
-        if each.name.startswith(_RANK) and each.pid is not None
-    }
+    return [each for each in list(children) if each.name.startswith(_RANK)]

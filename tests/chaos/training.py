@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from echelon.train.events import Event, Restarting
 from echelon.train.job import Job, ModelJob, OptimizerJob
 from echelon.train.trainer import train
 from tests.chaos.kill import Kill
-from tests.chaos.killer import FINAL, Killer
+from tests.chaos.killer import FINAL, Killer, rank_processes
 from tests.launching.processes import still_alive
 
 STEPS, SAVE_EVERY = 24, 2
@@ -45,6 +45,7 @@ def train_undisturbed(job: Job) -> Path:
 
 def train_disturbed(job: Job, kills: Sequence[Kill]) -> tuple[Path, list[Kill], list[str]]:
     """The run, the kills that hit a rank, and what was wrong on the way and after the end."""
+    others = {each.pid for each in rank_processes()}
     killer, problems = Killer(kills), []
 
     def show(event: Event) -> None:
@@ -59,14 +60,15 @@ def train_disturbed(job: Job, kills: Sequence[Kill]) -> tuple[Path, list[Kill], 
         finally:
             killer.stop()
         problems += [f"{path} is left" for path in folder.glob("echelon-*")]
-    problems += leftovers(run, killer.pids)
+    problems += leftovers(run, killer.pids, others)
     return run, killer.done, problems
 
 
-def leftovers(run: Path, pids: set[int]) -> list[str]:
-    """Processes, shared memory and temporary files that outlive a run."""
+def leftovers(run: Path, pids: set[int], others: Collection[int | None] = ()) -> list[str]:
+    """Processes, shared memory and temporary files that outlive a run; `others` belong to other tests."""
     problems = [f"process {pid} is an orphan" for pid in still_alive(pids)]
-    problems += [f"{each.name} is left" for each in multiprocessing.active_children() if "rank" in each.name]
+    alive = [each for each in multiprocessing.active_children() if each.pid not in others]
+    problems += [f"{each.name} is left" for each in alive if "rank" in each.name]
     shared = Path("/dev/shm")
     names = [path.name for path in shared.iterdir()] if shared.exists() else []
     problems += [f"/dev/shm/{name} is left" for name in names if any(f"_{pid}_" in name for pid in pids)]

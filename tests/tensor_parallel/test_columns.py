@@ -235,7 +235,7 @@ def test_a_layer_that_recomputes_still_multiplies_together() -> None:
         for _ in range(3):
             x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True) * 2
             layer(x).square().sum().backward()
-        assert [len(sharing) for sharing in here.shared_input._sharing.values()] == [2]
+        assert [len(sharing) for sharing in here.shared_input.learned.values()] == [2]
         found.append([p.grad for p in layer.parameters() if p.grad is not None])
     for dropped, kept in zip(*found, strict=True):
         assert torch.equal(dropped, kept)
@@ -251,7 +251,7 @@ def test_complex_matrices_vectors_and_leaves_are_computed_separately() -> None:
         complex_one(turned).abs().sum().backward()
         vectors(torch.randn(4, dtype=torch.float64, requires_grad=True) * 2).sum().backward()
         vectors(kept).sum().backward()
-    assert here.shared_input._sharing == {}
+    assert here.shared_input.learned == {}
 
 
 def test_outputs_may_be_changed_in_place() -> None:
@@ -267,5 +267,5 @@ def test_layers_are_not_computed_together() -> None:
     sharing = columns(here)
     sharing[2].layer = 1
     train(sharing)
-    assert list(here.shared_input._sharing.values()) == [sharing[:2]]
+    assert list(here.shared_input.learned.values()) == [sharing[:2]]
     train(sharing)
