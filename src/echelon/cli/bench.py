@@ -10,8 +10,8 @@ from echelon.errors import did_you_mean, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 NAMES = (
-    "launch, collectives, step, data-parallel, pipeline, tensor, start, memory, selective-costs, "
-    "moe-dense, one-gpu, kernels, recompute, optimizer-step, largest-model, gist, gist-accuracy, "
+    "launch, collectives, step, data-parallel, pipeline, tensor, start, checkpoint, memory, "
+    "selective-costs, moe-dense, one-gpu, kernels, recompute, optimizer-step, largest-model, gist, gist-accuracy, "
     "offload-optimizer, offload-activations, moe-layer; the last ten need a GPU"
 )
 Name = Annotated[str | None, typer.Argument(help=f"One of {NAMES}. Without a name, all that can run here.")]
