@@ -60,8 +60,9 @@ class _Running:
 class Saver:
     """What an engine's saves share: memory, who writes what, and the one that is under way."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: Group, device: torch.device, *, has_server: bool = False) -> None:
+        """`has_server`: steps of other ranks change what this one owns, as those of asynchronous workers."""
+        self._group, self._device, self._has_server = group, device, has_server
         self._assignment: Assignment | None = None
         self._memory = SnapshotMemory(device)
         self._running: _Running | None = None
@@ -112,7 +113,7 @@ class Saver:
         return self._assignment
 
     def _start(self, save: "_Save") -> None:
-        save.snapshot(self._memory)
+        self._take_snapshot(save)
         is_part_done, stop = threading.Event(), threading.Event()
 
         def work() -> None:
@@ -131,6 +132,18 @@ class Saver:
         thread = threading.Thread(target=work, name="echelon-save", daemon=True)
         running = self._running = _Running(save.target, thread, is_part_done, stop)
         thread.start()
+
+    def _take_snapshot(self, save: "_Save") -> None:
+        """With a server no rank goes on before every copy is made: its next push would change the weights."""
+
+        def take() -> None:
+            save.snapshot(self._memory)
+            self._memory.wait()
+
+        if self._has_server:
+            check_on_every_rank(take)
+        else:
+            save.snapshot(self._memory)
 
     def finish(self) -> None:
         """Return when no save is under way; all ranks must call this.
