@@ -53,6 +53,7 @@ class RemoteTarget(Target):
     def __init__(self, url: str, token: str) -> None:
         self.url, self._token = url, token
         self._fs, self._root = open_remote(url)
+        self._listed: set[str] = set()  # in the manifest, when it is written
 
     def begin(self) -> None:
         names = remote_names(self._fs, self._root)
@@ -87,7 +88,10 @@ class RemoteTarget(Target):
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         with remote_errors():
             self._fs.pipe_file(self._at(MANIFEST), manifest)
-        self._remove(lambda name: name not in files and name != MANIFEST)
+        self._listed = set(files)
+
+    def clean_up(self) -> None:
+        self._remove(lambda name: name not in self._listed and name != MANIFEST)
 
     def abandon(self) -> None:
         self._remove(lambda name: self._token in name)

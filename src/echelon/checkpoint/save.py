@@ -24,7 +24,12 @@ from echelon.checkpoint.file_image import FileImage
 from echelon.checkpoint.manifest import FileRecord, Manifest
 from echelon.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
 from echelon.checkpoint.snapshot import SnapshotMemory
-from echelon.checkpoint.storage_errors import RETRIES, report_write_errors, with_retries
+from echelon.checkpoint.storage_errors import (
+    RETRIES,
+    report_later_errors,
+    report_write_errors,
+    with_retries,
+)
 from echelon.checkpoint.target import Report, Target, new_token, target_at
 from echelon.collectives import Group
 from echelon.launching import beat
@@ -278,5 +283,7 @@ class _Save:
             with_retries(
                 lambda: self.target.commit(manifest.as_bytes(), manifest.files), self._options.retries
             )
+        with report_later_errors(self._place):
+            with_retries(self.target.clean_up, self._options.retries)
             if self._options.then is not None:
                 self._options.then()

@@ -24,7 +24,7 @@ from echelon.checkpoint.manifest import MANIFEST, FileRecord
 from echelon.checkpoint.manifest_text import FORMAT
 from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.storage_errors import as_folder, is_url
-from echelon.checkpoint.swap import replace_folder
+from echelon.checkpoint.swap import remove_standby, replace_folder
 from echelon.errors import UserError
 
 _LOCK = ".writing"
@@ -58,11 +58,15 @@ class Target(ABC):
 
     @abstractmethod
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
-        """Rank 0, when all files are there: give it its name."""
+        """Rank 0, when all files are there: give it its name. An error says that it has not got it."""
+
+    @abstractmethod
+    def clean_up(self) -> None:
+        """Rank 0, when it has its name: remove what was there for the writing. Can be done again."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Rank 0: remove what was written."""
+        """Rank 0: remove what was written, unless it has got its name."""
 
 
 def new_token() -> str:
@@ -118,8 +122,11 @@ class FolderTarget(Target):
         _write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
         replace_folder(self.temporary, self.path)
-        (self.path / _LOCK).unlink()
+
+    def clean_up(self) -> None:
+        (self.path / _LOCK).unlink(missing_ok=True)
         sync_folder(self.path.parent)
+        remove_standby(self.path)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
 
@@ -132,6 +139,7 @@ class FolderTarget(Target):
             )
 
     def abandon(self) -> None:
+        """The temporary place; when the checkpoint has its name, that is the one which it replaced."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         self._unlock()
 
