@@ -541,7 +541,8 @@ class Engine:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
-                refused = refused or self._saving_error()
+                lost = self._saving_error()
+                refused = refused or lost
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
             failed = False
