@@ -9,13 +9,13 @@ it; ranks say that they are done by files in the temporary place, so that no ste
 The next save, or `finish`, waits for it, and raises on every rank what went wrong on any.
 """
 
-import atexit
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -152,7 +152,8 @@ class Saver:
         """The thread would end with the program, in silence."""
         if not self._is_at_exit:
             self._is_at_exit = True
-            atexit.register(_end, weakref.WeakMethod(self._end))
+            # Also at the end of a process of `launch`, where atexit calls nothing.
+            Finalize(None, _end, args=(weakref.WeakMethod(self._end),), exitpriority=100)
 
     def _end(self) -> None:
         """Finish this rank's part of what is under way, and say what went wrong; others may be gone."""
