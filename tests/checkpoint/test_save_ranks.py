@@ -1,5 +1,6 @@
 """Saves of several ranks: an error on one is an error on all; training goes on behind a save."""
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -183,6 +184,21 @@ def test_a_checkpoint_that_is_deleted_while_it_loads_is_an_error(tmp_path: Path)
     message = delete_while_loading(tmp_path)
     assert "rank-00000.safetensors" in message
     assert "cannot be read" in message
+
+
+def test_a_checkpoint_without_its_numbers_changes_nothing(tmp_path: Path) -> None:
+    with new_engine("data=1") as engine:
+        engine.save(tmp_path / "a")
+        step(engine, 0)
+        before = engine.full_state_dict()
+        manifest = open_whole(tmp_path / "a").manifest
+        data = dataclasses.replace(manifest, numbers={}).as_bytes()
+        (tmp_path / "a" / "manifest.json").write_bytes(data)
+        message = message_of(lambda: engine.load(tmp_path / "a") and None)
+        assert "there is no 'begun steps'" in message
+        after = engine.full_state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        step(engine, 1)
 
 
 def keep_on_ranks(folder: Path) -> tuple[list[int], int]:
