@@ -18,6 +18,7 @@ from echelon.checkpoint import SaveOptions, assignment, part_writer, storage_err
 from echelon.checkpoint import save as save_module
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.save import Saver, Then
+from echelon.checkpoint.target import FolderTarget
 from echelon.errors import UserError
 from tests.checkpoint.saving import ABOUT, check_saved, names, new_saver, owned, save, save_and_finish, state
 from tests.peak_memory import PeakMemory
@@ -73,6 +74,33 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             save(new_saver(), tmp_path / name, state())
     assert (tmp_path / "thesis" / "text.md").read_text() == "the only copy"
     assert names(tmp_path) == ["file", "thesis"]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_files_of_the_users_in_a_checkpoint_are_not_lost(tmp_path: Path, is_damaged: bool) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    if is_damaged:
+        with (tmp_path / "a" / "manifest.json").open("ab") as file:
+            file.write(b" ")
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"a: beside a checkpoint it has notes.txt, which would be lost"):
+        save(new_saver(), tmp_path / "a", state(2.0))
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    (tmp_path / "a" / "notes.txt").unlink()
+    save(new_saver(), tmp_path / "a", state(2.0))
+    check_saved(tmp_path / "a", state(2.0))
+
+
+def test_files_that_come_while_a_checkpoint_is_written_are_not_lost(tmp_path: Path) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    replaced = FolderTarget(tmp_path / "a", "0123abcd")
+    replaced.begin()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes.txt, which would be lost"):
+        replaced.commit(b"", {})
+    replaced.abandon()
+    check_saved(tmp_path / "a", state(1.0))
+    assert names(tmp_path) == ["a"]
 
 
 def nested(depth: int) -> Any:

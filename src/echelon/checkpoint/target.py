@@ -10,6 +10,7 @@ So the next save can tell a folder that nobody writes to any more, and removes i
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -21,7 +22,7 @@ from typing import Any, final
 
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.checkpoint.manifest_text import FORMAT
+from echelon.checkpoint.manifest_text import FORMAT, from_bytes
 from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.storage_errors import as_folder, is_url
 from echelon.checkpoint.swap import remove_standby, replace_folder
@@ -29,6 +30,7 @@ from echelon.errors import UserError
 
 _LOCK = ".writing"
 _SUFFIX = ".part"
+_FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
 Report = dict[str, Any]  # what a rank has written, as JSON
@@ -121,6 +123,7 @@ class FolderTarget(Target):
             report.unlink()
         _write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
+        check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
 
     def clean_up(self) -> None:
@@ -166,6 +169,24 @@ def check_replaceable(path: Path) -> None:
             f"{path}: has files that are no checkpoint of echelon's, and would be lost; give the path of a "
             "folder that is not there yet, or of a checkpoint to replace"
         )
+    strange = _strange_names(path)
+    if strange:
+        raise UserError(
+            f"{path}: beside a checkpoint it has {', '.join(strange[:3])}, which would be lost when the "
+            "checkpoint is replaced; move that elsewhere, or give another path"
+        )
+
+
+def _strange_names(path: Path) -> list[str]:
+    """What is in the folder of a checkpoint and no part of it."""
+    names = {each.name for each in path.iterdir()} - {MANIFEST, _LOCK}
+    if not names:
+        return []
+    try:
+        listed = from_bytes((path / MANIFEST).read_bytes())["files"]
+        return sorted(names - set(listed))
+    except (UserError, LookupError, TypeError):  # damaged: what a save writes is known by its name
+        return sorted(name for name in names if not _FILE.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:
