@@ -1,6 +1,6 @@
 """Counters of steps go from one kind of training to another."""
 
-from echelon.checkpoint import numbers_of
+from echelon.checkpoint import number_errors, numbers_of
 
 TOGETHER = {"begun steps": 7, "steps": 6, "skipped steps": 1, "seed": 3, "loss scale": 8.0}
 WORKERS = {
@@ -32,3 +32,21 @@ def test_other_workers_or_ranks_begin_at_the_number_of_updates() -> None:
     for worker, workers in ((None, 0), (2, 3)):
         found = numbers_of(WORKERS, worker, workers)
         assert (found["begun steps"], found["steps"], found["version"]) == (9, 9, 9)
+
+
+def test_numbers_that_are_missing_are_named() -> None:
+    together = {**TOGETHER, "good steps": 1}
+    workers = {**WORKERS, "good steps of worker 0": 1, "good steps of worker 1": 1}
+    needed = {
+        "begun steps": together,
+        "steps": together,
+        "good steps": together,
+        "version": workers,
+        "steps of worker 1": workers,
+        "begun steps of worker 0": workers,
+        "good steps of worker 1": workers,
+    }
+    for name, numbers in needed.items():
+        assert number_errors(numbers) == []
+        left = {key: value for key, value in numbers.items() if key != name}
+        assert any(f"'{name}'" in error for error in number_errors(left)), name

@@ -1,5 +1,7 @@
 """Checkpoints in remote storage: fsspec's in memory stands for all."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,43 @@ def test_errors_of_the_network_are_tried_again_or_told(
         save_and_finish(saver, url, state(2.0), wait=wait, retries=1)
     check_saved(url, state(1.0))
     assert len(objects(url)) == 2
+
+
+def raise_access() -> None:
+    raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("late", ["then", "rm_file"])
+def test_an_error_after_the_manifest_leaves_the_checkpoint(
+    url: str, wait: bool, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = new_saver()
+    save(saver, url, state(1.0))
+    if late == "rm_file":
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), late, lambda *_: raise_access())
+    with pytest.raises(UserError, match=r"a: the checkpoint is saved, but .* failed: Permission denied"):
+        save_and_finish(saver, url, state(2.0), wait=wait, then=raise_access if late == "then" else None)
+    check_saved(url, state(2.0))
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_manifest_that_was_written_behind_an_error_makes_a_checkpoint(
+    url: str, is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(new_saver(), url, state(1.0))
+    kind = type(fsspec.filesystem("memory"))
+    pipe = kind.pipe_file
+
+    def fail(self: Any, path: str, data: bytes, *args: Any, **options: Any) -> None:
+        if is_written:
+            pipe(self, path, data, *args, **options)
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(kind, "pipe_file", fail)
+    with pytest.raises(UserError, match="Connection timed out"):
+        save(new_saver(), url, state(2.0), retries=0)
+    check_saved(url, state(2.0 if is_written else 1.0))
 
 
 def test_urls_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:

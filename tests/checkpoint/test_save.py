@@ -1,20 +1,26 @@
 """Saves of one rank: what is written, what is there before and after, and what goes wrong."""
 
+import dataclasses
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from echelon.checkpoint import assignment, part_writer, storage_errors
+from echelon.checkpoint import SaveOptions, assignment, part_writer, storage_errors
+from echelon.checkpoint import save as save_module
 from echelon.checkpoint.direct_file import DirectFile
-from echelon.checkpoint.save import Saver
+from echelon.checkpoint.save import Saver, Then
+from echelon.checkpoint.target import FolderTarget
 from echelon.errors import UserError
-from tests.checkpoint.saving import check_saved, names, new_saver, save, save_and_finish, state
+from tests.checkpoint.saving import ABOUT, check_saved, names, new_saver, owned, save, save_and_finish, state
 from tests.peak_memory import PeakMemory
 
 
@@ -68,6 +74,66 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
             save(new_saver(), tmp_path / name, state())
     assert (tmp_path / "thesis" / "text.md").read_text() == "the only copy"
     assert names(tmp_path) == ["file", "thesis"]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_files_of_the_users_in_a_checkpoint_are_not_lost(tmp_path: Path, is_damaged: bool) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    if is_damaged:
+        with (tmp_path / "a" / "manifest.json").open("ab") as file:
+            file.write(b" ")
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"a: beside a checkpoint it has notes.txt, which would be lost"):
+        save(new_saver(), tmp_path / "a", state(2.0))
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    (tmp_path / "a" / "notes.txt").unlink()
+    save(new_saver(), tmp_path / "a", state(2.0))
+    check_saved(tmp_path / "a", state(2.0))
+
+
+def test_files_that_come_while_a_checkpoint_is_written_are_not_lost(tmp_path: Path) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    replaced = FolderTarget(tmp_path / "a", "0123abcd")
+    replaced.begin()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes.txt, which would be lost"):
+        replaced.commit(b"", {})
+    replaced.abandon()
+    check_saved(tmp_path / "a", state(1.0))
+    assert names(tmp_path) == ["a"]
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"rng": 2**100}, "an integer of 31 digits"),
+        ({1: 2, "1": 3}, "the key '1' stands twice"),
+        ({"a": nested(40)}, "more than 32 brackets"),
+        ({"a": nested(100_000)}, "too many brackets"),
+        ({"a": float("nan")}, "cannot be written"),
+        ({"a": {1, 2}}, "not JSON serializable"),
+        ({"a": "x" * 200}, "bytes; a manifest has 200 at most"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved(
+    tmp_path: Path, extra: dict[Any, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    if "200" in message:
+        monkeypatch.setattr("echelon.checkpoint.manifest.MOST_BYTES", 200)
+    about = dataclasses.replace(ABOUT, extra=extra)
+    for wait in (True, False):
+        with pytest.raises(UserError, match=message):
+            new_saver().save(tmp_path / "a", owned(state(2.0)), about, SaveOptions(wait))
+    check_saved(tmp_path / "a", state(1.0))
+    assert names(tmp_path) == ["a"]
 
 
 class FailingFile:
@@ -224,3 +290,55 @@ def test_a_failed_engine_gives_up_what_is_under_way(tmp_path: Path, monkeypatch:
     saver.abandon()
     assert names(tmp_path) == []
     saver.finish()
+
+
+def end_without_finish(folder: Path, *, then: Then | None = None) -> None:
+    def wait() -> None:
+        time.sleep(0.3)
+        if then is not None:
+            then()
+
+    saver = new_saver()
+    save(saver, folder / "a", state(), wait=False, then=wait)
+    saver._end()  # as atexit does
+    check_saved(folder / "a", state())
+
+
+def test_a_save_is_finished_when_the_program_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+    end_without_finish(tmp_path, then=lambda: seen.append("whole"))
+    assert seen == ["whole"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_save_that_fails_when_the_program_ends_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_then() -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    end_without_finish(tmp_path, then=fail_then)
+    assert "a failed: " in capsys.readouterr().err
+    monkeypatch.setattr(save_module, "_EXIT_SECONDS", 0.0)
+    saver, go_on = new_saver(), threading.Event()
+    save(saver, tmp_path / "b", state(), wait=False, then=lambda: go_on.wait(20) and None)
+    saver._end()
+    assert "b failed: the program ended before it was written" in capsys.readouterr().err
+    go_on.set()
+
+
+ENDING = """
+import sys, time
+from tests.checkpoint.saving import new_saver, save, state
+saver = new_saver()
+save(saver, sys.argv[1], state(), wait=False, then=lambda: (time.sleep(0.5), print("whole"))[1])
+print("end")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_close_has_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "a")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split() == ["end", "whole"]
+    check_saved(tmp_path / "a", state())

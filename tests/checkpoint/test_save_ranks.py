@@ -1,8 +1,10 @@
 """Saves of several ranks: an error on one is an error on all; training goes on behind a save."""
 
+import dataclasses
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +14,12 @@ import torch
 import echelon
 from echelon.checkpoint import CheckpointFolder, open_whole, target
 from echelon.checkpoint.direct_file import DirectFile
+from echelon.checkpoint.file_image import FileImage
 from echelon.engine.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.cases import Perceptron, adamw, mean_loss, vectors
-from tests.checkpoint.saving import names
+from tests.checkpoint.saving import names, read
 
 Warm = Callable[[int], Ranks]
 
@@ -79,6 +82,28 @@ def save_behind_steps(folder: Path, plan: str) -> bool:
 def test_steps_do_not_change_what_is_being_saved(warm_ranks: Warm, tmp_path: Path, plan: str) -> None:
     assert warm_ranks(2).run(save_behind_steps, tmp_path, plan) == [True, True]
     assert names(tmp_path) == ["a", "b"]
+
+
+def save_behind_workers(folder: Path) -> bool:
+    """Whether a server whose copies take long saves what it had when the save was called."""
+    engine = new_engine("data=2 sync=async staleness=4")
+    step(engine, 0)
+    expected = engine.full_state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.mesh.rank == 0:
+            flat = FileImage._flat
+            patch.setattr(FileImage, "_flat", lambda *args: (time.sleep(0.05), flat(*args))[1])
+        engine.save(folder / "a", wait=False)
+    for number in range(1, 4):
+        step(engine, number)
+    engine.close()
+    saved = open_whole(folder / "a")
+    found = set(expected) & set(saved.manifest.tensors)  # a tied weight has one of two names
+    return bool(found) and all(torch.equal(read(saved, name), expected[name]) for name in found)
+
+
+def test_workers_do_not_change_what_their_server_saves(warm_ranks: Warm, tmp_path: Path) -> None:
+    assert warm_ranks(2).run(save_behind_workers, tmp_path) == [True, True]
 
 
 def save_to_full_disk(folder: Path, wait: bool, finish: str) -> list[str]:
@@ -159,6 +184,21 @@ def test_a_checkpoint_that_is_deleted_while_it_loads_is_an_error(tmp_path: Path)
     message = delete_while_loading(tmp_path)
     assert "rank-00000.safetensors" in message
     assert "cannot be read" in message
+
+
+def test_a_checkpoint_without_its_numbers_changes_nothing(tmp_path: Path) -> None:
+    with new_engine("data=1") as engine:
+        engine.save(tmp_path / "a")
+        step(engine, 0)
+        before = engine.full_state_dict()
+        manifest = open_whole(tmp_path / "a").manifest
+        data = dataclasses.replace(manifest, numbers={}).as_bytes()
+        (tmp_path / "a" / "manifest.json").write_bytes(data)
+        message = message_of(lambda: engine.load(tmp_path / "a") and None)
+        assert "there is no 'begun steps'" in message
+        after = engine.full_state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        step(engine, 1)
 
 
 def keep_on_ranks(folder: Path) -> tuple[list[int], int]:

@@ -1,5 +1,6 @@
 """The temporary place of a checkpoint: what is left of a killed job goes, what a living one writes stays."""
 
+import errno
 import fcntl
 import os
 import time
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.checkpoint import swap, target
+from echelon.checkpoint import storage_errors, swap, target
 from echelon.checkpoint.swap import replace_folder, standing
 from echelon.checkpoint.target import remove_checkpoint, remove_leftovers, write_atomically
+from echelon.errors import UserError
 from echelon.launching import RankFailed, launch
 from tests.checkpoint.saving import check_saved, names, new_saver, save, state
 
@@ -112,6 +114,52 @@ def test_a_job_killed_between_two_renames_loses_nothing(
     assert standing(tmp_path / "a") != tmp_path / "a"
     check_saved(tmp_path / "a", state(1.0))
     save(new_saver(), tmp_path / "a", state(3.0))
+    check_saved(tmp_path / "a", state(3.0))
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The first time that the names in `folder` go to the disk."""
+    real, failed = target.sync_folder, list[Path]()
+
+    def sync(path: Path) -> None:
+        if path == folder and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    monkeypatch.setattr(target, "sync_folder", sync)
+    monkeypatch.setattr(storage_errors, "_pause", lambda _: None)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_error_after_the_rename_destroys_neither_checkpoint(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(swap, "_exchange", lambda *_: False)
+    for value in (1.0, 2.0):
+        fail_once(monkeypatch, tmp_path)
+        save(new_saver(), tmp_path / "a", state(value))
+        check_saved(tmp_path / "a", state(value))
+    fail_once(monkeypatch, tmp_path)
+    with pytest.raises(UserError, match=r"a: the checkpoint is saved, but .* failed: Input/output error"):
+        save(new_saver(), tmp_path / "a", state(3.0), retries=0)
+    check_saved(tmp_path / "a", state(3.0))
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_a_killed_job_has_left_of_a_replaced_checkpoint_goes_with_the_next_save(
+    tmp_path: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_exchange", swap._exchange if exchanges else lambda *_: False)
+    save(new_saver(), tmp_path / "a", state(1.0))
+    (tmp_path / "a").rename(swap.standby_of(tmp_path / "a"))  # killed here, with nothing at its place
+    save(new_saver(), tmp_path / "a", state(2.0))
+    assert names(tmp_path) == ["a"]
+    make_folder(swap.standby_of(tmp_path / "a"), "of an older version")  # beside a whole one
+    save(new_saver(), tmp_path / "a", state(3.0))
+    assert names(tmp_path) == ["a"]
     check_saved(tmp_path / "a", state(3.0))
 
 

@@ -20,7 +20,7 @@ There is no pickle. What strategies made of a model is not stored: names and box
 
 from echelon.checkpoint.folder import CheckpointFolder
 from echelon.checkpoint.manifest import Manifest
-from echelon.checkpoint.numbers import numbers_of
+from echelon.checkpoint.numbers import number_errors, numbers_of
 from echelon.checkpoint.opening import open_whole
 from echelon.checkpoint.save import SaveOptions, Saver
 from echelon.checkpoint.saved import SavedParameter, SavedState, SavedTensor
@@ -35,6 +35,7 @@ __all__ = [
     "SavedState",
     "SavedTensor",
     "Saver",
+    "number_errors",
     "numbers_of",
     "open_whole",
 ]

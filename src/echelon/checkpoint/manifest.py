@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from echelon.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, shown
-from echelon.checkpoint.manifest_text import FORMAT, VERSION, check_version, from_bytes, to_bytes
+from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, VERSION, check_version, from_bytes, to_bytes
 from echelon.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -81,6 +81,23 @@ class Manifest:
     def as_bytes(self) -> bytes:
         """As the file manifest.json."""
         return to_bytes(dataclasses.asdict(self))
+
+    def as_readable_bytes(self, *, is_whole: bool = True) -> bytes:
+        """As the file manifest.json, which has been read again: a UserError for what nobody could load."""
+        try:
+            data = self.as_bytes()
+            if len(data) > MOST_BYTES:
+                raise UserError(f"has {len(data)} bytes; a manifest has {MOST_BYTES} at most")
+            Manifest.from_bytes(data, is_whole=is_whole)
+        except RecursionError:
+            raise UserError("the checkpoint could not be loaded: `extra` has too many brackets") from None
+        except UserError as error:
+            raise UserError(
+                f"the checkpoint could not be loaded, and is not saved: {MANIFEST}: {error.title} (`extra` "
+                "must be plain data: integers of 64 bits, no key twice, at most 32 nested brackets)",
+                error.errors,
+            ) from error
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes, *, is_whole: bool = True) -> "Manifest":

@@ -29,6 +29,19 @@ def numbers_of(numbers: Mapping[str, Number], worker: int | None, workers: int) 
     return {**plain, **_of_worker(numbers, 0), _BEGUN: begun, _STEPS: begun, _SKIPPED: 0}
 
 
+def number_errors(numbers: Mapping[str, Number]) -> list[str]:
+    """What `numbers_of`, and an engine that goes on with its result, would not find."""
+    saved = _num_workers(numbers)
+    whose = [f" of worker {each}" for each in range(saved)] or [""]
+    needed = [f"{name}{each}" for each in whose for name in (_BEGUN, _STEPS)] + ([VERSION] if saved else [])
+    needed += [
+        name.replace("loss scale", "good steps", 1) for name in numbers if name.startswith("loss scale")
+    ]
+    return [
+        f"numbers: there is no {name!r}, which every engine saves" for name in needed if name not in numbers
+    ]
+
+
 def _num_workers(numbers: Mapping[str, Number]) -> int:
     return sum(name.startswith(f"{_BEGUN} of worker ") for name in numbers)
 

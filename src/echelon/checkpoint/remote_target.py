@@ -53,6 +53,9 @@ class RemoteTarget(Target):
     def __init__(self, url: str, token: str) -> None:
         self.url, self._token = url, token
         self._fs, self._root = open_remote(url)
+        self._manifest = b""  # that which was to be written, and the files that it lists
+        self._listed: set[str] = set()
+        self._is_committed = False
 
     def begin(self) -> None:
         names = remote_names(self._fs, self._root)
@@ -85,12 +88,28 @@ class RemoteTarget(Target):
         return report
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
+        self._manifest, self._listed = manifest, set(files)
         with remote_errors():
             self._fs.pipe_file(self._at(MANIFEST), manifest)
-        self._remove(lambda name: name not in files and name != MANIFEST)
+        self._is_committed = True
+
+    def clean_up(self) -> None:
+        self._remove(lambda name: name not in self._listed and name != MANIFEST)
 
     def abandon(self) -> None:
-        self._remove(lambda name: self._token in name)
+        if not self._may_be_committed():
+            self._remove(lambda name: self._token in name)
+
+    def _may_be_committed(self) -> bool:
+        """Also after an error of the network, behind which the manifest may have been written."""
+        if self._is_committed or not self._manifest:
+            return self._is_committed
+        try:
+            return bool(self._fs.cat_file(self._at(MANIFEST)) == self._manifest)
+        except FileNotFoundError:
+            return False
+        except Exception:  # of any package: nobody knows
+            return True
 
     def _remove(self, is_removed: Callable[[str], bool]) -> None:
         for name in remote_names(self._fs, self._root):

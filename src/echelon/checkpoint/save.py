@@ -9,10 +9,13 @@ it; ranks say that they are done by files in the temporary place, so that no ste
 The next save, or `finish`, waits for it, and raises on every rank what went wrong on any.
 """
 
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -24,7 +27,12 @@ from echelon.checkpoint.file_image import FileImage
 from echelon.checkpoint.manifest import FileRecord, Manifest
 from echelon.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
 from echelon.checkpoint.snapshot import SnapshotMemory
-from echelon.checkpoint.storage_errors import RETRIES, report_write_errors, with_retries
+from echelon.checkpoint.storage_errors import (
+    RETRIES,
+    report_later_errors,
+    report_write_errors,
+    with_retries,
+)
 from echelon.checkpoint.target import Report, Target, new_token, target_at
 from echelon.collectives import Group
 from echelon.launching import beat
@@ -35,6 +43,7 @@ Then = Callable[[], None]
 
 _LOOK_SECONDS = 0.02  # how often rank 0 looks whether the others are done
 _END_SECONDS = 5.0  # a failed engine waits so long for its writer
+_EXIT_SECONDS = 600.0  # a program that ends without `finish`
 
 
 class SaveOptions(NamedTuple):
@@ -49,6 +58,7 @@ class SaveOptions(NamedTuple):
 class _Running:
     """A save that a thread writes."""
 
+    place: str
     target: Target
     thread: threading.Thread
     is_part_done: threading.Event
@@ -60,11 +70,13 @@ class _Running:
 class Saver:
     """What an engine's saves share: memory, who writes what, and the one that is under way."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: Group, device: torch.device, *, has_server: bool = False) -> None:
+        """`has_server`: steps of other ranks change what this one owns, as those of asynchronous workers."""
+        self._group, self._device, self._has_server = group, device, has_server
         self._assignment: Assignment | None = None
         self._memory = SnapshotMemory(device)
         self._running: _Running | None = None
+        self._is_at_exit = False
 
     def save(
         self, path: str | Path, owned: Sequence[OwnedSlice], about: Manifest, options: SaveOptions
@@ -75,7 +87,7 @@ class Saver:
         """
         self.finish()
         begun: list[Target] = []  # on rank 0
-        token, is_same = self._begin(path, owned, begun)
+        token, is_same = self._begin(path, owned, about, begun)
         target = begun[0] if begun else target_at(path, token)
         try:
             assignment = self._assign(owned, is_same=is_same)
@@ -89,11 +101,14 @@ class Saver:
                 target.abandon()
             raise
 
-    def _begin(self, path: str | Path, owned: Sequence[OwnedSlice], begun: list[Target]) -> tuple[str, bool]:
+    def _begin(
+        self, path: str | Path, owned: Sequence[OwnedSlice], about: Manifest, begun: list[Target]
+    ) -> tuple[str, bool]:
         """A token for the temporary place, which rank 0 has made; and whether all ranks own what they did."""
         owned_now = signature(owned)
 
         def decide(is_same: list[bool]) -> tuple[str, bool]:
+            about.as_readable_bytes(is_whole=False)
             token = new_token()
             begun.append(target_at(path, token))
             with report_write_errors(path):
@@ -112,7 +127,7 @@ class Saver:
         return self._assignment
 
     def _start(self, save: "_Save") -> None:
-        save.snapshot(self._memory)
+        self._take_snapshot(save)
         is_part_done, stop = threading.Event(), threading.Event()
 
         def work() -> None:
@@ -129,8 +144,42 @@ class Saver:
                 is_part_done.set()
 
         thread = threading.Thread(target=work, name="echelon-save", daemon=True)
-        running = self._running = _Running(save.target, thread, is_part_done, stop)
+        running = self._running = _Running(save.place, save.target, thread, is_part_done, stop)
+        self._finish_at_exit()
         thread.start()
+
+    def _finish_at_exit(self) -> None:
+        """The thread would end with the program, in silence."""
+        if not self._is_at_exit:
+            self._is_at_exit = True
+            # Also at the end of a process of `launch`, where atexit calls nothing.
+            Finalize(None, _end, args=(weakref.WeakMethod(self._end),), exitpriority=100)
+
+    def _end(self) -> None:
+        """Finish this rank's part of what is under way, and say what went wrong; others may be gone."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        is_failing = getattr(sys, "last_value", None) is not None  # other ranks may never be done
+        end = time.monotonic() + (_END_SECONDS if is_failing else _EXIT_SECONDS)
+        while not _join(running.thread, 1.0) and time.monotonic() < end:
+            beat()
+        if running.thread.is_alive():
+            _say_lost(running.place, "the program ended before it was written")
+        elif running.error is not None:
+            _say_lost(running.place, str(running.error))
+
+    def _take_snapshot(self, save: "_Save") -> None:
+        """With a server no rank goes on before every copy is made: its next push would change the weights."""
+
+        def take() -> None:
+            save.snapshot(self._memory)
+            self._memory.wait()
+
+        if self._has_server:
+            check_on_every_rank(take)
+        else:
+            save.snapshot(self._memory)
 
     def finish(self) -> None:
         """Return when no save is under way; all ranks must call this.
@@ -160,6 +209,21 @@ class Saver:
         running.thread.join(_END_SECONDS)
         if self._group.rank == 0 and not running.thread.is_alive():
             running.target.abandon()
+
+
+def _end(end: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    method = end()
+    if method is not None:
+        method()
+
+
+def _say_lost(place: str, reason: str) -> None:
+    print(
+        f"echelon: the save to {place} failed: {reason}; call engine.finish_saving() or engine.close() at "
+        "the end of a program, which raise this",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _wait(wait: Callable[[float], bool]) -> None:
@@ -193,7 +257,7 @@ class _Save:
         options: SaveOptions,
     ) -> None:
         self.target = target
-        self._place, self._assignment, self._about, self._group = place, assignment, about, group
+        self.place, self._assignment, self._about, self._group = place, assignment, about, group
         self._options = options
         self._held = {each.slice: each.tensor for each in owned}
         self._numbers = {box.part: self._held[box].item() for box in assignment.numbers[group.rank]}
@@ -219,7 +283,7 @@ class _Save:
             return write_memory(sink, self._copied[number], self._layouts[number].size, stop)
 
         report = self._write_files(write_file, stop)
-        with report_write_errors(self._place):
+        with report_write_errors(self.place):
             with_retries(lambda: self.target.report(self._group.rank, report), self._options.retries, stop)
 
     def _tensor_of(self, box: Slice) -> Tensor:
@@ -234,7 +298,7 @@ class _Save:
                 sink.close()
 
         files = {}
-        with report_write_errors(self._place):
+        with report_write_errors(self.place):
             for number, layout in enumerate(self._layouts):
                 name = self.target.stored_name(layout.name)
                 files[name] = with_retries(lambda n=number, f=name: write(n, f), self._options.retries, stop)  # type: ignore[misc]
@@ -248,7 +312,7 @@ class _Save:
         while len(reports) < self._group.size:
             if stop():
                 raise StoppedError
-            with report_write_errors(self._place):
+            with report_write_errors(self.place):
                 report = with_retries(
                     lambda: self.target.find_report(len(reports)), self._options.retries, stop
                 )
@@ -261,9 +325,10 @@ class _Save:
     def commit(self, reports: Sequence[Any]) -> None:
         """On rank 0, when all ranks have written their files."""
         manifest = joined(self._about, self._assignment, reports, self.target.stored_name)
-        with report_write_errors(self._place):
-            with_retries(
-                lambda: self.target.commit(manifest.as_bytes(), manifest.files), self._options.retries
-            )
+        data = manifest.as_readable_bytes()
+        with report_write_errors(self.place):
+            with_retries(lambda: self.target.commit(data, manifest.files), self._options.retries)
+        with report_later_errors(self.place):
+            with_retries(self.target.clean_up, self._options.retries)
             if self._options.then is not None:
                 self._options.then()

@@ -42,6 +42,21 @@ def report_write_errors(place: object) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def report_later_errors(place: object) -> Iterator[None]:
+    """As `report_write_errors`, for what is done when the checkpoint is whole."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise UserError(
+            f"{place}: the checkpoint is saved, but what comes after it (old files and checkpoints are "
+            f"removed, the latest is named) failed: {reason}{_fix(error)}"
+        ) from error
+
+
 def _fix(error: OSError) -> str:
     fix = _FIXES.get(error.errno or 0)
     return f" ({fix})" if fix else ""

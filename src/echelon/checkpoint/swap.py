@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 _AT_WORKING_FOLDER = -100
@@ -11,14 +13,24 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Give `new` the name `path`. A folder that was there gets the name of `new`."""
+    """Give `new` the name `path`. A folder that was there gets the name of `new`.
+
+    Raises only while `new` has not got the name; what it leaves, `remove_standby` removes.
+    """
     if not path.is_dir() or not any(path.iterdir()):
         new.rename(path)
     elif not _exchange(new, path):
-        standby = standby_of(path)
-        path.rename(standby)  # where `standing` finds it
+        remove_standby(path)
+        path.rename(standby_of(path))  # where `standing` finds it
         new.rename(path)
-        standby.rename(new)
+        with suppress(OSError):
+            standby_of(path).rename(new)
+
+
+def remove_standby(path: Path) -> None:
+    """Remove what a killed job has left of the checkpoint before; only while there is one at `path`."""
+    if path.is_dir() and standby_of(path).is_dir():
+        shutil.rmtree(standby_of(path))
 
 
 def standby_of(path: Path) -> Path:

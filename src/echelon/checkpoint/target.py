@@ -10,6 +10,7 @@ So the next save can tell a folder that nobody writes to any more, and removes i
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -21,14 +22,15 @@ from typing import Any, final
 
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.checkpoint.manifest_text import FORMAT
+from echelon.checkpoint.manifest_text import FORMAT, from_bytes
 from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.storage_errors import as_folder, is_url
-from echelon.checkpoint.swap import replace_folder
+from echelon.checkpoint.swap import remove_standby, replace_folder
 from echelon.errors import UserError
 
 _LOCK = ".writing"
 _SUFFIX = ".part"
+_FILE = re.compile(r"rank-\d{5,}\.safetensors", re.ASCII)
 _FRESH_SECONDS = 60.0  # an empty folder may get its lock the next moment; others are being removed
 
 Report = dict[str, Any]  # what a rank has written, as JSON
@@ -58,11 +60,15 @@ class Target(ABC):
 
     @abstractmethod
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
-        """Rank 0, when all files are there: give it its name."""
+        """Rank 0, when all files are there: give it its name. An error says that it has not got it."""
+
+    @abstractmethod
+    def clean_up(self) -> None:
+        """Rank 0, when it has its name: remove what was there for the writing. Can be done again."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Rank 0: remove what was written."""
+        """Rank 0: remove what was written, unless it has got its name."""
 
 
 def new_token() -> str:
@@ -117,9 +123,13 @@ class FolderTarget(Target):
             report.unlink()
         _write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
+        check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
-        (self.path / _LOCK).unlink()
+
+    def clean_up(self) -> None:
+        (self.path / _LOCK).unlink(missing_ok=True)
         sync_folder(self.path.parent)
+        remove_standby(self.path)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
 
@@ -132,6 +142,7 @@ class FolderTarget(Target):
             )
 
     def abandon(self) -> None:
+        """The temporary place; when the checkpoint has its name, that is the one which it replaced."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         self._unlock()
 
@@ -158,6 +169,24 @@ def check_replaceable(path: Path) -> None:
             f"{path}: has files that are no checkpoint of echelon's, and would be lost; give the path of a "
             "folder that is not there yet, or of a checkpoint to replace"
         )
+    strange = _strange_names(path)
+    if strange:
+        raise UserError(
+            f"{path}: beside a checkpoint it has {', '.join(strange[:3])}, which would be lost when the "
+            "checkpoint is replaced; move that elsewhere, or give another path"
+        )
+
+
+def _strange_names(path: Path) -> list[str]:
+    """What is in the folder of a checkpoint and no part of it."""
+    names = {each.name for each in path.iterdir()} - {MANIFEST, _LOCK}
+    if not names:
+        return []
+    try:
+        listed = from_bytes((path / MANIFEST).read_bytes())["files"]
+        return sorted(names - set(listed))
+    except (UserError, LookupError, TypeError):  # damaged: what a save writes is known by its name
+        return sorted(name for name in names if not _FILE.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -109,7 +109,7 @@ class Engine:
         self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
-        self._saver = Saver(mesh.group("all"), mesh.device)
+        self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
         self._search: NonfiniteSearch | None = None
         if nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
@@ -541,7 +541,8 @@ class Engine:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
-                refused = refused or self._saving_error()
+                lost = self._saving_error()
+                refused = refused or lost
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
             failed = False

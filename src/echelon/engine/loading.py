@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.checkpoint import SavedState
+from echelon.checkpoint import SavedState, number_errors
 from echelon.engine.checkpoints import EXTRA_STATE, JSON, RANDOM, extra_state_modules, gather
 from echelon.engine.group_options import apply_options, option_errors
 from echelon.engine.learned import LEARNED, restore_learned
@@ -49,6 +49,7 @@ class Loading(NamedTuple):
         """Raise, on every rank, all reasons why the engine cannot take the checkpoint. Changes nothing."""
         values = [*self.values, *self.temporary_buffers]
         errors = [*name_errors(self.saved, self.names), *value_errors(self.saved, values)]
+        errors += number_errors(self.saved.manifest.numbers)
         if optimizer:
             errors += optimizer_errors(self.saved, self.update)
         if optimizer and options:
