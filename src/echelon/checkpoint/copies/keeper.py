@@ -8,6 +8,7 @@ find    ranks list what their hosts have, and agree on the newest generation of 
 """
 
 import json
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -176,8 +177,9 @@ class MemoryCopies:
 
     # Find.
 
-    def find(self, say: Say) -> FoundCopies | None:
-        """The newest generation that is whole, with every hash compared; None if there is none.
+    def find(self, say: Say, *, before: float = math.inf) -> FoundCopies | None:
+        """The newest generation from before a step that is whole, with every hash compared; None if there is
+        none.
 
         Nothing is loaded by this. What is damaged, or of another plan, is named to `say`.
         """
@@ -185,7 +187,8 @@ class MemoryCopies:
         received: tuple[int, ...] = ()
         while True:
             found: list[Found] = self._gather(self._held())
-            candidates = [name for name in whole_generations(found) if name not in given_up]
+            early = [name for name in whole_generations(found) if step_of(name) < before]
+            candidates = [name for name in early if name not in given_up]
             if not candidates:
                 return None
             generation = candidates[0]
@@ -208,14 +211,6 @@ class MemoryCopies:
         for entry in self._folder.entries():
             if entry.generation != self._kept:
                 self._folder.forget(entry)
-
-    def discard_from(self, step: int) -> None:
-        """Forget the states after `step`, and from there on: training goes back before them."""
-        self._wait()
-        for entry in self._folder.entries():
-            if step_of(entry.generation) >= step:
-                self._folder.forget(entry)
-        self._kept = self._written = None
 
     def steps(self) -> list[int]:
         """Of which generations there is the file of every rank, newest first."""
