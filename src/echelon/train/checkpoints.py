@@ -55,8 +55,11 @@ class Checkpoints:
         extra = self._load_newest(before)
         if extra is None:
             return 0
+        step = _step_of(extra)
+        position = DataPosition.parse(extra).with_others(step, self._skipped.skipped)
+        self._skipped = self._skipped._replace(skipped=position.skipped)
         self.spikes.restore(extra.get("losses"))
-        return _step_of(extra)
+        return step
 
     def _load_newest(self, before: float) -> dict[str, Any] | None:
         found = None if self._memory is None else self._memory.find(self._say, before=before)
@@ -107,7 +110,7 @@ class Checkpoints:
         batches = (self.batch_of(step + 1), end)
         skipped = self._position(step).skip(*batches).skipped
         self._skipped = SkippedBatches(self._skipped.rollbacks + 1, skipped)
-        decide(lambda: str(self._run.write(SKIPPED, self._skipped.text())))
+        decide(lambda: str(self._run.write(SKIPPED, self._skipped.text(), sync=True)))
         return Return(step, batches)
 
     def is_due(self, step: int) -> bool:
