@@ -53,7 +53,7 @@ def test_nothing_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trainer, "check", lambda _: None)
     monkeypatch.setattr(trainer, "this_launch", lambda: ["host 7 1"])
     monkeypatch.setattr(trainer, "decide_on_rank_0", lambda decide: decide())
-    monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     shown: list[Any] = []
     assert trainer.train(job, shown.append) == ({} if rank else SUMMARY)
     assert str(path) in shown[0].text
