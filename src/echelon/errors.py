@@ -20,6 +20,10 @@ class UserError(ValueError):
         return type(self), (self.title, self.errors)
 
 
+class DamagedError(UserError):
+    """A file is missing, or not what was written: no later try will find it whole."""
+
+
 def raise_errors(subject: str, errors: list[str]) -> None:
     """Raise one UserError that lists every error of `subject`, if there is any.
 

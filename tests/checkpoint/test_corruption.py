@@ -152,5 +152,7 @@ def test_without_any_whole_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "step-x").mkdir()
     (tmp_path / ".step-00000004.part").mkdir()
     engine = Loads()
-    assert CheckpointFolder(tmp_path).load_last(engine, lambda _: None) is None
+    with pytest.raises(UserError, match="no checkpoint is whole") as refusal:
+        CheckpointFolder(tmp_path).load_last(engine, lambda _: None)
+    assert FILES[1] in str(refusal.value)
     assert engine.loaded == []

@@ -1,5 +1,6 @@
 """The checkpoints of a run: which are kept, which is the latest."""
 
+import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,57 @@ def test_the_last_whole_one_is_loaded(place: str | Path) -> None:
     check_saved(folder.path_of(3), state(3.0))
 
 
+def test_if_all_are_damaged_nothing_is_trained_again_in_silence(place: str | Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(place)
+    train(engine, folder, 1, 2)
+    for step in (1, 2):
+        damage(folder.path_of(step))
+    with pytest.raises(UserError, match="no checkpoint is whole; to train from the start") as caught:
+        folder.load_last(engine, lambda _: None)
+    assert len(caught.value.errors) == 2
+    assert folder.load_last(engine, lambda _: None, after=0) is None, "there is a state of step 0 elsewhere"
+    assert folder.steps() == [2, 1]
+
+
+def test_one_of_another_version_is_not_passed_over(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 1, 2)
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(UserError, match="is of version 2") as caught:
+        folder.load_last(engine)
+    assert "it may be whole; if it is not, remove" in str(caught.value)
+
+
+def test_one_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 1, 2)
+    monkeypatch.setattr("echelon.checkpoint.file_checks.hash_file", fail)
+    with pytest.raises(UserError, match=r"step-00000002.*cannot be read: Input/output error"):
+        folder.load_last(engine)
+
+
+def test_a_missing_file_is_damage_and_the_checkpoint_goes_with_the_next_save(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 10, 20)
+    (tmp_path / "step-00000020" / "manifest.json").unlink()
+    assert folder.load_last(engine, lambda _: None) == {"at": 3}
+    assert engine.value == 10.0
+    train(engine, folder, 15)
+    assert folder.steps() == [15, 10]
+
+
+def test_a_later_checkpoint_stays(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 10, 20, 5)
+    assert folder.steps() == [20, 10, 5]
+    assert folder.load_last(engine, before=20) == {"at": 3}
+    assert engine.value == 10.0
+
+
 def damage(path: str | Path) -> None:
     if isinstance(path, str):
         import fsspec
@@ -99,7 +151,9 @@ def damage(path: str | Path) -> None:
 def test_which_checkpoints_go() -> None:
     assert removed([50, 40, 30, 20, 10], 50, keep=2, keep_every=20) == [30, 10]
     assert removed([50, 40, 30], 50, keep=1, keep_every=0) == [40, 30]
-    assert removed([50, 40, 30], 40, keep=1, keep_every=50) == [50, 30]  # training went back before 50
+    assert removed([50, 40, 30], 40, keep=1, keep_every=50) == [30]  # nobody has asked to go back before 50
+    assert removed([50, 40, 30], 40, keep=2, keep_every=0, damaged={50}) == [50]
+    assert removed([50, 40, 30, 20], 50, keep=2, keep_every=0, damaged={40}) == [40, 20]
     assert removed([10], 10, keep=2, keep_every=0) == []
 
 

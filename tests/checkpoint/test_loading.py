@@ -397,6 +397,14 @@ def test_random_state_comes_back_where_nothing_is_seeded(tmp_path: Path) -> None
     goes_on(make_engine(Drawing(), seed=None), make_engine(Drawing(), seed=None), tmp_path / "a")
 
 
+def test_another_seed_is_told(tmp_path: Path) -> None:
+    path = saved(make_engine(seed=1), tmp_path / "a")
+    with pytest.warns(UserWarning, match="was saved with seed=1, and this engine has seed=2: random numbers"):
+        make_engine(seed=2).load(path)
+    with pytest.warns(UserWarning, match="was saved with seed=1, and this engine has seed=None"):
+        make_engine(seed=None).load(path)
+
+
 def test_state_of_the_engine_that_no_engine_saves_is_refused_in_words(tmp_path: Path) -> None:
     """Bytes of a stranger, with the right hashes, where an engine expects its own."""
     engine = make_engine()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.launching import PeerLost, store_agreement
 from echelon.launching.store_agreement import agree
 
@@ -150,3 +150,13 @@ def test_rank_0_keeps_the_store_until_every_rank_has_read_the_error(monkeypatch:
     with pytest.raises(UserError, match="no"):
         agree(store, 1, 2, int, decide)
     store.wait(["all have read"])
+
+
+def test_damage_is_damage_on_every_rank() -> None:
+    def find_damage(rank: int) -> None:
+        if rank == 1:
+            raise DamagedError("a file is missing")
+
+    for future in agree_on_all_ranks(lambda _: None, find_damage):
+        with pytest.raises(DamagedError, match="a file is missing"):
+            future.result()

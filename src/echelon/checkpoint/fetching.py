@@ -15,7 +15,7 @@ from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.remote_target import open_remote, remote_errors, remote_names
 from echelon.checkpoint.storage_errors import RETRIES, as_folder, is_url, with_retries
 from echelon.checkpoint.swap import standing
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 
 
 class CheckpointFiles(Protocol):
@@ -50,7 +50,7 @@ class FetchedFiles:
         with report_read_errors(self._url):
             names = with_retries(lambda: remote_names(self._fs, self._root), RETRIES)
         if MANIFEST not in names:
-            raise UserError(f"{self._url}: has no {MANIFEST}: there is no checkpoint, or not a whole one")
+            raise DamagedError(f"{self._url}: has no {MANIFEST}: there is no checkpoint, or not a whole one")
         self.path = Path(tempfile.mkdtemp(prefix="echelon-checkpoint-"))
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
@@ -75,4 +75,5 @@ def report_read_errors(place: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(f"{place}: cannot be read: {reason}; was it deleted while it was read?") from error
+        kind = DamagedError if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"{place}: cannot be read: {reason}; was it deleted while it was read?") from error

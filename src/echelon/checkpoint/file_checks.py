@@ -8,7 +8,7 @@ from echelon.checkpoint.file_hash import hash_file
 from echelon.checkpoint.manifest import FileRecord
 from echelon.checkpoint.manifest_reader import shown
 from echelon.checkpoint.regular_file import open_regular
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.weight_files.layout import Described
 
 
@@ -16,14 +16,14 @@ def check_size(path: Path, record: FileRecord) -> None:
     with open_regular(path) as file:
         found = os.fstat(file.fileno()).st_size
     if found != record.bytes:
-        raise UserError(f"{path}: is damaged: it has {found} bytes, and the manifest says {record.bytes}")
+        raise DamagedError(f"{path}: is damaged: it has {found} bytes, and the manifest says {record.bytes}")
 
 
 def check_hash(path: Path, record: FileRecord) -> None:
     with open_regular(path) as file:
         found = hash_file(file)
     if found != record.hash:
-        raise UserError(
+        raise DamagedError(
             f"{path}: is damaged: its hash is {found[:16]}…, and the manifest says {record.hash[:16]}…"
         )
 

@@ -6,8 +6,9 @@ checkpoints/
     latest              the name of the newest whole one: step-00000200
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from echelon.checkpoint.opening import open_whole
 from echelon.checkpoint.storage import storage_at
 from echelon.checkpoint.storage_errors import RETRIES, with_retries
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.launching.group import decide_on_rank_0
 
 LATEST = "latest"
@@ -60,6 +61,7 @@ class CheckpointFolder:
             )
         self.path, self._keep, self._keep_every, self._retries = path, keep, keep_every, retries
         self._storage = storage_at(path)
+        self._passed_over: set[int] = set()  # damaged, and later than the one that was loaded
 
     def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
         """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
@@ -68,21 +70,38 @@ class CheckpointFolder:
         engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
 
     def load_last(
-        self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1
+        self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf
     ) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is whole, and return its extra; None if there is none after step
-        `after`.
+        """Load the newest checkpoint that is whole, and return its extra; None if there is none between the
+        steps `after` and `before`.
 
-        Damaged ones are named to `say`, and passed over.
+        Damaged ones are named to `say`, and passed over. Not so one that cannot be read, or is of another
+        version: it may be whole. If all are damaged it is an error, unless there is a state of step `after`.
         """
-        for step in (step for step in self._steps_of_all() if step > after):
+        damaged: dict[int, str] = {}
+        for step in (step for step in self._steps_of_all() if after < step < before):
             try:
                 open_whole(self.path_of(step))
-            except UserError as error:
+            except DamagedError as error:
+                damaged[step] = str(error)
                 say(f"{error}; trying the one before")
-                continue
-            return engine.load(self.path_of(step), verify=False)
+            except UserError as error:
+                raise self._not_passed_over(step, error) from error
+            else:
+                extra = engine.load(self.path_of(step), verify=False)
+                self._passed_over |= damaged.keys()
+                return extra
+        if damaged and after < 0:
+            raise UserError(
+                f"{self.path}: no checkpoint is whole; to train from the start, remove them:",
+                damaged.values(),
+            )
+        self._passed_over |= damaged.keys()
         return None
+
+    def _not_passed_over(self, step: int, error: UserError) -> UserError:
+        fix = f"it may be whole; if it is not, remove {self.path_of(step)} to go on without it"
+        return UserError(error.title, [*error.errors, fix])
 
     def remove_leftovers(self) -> None:
         """Remove temporary files of a job that was killed; on one rank, where no other job saves here."""
@@ -91,6 +110,7 @@ class CheckpointFolder:
     def discard_from(self, step: int) -> None:
         """Remove those of `step` and later, newest first; on one rank, while nothing is saved."""
         steps = self.steps()
+        self._passed_over = {each for each in self._passed_over if each < step}
         for late in (each for each in steps if each >= step):
             self._storage.remove(_name(late))
         left = [each for each in steps if each < step]
@@ -112,21 +132,25 @@ class CheckpointFolder:
     def _is_saved(self, step: int) -> None:
         """On rank 0, when a checkpoint is whole: it is the latest, and old ones go."""
         with_retries(lambda: self._storage.write(LATEST, _name(step).encode()), self._retries)
-        for old in removed(self.steps(), step, self._keep, self._keep_every):
+        self._passed_over.discard(step)
+        for old in removed(self.steps(), step, self._keep, self._keep_every, self._passed_over):
             self._storage.remove(_name(old))
+        self._passed_over.clear()
 
 
 def _name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def removed(steps: Sequence[int], saved: int, keep: int, keep_every: int) -> list[int]:
+def removed(
+    steps: Sequence[int], saved: int, keep: int, keep_every: int, damaged: Collection[int] = ()
+) -> list[int]:
     """Which of the checkpoints go when that of step `saved` is whole.
 
     removed([50, 40, 30, 20, 10], 50, keep=2, keep_every=20) == [30, 10]
 
-    Those of later steps go too: training went back before them, because they are damaged, or led nowhere.
+    Those that are known to be damaged go too. Others of later steps stay: nobody has asked to go back.
     """
-    later = [step for step in steps if step > saved]
-    older = sorted((step for step in steps if step <= saved), reverse=True)
-    return [*later, *(step for step in older[keep:] if not keep_every or step % keep_every)]
+    older = sorted((step for step in steps if step <= saved and step not in damaged), reverse=True)
+    useless = [step for step in steps if step in damaged]
+    return [*useless, *(step for step in older[keep:] if not keep_every or step % keep_every)]

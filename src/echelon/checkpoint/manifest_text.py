@@ -23,6 +23,10 @@ _MOST_DIGITS = 20  # of an integer: all that 64 bits hold
 _HEAD = re.compile(rb'\{"format": "([\w-]{1,40})", "version": (\d{1,9}), "sha256": "([0-9a-f]{64})",')
 
 
+class OtherVersionError(UserError):
+    """The file may be whole, for another echelon."""
+
+
 def to_bytes(entries: dict[str, Any]) -> bytes:
     """Entries as a file. Raises a UserError for what JSON cannot hold."""
     try:
@@ -49,7 +53,7 @@ def from_bytes(data: bytes) -> dict[str, Any]:
 
 def check_version(version: object) -> None:
     if type(version) is not int or version != VERSION:
-        raise UserError(
+        raise OtherVersionError(
             f"is of version {str(version)[:40]}; this echelon reads version {VERSION}; use the one that "
             "saved it"
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 
 
 def no_links(path: str, flags: int) -> int:
@@ -26,7 +26,8 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         with open(path, "rb", opener=no_links) as file:
             yield file
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {_reason(error, path)}") from error
+        kind = DamagedError if isinstance(error, FileNotFoundError) else UserError
+        raise kind(f"{path}: cannot be read: {_reason(error, path)}") from error
 
 
 def _reason(error: OSError, path: Path) -> str:

@@ -14,9 +14,9 @@ from echelon.checkpoint.fetching import CheckpointFiles, FolderFiles, files_at, 
 from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
 from echelon.checkpoint.manifest_reader import dtype_of
-from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
 from echelon.checkpoint.regular_file import no_links, open_regular
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.ownership import MASTER, VALUE, OwnedSlice, Slice
 from echelon.weight_files.pieces import Piece, Window, read_pieces, whole
 from echelon.weight_files.tensor_file import StoredTensor, read_box, read_header
@@ -117,11 +117,12 @@ def _read_manifest(path: Path) -> tuple[Manifest, str]:
         num_bytes = os.fstat(file.fileno()).st_size
         data = file.read() if num_bytes <= MOST_BYTES else b""
     if num_bytes > MOST_BYTES:
-        raise UserError(f"{path}: has {num_bytes} bytes; a manifest has {MOST_BYTES} at most")
+        raise DamagedError(f"{path}: has {num_bytes} bytes; a manifest has {MOST_BYTES} at most")
     try:
         return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
     except UserError as error:
-        raise UserError(f"{path}: {error.title}", error.errors) from error
+        kind = UserError if isinstance(error, OtherVersionError) else DamagedError
+        raise kind(f"{path}: {error.title}", error.errors) from error
 
 
 def _described(record: TensorRecord) -> SavedTensor:

@@ -304,9 +304,13 @@ class Engine:
             f"steps{whose}": self.steps,
             f"begun steps{whose}": self._counter.begun,
             f"skipped steps{whose}": self.skipped_steps,
-            "seed": -1 if self._scopes.seed is None else self._scopes.seed,
+            "seed": self._seed_number,
         }
         return [own_number(part, value) for part, value in counters.items()]
+
+    @property
+    def _seed_number(self) -> int:
+        return -1 if self._scopes.seed is None else self._scopes.seed
 
     def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps.
@@ -436,6 +440,7 @@ class Engine:
             self.synchronize()
             loading = self._loading(open_saved())
             loading.check(optimizer=optimizer, options=options)
+            loading.compare_seed(self._seed_number)
             failed = str(loading.saved.path)
             self._take(loading, optimizer=optimizer, options=options)
             failed = ""

@@ -10,6 +10,7 @@ anything does not fit, nothing changes. Then each rank reads what it holds:
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -56,6 +57,17 @@ class Loading(NamedTuple):
             errors += option_errors(self.saved.manifest.groups, self.update)
         found = dict.fromkeys(error for of_rank in gather(self.mesh, errors) for error in of_rank)
         raise_errors(f"checkpoint {self.saved.path} for this engine", list(found))
+
+    def compare_seed(self, seed: int) -> None:
+        """Warn, once, if random numbers will not go on as they were; -1: nothing was seeded."""
+        saved = self.saved.manifest.numbers.get("seed", seed)
+        if saved != seed and self.mesh.rank == 0:
+            warnings.warn(
+                f"checkpoint {self.saved.path} was saved with seed={_shown(saved)}, and this engine has "
+                f"seed={_shown(seed)}: random numbers, as those of dropout, will be others than if the "
+                "training had gone on",
+                stacklevel=2,
+            )
 
     def read(self, *, optimizer: bool) -> None:
         """Each rank reads what it holds; then those that hold less than they use exchange it."""
@@ -132,3 +144,7 @@ class Loading(NamedTuple):
         out = torch.empty(saved.shape, dtype=saved.dtype)
         self.saved.read(Slice(name, part, saved.shape, *whole(saved.shape)), out)
         return out
+
+
+def _shown(seed: float) -> str:
+    return "None" if seed == -1 else str(seed)

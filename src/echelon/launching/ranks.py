@@ -81,6 +81,10 @@ class Ranks:
         with self._kill_on_error():
             self._start(backend, overrides)
 
+    @property
+    def size(self) -> int:
+        return len(self._processes)
+
     def run(self, fn: Callable[..., T], *args: object, on_message: OnMessage | None = None) -> list[T]:
         """Call `fn(*args)` in every rank; return the results in rank order.
 

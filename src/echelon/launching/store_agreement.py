@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
 
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.launching.errors import PeerLost
 
 _READ_SECONDS = 10.0
@@ -50,7 +50,8 @@ def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | No
     try:
         return json.dumps({"value": function()}), None
     except UserError as error:
-        return json.dumps({"user error": [error.title, error.errors]}), None
+        kind = "damage" if isinstance(error, DamagedError) else "user error"
+        return json.dumps({kind: [error.title, error.errors]}), None
     except PeerLost as error:  # says which rank is the cause
         return json.dumps({"peer lost": str(error)}), error
     except Exception as error:
@@ -69,6 +70,8 @@ def _read_reports(store: Store, ranks: int) -> list[Any]:
 def _error_of(outcome: dict[str, Any]) -> Exception:
     if "user error" in outcome:
         return UserError(*outcome["user error"])
+    if "damage" in outcome:
+        return DamagedError(*outcome["damage"])
     return PeerLost(outcome["peer lost"])
 
 

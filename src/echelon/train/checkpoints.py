@@ -4,6 +4,7 @@ runs/train-20261115-020304/checkpoints/
     step-00000100/   step-00000200/   latest
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -45,20 +46,25 @@ class Checkpoints:
         if self._memory is not None:
             self._memory.check_room(rank_bytes)
 
-    def load_last(self) -> int:
-        """Go on from the newest whole checkpoint, on disk or in memory: returns its step, or 0."""
+    def load_last(self, *, before: float = math.inf) -> int:
+        """Go on from the newest whole checkpoint, on disk or in memory, from before a step: returns its step,
+        or 0."""
         self._skipped = SkippedBatches.parse(
             decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
         )
-        extra = self._load_newest()
+        extra = self._load_newest(before)
         if extra is None:
             return 0
+        step = _step_of(extra)
+        position = DataPosition.parse(extra).with_others(step, self._skipped.skipped)
+        self._skipped = self._skipped._replace(skipped=position.skipped)
         self.spikes.restore(extra.get("losses"))
-        return _step_of(extra)
+        return step
 
-    def _load_newest(self) -> dict[str, Any] | None:
-        found = None if self._memory is None else self._memory.find(self._say)
-        extra = self._folder.load_last(self._engine, self._say, after=-1 if found is None else found.step)
+    def _load_newest(self, before: float) -> dict[str, Any] | None:
+        found = None if self._memory is None else self._memory.find(self._say, before=before)
+        after = -1 if found is None else found.step
+        extra = self._folder.load_last(self._engine, self._say, after=after, before=before)
         if extra is not None:
             found, self._last_on_disk = None, _step_of(extra)
         elif found is not None:
@@ -92,21 +98,19 @@ class Checkpoints:
         """Load the newest whole checkpoint from before step `first`, and leave out the batches from there up
         to that of step `last`, from now on."""
         end = self.batch_of(last) + 1
-        decide(lambda: self._folder.discard_from(first))
-        if self._memory is not None:
-            self._memory.discard_from(first)
         with suppress(NonfiniteError):  # of steps that are undone
             self._engine.synchronize()
         self._last_on_disk = self._last_in_memory = 0
-        step = self.load_last()
+        step = self.load_last(before=first)
         if step == 0:
             raise UserError(
                 f"no checkpoint from before step {first} is whole, so that training cannot go back"
             )
+        decide(lambda: self._folder.discard_from(first))
         batches = (self.batch_of(step + 1), end)
         skipped = self._position(step).skip(*batches).skipped
         self._skipped = SkippedBatches(self._skipped.rollbacks + 1, skipped)
-        decide(lambda: str(self._run.write(SKIPPED, self._skipped.text())))
+        decide(lambda: str(self._run.write(SKIPPED, self._skipped.text(), sync=True)))
         return Return(step, batches)
 
     def is_due(self, step: int) -> bool:

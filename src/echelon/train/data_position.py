@@ -41,6 +41,20 @@ class DataPosition:
         inside = [stop for start, stop in ranges if start <= self.next_batch < stop]
         return DataPosition(inside[0] if inside else self.next_batch, ranges)
 
+    def with_others(self, steps: int, skipped: Iterable[Range]) -> "DataPosition":
+        """The place after `steps`, without these batches too; a UserError if some of them were trained."""
+        together = DataPosition.after_steps(steps, [*self.skipped, *skipped])
+        expected = self
+        for begin, end in together.skipped:
+            expected = expected.skip(begin, end)
+        if expected != together:
+            raise UserError(
+                f"the checkpoint of step {steps} goes on with batch {self.next_batch} and leaves out "
+                f"{list(self.skipped)}; with all that the run leaves out, {list(together.skipped)}, it would "
+                f"be batch {together.next_batch}"
+            )
+        return together
+
     def as_plain(self) -> dict[str, Any]:
         return {"next_batch": self.next_batch, "skipped": [list(each) for each in self.skipped]}
 

@@ -32,13 +32,16 @@ from echelon.train.tasks import open_task
 LARGEST_TO_SAMPLE = 300 * 10**6  # parameters: to write text, one rank holds the whole model
 
 
-def train_rank(job: Job, folder: Path, report: Callable[[Event], None]) -> int | None:
+def train_rank(
+    job: Job, folder: Path, report: Callable[[Event], None], listens: Callable[[], None] = lambda: None
+) -> int | None:
     """Train as one rank of the job's plan; rank 0 reports events and writes the model into `folder`.
 
     Goes on from the newest checkpoint in `folder`, if there is one. Returns None at the end of the training,
-    or the last step if ranks were asked to stop before it (SIGTERM).
+    or the last step if ranks were asked to stop before it (SIGTERM). Calls `listens` when that may come.
     """
     with StopRequest.of_ranks() as stop:
+        listens()
         return _train(job, folder, report, stop)
 
 

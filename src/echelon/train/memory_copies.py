@@ -36,14 +36,20 @@ def newest_in_memory(job: Job, run: Path) -> int:
     return newest_step_here(MemoryFolder(run), ranks_here(Plan.parse(job.plan))) if is_in_memory(job) else 0
 
 
+class RunMemory:
+    """Whether the folder of a run in memory `stays` at its end, for --resume."""
+
+    stays = False
+
+
 @contextmanager
-def memory_of_run(job: Job, run: Path) -> Iterator[None]:
-    """Make the folder of a run whose ranks this process starts, and remove it at the end, in any case."""
-    folder = _make(job, run, os.getpid())
+def memory_of_run(job: Job, run: Path) -> Iterator[RunMemory]:
+    """Make the folder of a run whose ranks this process starts, and remove it at the end, unless it stays."""
+    folder, memory = _make(job, run, os.getpid()), RunMemory()
     try:
-        yield
+        yield memory
     finally:
-        if folder is not None:
+        if folder is not None and not memory.stays:
             folder.remove()
 
 

@@ -74,13 +74,17 @@ class RunFolder:
         earlier = self.about() if self._state_file.exists() else {}
         self.write("run.json", strict_json.dump({**earlier, **about, "state": state}, indent=2) + "\n")
 
-    def write(self, name: str, text: str) -> Path:
-        """Write a small file completely, or not at all."""
+    def write(self, name: str, text: str, *, sync: bool = False) -> Path:
+        """Write a small file completely, or not at all; with `sync`, it is on the disk then."""
         path = self.path / name
         with explain_os_errors(path):
             temporary = path.with_name(f".{name}.part")
             temporary.write_text(text, encoding="utf-8")
+            if sync:
+                _sync(temporary)
             os.replace(temporary, path)
+            if sync:
+                _sync(self.path)
         return path
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
@@ -127,6 +131,15 @@ def _make_new(out: Path, stem: str) -> Path:
         f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
         "choose another name with --set name=NAME"
     )
+
+
+def _sync(path: Path) -> None:
+    """A file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def place_error(out: Path) -> str | None:

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from echelon.engine.auto import ranks_here
+from echelon.errors import UserError
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 from echelon.plan import Plan
 from echelon.train.checkpoints import checkpoint_folder, newest_step
@@ -24,13 +26,16 @@ from echelon.train.preempted import Preempted
 from echelon.train.run import Run
 from echelon.train.stop_request import on_sigterm
 
+_LISTENS = "a rank handles SIGTERM from now on"  # the first message of each
+
 Fit = Callable[[Job], Job]  # the job for the devices that there are now
 
 
 def supervise(job: Job, run: Run, fit: Fit) -> None:
-    """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults."""
+    """Train to the end of the job; raises Preempted after SIGTERM, RankFailed after too many faults, or after
+    SIGTERM: then nobody knows whether ranks had saved."""
     faults, fitted = _Faults(job, run), job
-    with memory_of_run(job, run.folder.path), _Sigterm() as sigterm:
+    with memory_of_run(job, run.folder.path) as memory, _Sigterm() as sigterm:
         while True:
             before, fitted = fitted, fit(job)
             if fitted != before:
@@ -38,9 +43,12 @@ def supervise(job: Job, run: Run, fit: Fit) -> None:
             checkpoint_folder(job, run.folder.path).remove_leftovers()
             try:
                 last = _train(fitted, run, sigterm)
-            except RankFailed as error:
-                if sigterm.came:  # ranks that had just started did not know it yet
-                    raise Preempted(newest_step(job, run.folder.path)) from error
+            except (RankFailed, UserError) as error:
+                if sigterm.came and run.logbook.has_started:
+                    memory.stays = newest_in_memory(fitted, run.folder.path) > 0
+                    raise _not_saved(error, fitted, run.folder.path) from error
+                if sigterm.came or isinstance(error, UserError):
+                    raise
                 faults.add(error)
                 continue
             if last is not None:
@@ -51,14 +59,35 @@ def supervise(job: Job, run: Run, fit: Fit) -> None:
 def _train(job: Job, run: Run, sigterm: "_Sigterm") -> int | None:
     """One attempt: the step at which ranks have stopped, or None at the end of the training."""
     with Ranks(ranks_here(Plan.parse(job.plan)), kills_at_once=True) as ranks, sigterm.forwarded_to(ranks):
-        folder = run.folder.path
-        stopped: list[int | None] = ranks.run(rank_main, job, folder, on_message=lambda _, e: run.take(e))
+
+        def take(rank: int, message: Any) -> None:
+            if message == _LISTENS:
+                sigterm.add_listener(rank)
+            else:
+                run.take(message)
+
+        stopped: list[int | None] = ranks.run(rank_main, job, run.folder.path, on_message=take)
     return stopped[0]
 
 
 def rank_main(job: Job, folder: Path) -> int | None:
     assert is_launched_rank()
-    return train_rank(job, folder, send_message)
+    # At its end too: a rank that has saved must not be killed by what asks it to save.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    return train_rank(job, folder, send_message, lambda: send_message(_LISTENS))
+
+
+def _not_saved(error: RankFailed | UserError, job: Job, run: Path) -> RankFailed | UserError:
+    """The error, with what there is to go on from."""
+    on_disk, in_memory = newest_step(job, run), newest_in_memory(job, run)
+    kept = f", and of step {in_memory} in the memory of this machine" if in_memory else ""
+    note = (
+        f"SIGTERM had come, and this was not saved; there is a checkpoint of step {on_disk}{kept} (0: "
+        f"none); go on with: echelon train --resume {run}"
+    )
+    if isinstance(error, UserError):
+        return UserError(error.title, [*error.errors, note])
+    return type(error)(error.rank, error.reason, error.traceback, [*error.others, note])
 
 
 class _Faults:
@@ -87,11 +116,13 @@ class _Faults:
 
 
 class _Sigterm:
-    """SIGTERM of this process goes on to the ranks; another one, later, is what it was before."""
+    """SIGTERM of this process goes on to the ranks, when all of them handle it; another one, later, is what
+    it was before."""
 
     def __init__(self) -> None:
         self.came = False
         self._ranks: Ranks | None = None
+        self._listeners: set[int] = set()
 
     def __enter__(self) -> "_Sigterm":
         self._is_heard = threading.current_thread() is threading.main_thread()
@@ -106,17 +137,21 @@ class _Sigterm:
 
     @contextmanager
     def forwarded_to(self, ranks: Ranks) -> Iterator[None]:
-        self._ranks = ranks
+        self._ranks, self._listeners = ranks, set()
         try:
-            if self.came:  # while they started
-                self._forward()
             yield
         finally:
             self._ranks = None
 
+    def add_listener(self, rank: int) -> None:
+        """From now on this rank handles the signal, which may have come before."""
+        self._listeners.add(rank)
+        if self.came:
+            self._forward()
+
     def _forward(self) -> None:
         self.came = True
-        if self._ranks is not None:
+        if self._ranks is not None and len(self._listeners) == self._ranks.size:
             self._ranks.send_signal(signal.SIGTERM)
 
     def _give_back(self) -> None:

@@ -48,17 +48,24 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
     launch = this_launch()
     runs: list[Run] = []
 
-    def open_on_rank_0() -> str:
-        path = resume or run_of_launch(job, launch)
+    def open_on_rank_0() -> tuple[str, dict[str, Any] | None]:
+        begun = None if resume else run_of_launch(job, launch)
+        if begun is not None and begun.summary is not None:
+            show(Noted(f"{begun.path} had finished before its ranks were started again"))
+            return str(begun.path), begun.summary
+        path = resume if begun is None else begun.path
         runs.append(stack.enter_context(open_run(job, show, path, launch)))
         checkpoint_folder(job, runs[0].folder.path).remove_leftovers()
         if fitted != job:
             runs[0].take(Noted(change(job, fitted)))
-        return str(runs[0].folder.path)
+        return str(runs[0].folder.path), None
 
     with ExitStack() as stack:
-        folder = Path(decide_on_rank_0(open_on_rank_0))
+        path, summary = decide_on_rank_0(open_on_rank_0)
+        folder = Path(path)
         stack.enter_context(memory_of_rank(fitted, folder))
+        if summary is not None:
+            return dict(summary) if dist.get_rank() == 0 else {}
         if dist.get_rank() == 0:
             when_ended(runs[0].folder.fail)
             _raise_preempted(train_rank(fitted, folder, runs[0].take))

@@ -1,14 +1,18 @@
 """Engines whose state is kept in memory: functions that ranks can import."""
 
+import errno
 import os
 import shutil
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
-from echelon.checkpoint.copies import MemoryCopies, MemoryFolder
+from echelon.checkpoint.copies import MemoryCopies, MemoryFolder, keeper
 from echelon.engine import Engine
+from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.verify.contract import make_engine
 from tests.checkpoint.same_plan import SAVED, Training, case_of, end, same
@@ -109,3 +113,25 @@ FAULTS = {
     "copy of rank 1 is damaged": partial(_damage, "host-0/*/*/rank-00001"),
     "file of rank 1 is damaged, on one host": partial(_damage, "host-0/*/*/rank-00001"),
 }
+
+
+def save_where_rank_1_cannot_write(folder: str) -> str:
+    """What a rank is told when the manifest of rank 1 finds no room."""
+    case, plan = case_of(Training(PLAN)), Plan.parse(PLAN)
+    engine = make_engine(case, plan)
+    copies = open_copies(engine, Path(folder), 2)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(keeper, "write_small", fail))
+        copies.save(0, *engine.saved_state({"position": 0}))
+        try:
+            copies.finish()
+        except UserError as error:
+            return str(error)
+        finally:
+            engine.close(restore=False)
+    return ""

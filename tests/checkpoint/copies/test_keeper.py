@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launching import Ranks
-from tests.checkpoint.copies.kept import recover
+from tests.checkpoint.copies.kept import recover, save_where_rank_1_cannot_write
 
 WarmRanks = Callable[[int], Ranks]
 Result = tuple[list[str], int, list[int]]
@@ -29,6 +29,12 @@ def test_a_damaged_file_is_passed_over(warm_ranks: WarmRanks, tmp_path: Path) ->
     assert (step, received) == (1, []), "the generation before"
     (damaged,) = said
     assert "rank-00001.safetensors: is damaged: its hash is" in damaged
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_write_tells_its_neighbour(warm_ranks: WarmRanks, tmp_path: Path) -> None:
+    (told,) = set(warm_ranks(2).run(save_where_rank_1_cannot_write, str(tmp_path)))
+    assert told == "rank 1 could not make its copy in memory, and sends none"
 
 
 @pytest.mark.slow

@@ -38,12 +38,20 @@ def send(copy: RankCopy, to: int, group: dist.ProcessGroup) -> list[dist.Work]:
     ]
 
 
+def send_none(to: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Say that there is no copy: the other one waits for it."""
+    work = dist.isend(torch.zeros(2, dtype=torch.int64), to, group)
+    return [] if work is None else [work]
+
+
 def receive(make_room: Callable[[int], Tensor], source: int, group: dist.ProcessGroup) -> RankCopy:
     """Receive a file into the memory that `make_room(size)` gives. If that raises, the file is received and
     dropped, so that its sender does not wait."""
     sizes = torch.empty(2, dtype=torch.int64)
     dist.recv(sizes, source, group)
     manifest_bytes, file_bytes = sizes.tolist()
+    if manifest_bytes == file_bytes == 0:
+        raise UserError(f"rank {source} could not make its copy in memory, and sends none")
     if not 0 < manifest_bytes <= MOST_BYTES or not 0 < file_bytes <= _MOST_FILE_BYTES:
         raise UserError(f"rank {source} sends a copy of {file_bytes} bytes, which no rank has")
     manifest = torch.empty(manifest_bytes, dtype=torch.uint8)

@@ -8,6 +8,7 @@ find    ranks list what their hosts have, and agree on the newest generation of 
 """
 
 import json
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -115,24 +116,42 @@ class MemoryCopies:
         kept, memory = self._kept, self._room(slot, self._group.rank, layout.size)
 
         def work() -> None:
+            copy, errors = None, list[Exception]()
             try:
                 data = rank_file.with_hash(manifest, layout, memory).as_bytes()
-                entry = Entry(self._group.rank, generation, slot)
-                write_small(self._folder.manifest(entry), data)
-                self._send_on(generation, RankCopy(rank_file.as_tensor(data), memory), kept)
+                self._write_manifest(Entry(self._group.rank, generation, slot), data)
+                copy = RankCopy(rank_file.as_tensor(data), memory)
             except Exception as error:
-                self._error = error
+                errors.append(error)
+            try:  # in any case: other hosts wait for it
+                self._send_on(generation, copy, kept)
+            except Exception as error:
+                errors.append(error)
+            self._error = errors[0] if errors else None
 
         self._written = generation
         self._thread = threading.Thread(target=work, name="echelon-memory-copy", daemon=True)
         self._thread.start()
 
-    def _send_on(self, generation: str, copy: RankCopy, kept: str | None) -> None:
-        """Send this rank's file to the next host, and keep those of others."""
+    def _write_manifest(self, entry: Entry, data: bytes) -> None:
+        path = self._folder.manifest(entry)
+        try:
+            write_small(path, data)
+        except OSError as error:
+            raise UserError(
+                f"keep='memory': {path} cannot be written: {error.strerror or error}; keep=2 is for "
+                "checkpoints on disk"
+            ) from error
+
+    def _send_on(self, generation: str, copy: RankCopy | None, kept: str | None) -> None:
+        """Send this rank's file, or that there is none, to the next host, and keep those of others."""
         receiver = self._receivers[self._group.rank]
         if receiver is None or self._network is None:
             return
-        sent = exchange.send(copy, receiver, self._network)
+        if copy is None:
+            sent = exchange.send_none(receiver, self._network)
+        else:
+            sent = exchange.send(copy, receiver, self._network)
         errors: list[UserError] = []
         for source in [rank for rank, each in enumerate(self._receivers) if each == self._group.rank]:
             try:
@@ -149,7 +168,7 @@ class MemoryCopies:
         assert self._network is not None
         slot = self._folder.free_slot(rank, kept)
         copy = exchange.receive(lambda size: self._room(slot, rank, size), source, self._network)
-        write_small(self._folder.manifest(Entry(rank, generation, slot)), copy.manifest.numpy().tobytes())
+        self._write_manifest(Entry(rank, generation, slot), copy.manifest.numpy().tobytes())
 
     def _room(self, slot: int, rank: int, size: int) -> Tensor:
         """The memory of a file."""
@@ -176,8 +195,9 @@ class MemoryCopies:
 
     # Find.
 
-    def find(self, say: Say) -> FoundCopies | None:
-        """The newest generation that is whole, with every hash compared; None if there is none.
+    def find(self, say: Say, *, before: float = math.inf) -> FoundCopies | None:
+        """The newest generation from before a step that is whole, with every hash compared; None if there is
+        none.
 
         Nothing is loaded by this. What is damaged, or of another plan, is named to `say`.
         """
@@ -185,7 +205,8 @@ class MemoryCopies:
         received: tuple[int, ...] = ()
         while True:
             found: list[Found] = self._gather(self._held())
-            candidates = [name for name in whole_generations(found) if name not in given_up]
+            early = [name for name in whole_generations(found) if step_of(name) < before]
+            candidates = [name for name in early if name not in given_up]
             if not candidates:
                 return None
             generation = candidates[0]
@@ -208,14 +229,6 @@ class MemoryCopies:
         for entry in self._folder.entries():
             if entry.generation != self._kept:
                 self._folder.forget(entry)
-
-    def discard_from(self, step: int) -> None:
-        """Forget the states after `step`, and from there on: training goes back before them."""
-        self._wait()
-        for entry in self._folder.entries():
-            if step_of(entry.generation) >= step:
-                self._folder.forget(entry)
-        self._kept = self._written = None
 
     def steps(self) -> list[int]:
         """Of which generations there is the file of every rank, newest first."""

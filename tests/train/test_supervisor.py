@@ -1,0 +1,92 @@
+"""SIGTERM and the ranks of this machine, with ranks that are not there."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.errors import UserError
+from echelon.launching import RankFailed
+from echelon.train import supervisor
+from echelon.train.events import Started
+from echelon.train.job import Job
+from echelon.train.preempted import Preempted
+from echelon.train.run import open_run
+from echelon.train.run_folder import RunFolder
+from echelon.train.supervisor import supervise
+
+OnMessage = Callable[[int, Any], None]
+
+
+class StandIn:
+    """Two ranks. `play` is what they do; `signalled` is what they have got."""
+
+    size = 2
+    play: Callable[["StandIn", OnMessage], list[int | None]]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.signalled: list[int] = []
+
+    def __enter__(self) -> "StandIn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def send_signal(self, number: int) -> None:
+        self.signalled.append(number)
+
+    def run(self, *_: object, on_message: OnMessage) -> list[int | None]:
+        return type(self).play(self, on_message)
+
+
+def _supervise(out: Path, play: Callable[[StandIn, OnMessage], list[int | None]], **job: Any) -> None:
+    made = Job(name="a", out=str(out), plan="data=2", **job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandIn, "play", play, raising=False)
+        patch.setattr(supervisor, "Ranks", StandIn)
+        with open_run(made, lambda _: None) as run:
+            supervise(made, run, lambda job: job)
+
+
+def test_sigterm_waits_until_all_ranks_handle_it(tmp_path: Path) -> None:
+    def play(ranks: StandIn, on_message: OnMessage) -> list[int | None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        on_message(0, supervisor._LISTENS)
+        assert ranks.signalled == [], "rank 1 would be killed by it"
+        on_message(1, supervisor._LISTENS)
+        assert ranks.signalled == [signal.SIGTERM]
+        return [7, 7]
+
+    with pytest.raises(Preempted) as caught:
+        _supervise(tmp_path, play)
+    assert caught.value.step == 7
+
+
+@pytest.mark.parametrize("error", [RankFailed(1, "was killed by SIGKILL"), UserError("no space is left")])
+def test_ranks_that_fail_after_sigterm_have_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "memory"))
+    monkeypatch.setattr(supervisor, "newest_in_memory", lambda *_: 5)
+    (tmp_path / "memory").mkdir()
+
+    def play(_ranks: StandIn, on_message: OnMessage) -> list[int | None]:
+        for rank in (0, 1):
+            on_message(rank, supervisor._LISTENS)
+        on_message(0, Started(42, 9000, "stdlib", "cpu"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        _supervise(tmp_path / "runs", play, keep="memory")
+    assert str(error).splitlines()[0] in str(caught.value)
+    (run,) = (tmp_path / "runs").iterdir()
+    says = f"and of step 5 in the memory of this machine (0: none); go on with: echelon train --resume {run}"
+    assert "SIGTERM had come, and this was not saved" in str(caught.value)
+    assert says in str(caught.value)
+    assert RunFolder(run).state == "failed"
+    assert len(list((tmp_path / "memory").iterdir())) == 1, "the copies stay"
