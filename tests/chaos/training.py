@@ -107,7 +107,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 
 def _weights(folder: Path) -> dict[str, bytes]:
-    tensors = {}
+    tensors: dict[str, bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= {name: array.tobytes() for name, array in _load(path).items()}
     return tensors
