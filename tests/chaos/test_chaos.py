@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kill import draw_kills
-from tests.chaos.training import STEPS, differences, short_job, train_disturbed, train_undisturbed
+from tests.chaos.training import (
+    STEPS,
+    differences,
+    leftovers,
+    short_job,
+    train_disturbed,
+    train_undisturbed,
+)
 
 
 @pytest.mark.parametrize("plan", ["data=2 zero=3", "pipeline=2 microbatches=2"])
@@ -16,3 +23,7 @@ def test_five_kills_leave_no_trace(plan: str, tmp_path: Path) -> None:
     assert problems == []
     assert len(done) == 5, f"of {', '.join(map(str, kills))}"
     assert differences(run, reference) == []
+
+
+def test_a_run_that_was_killed_before_its_first_save_has_no_checkpoints(tmp_path: Path) -> None:
+    assert leftovers(tmp_path, set()) == []

@@ -74,7 +74,8 @@ def leftovers(run: Path, pids: set[int], others: Collection[int | None] = ()) ->
     problems += [f"/dev/shm/{name} is left" for name in names if any(f"_{pid}_" in name for pid in pids)]
     problems += [f"/dev/shm/{name} is left" for name in names if run.name in name]
     problems += half_checkpoints(run)
-    unfinished = [path for path in (run / "checkpoints").iterdir() if not FINAL.fullmatch(path.name)]
+    # Without the folder, nothing was saved yet.
+    unfinished = [path for path in (run / "checkpoints").glob("*") if not FINAL.fullmatch(path.name)]
     return problems + [f"{path} is left" for path in unfinished]
 
 
@@ -108,7 +109,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
 
 def _weights(folder: Path) -> dict[str, bytes]:
-    tensors = {}
+    tensors: dict[str, bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= {name: array.tobytes() for name, array in _load(path).items()}
     return tensors

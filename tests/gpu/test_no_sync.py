@@ -5,9 +5,7 @@ is a host of its own to NCCL. Over Gloo every message waits by its nature.
 """
 
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,6 +18,7 @@ from echelon.launching import Ranks
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.precision.loss_scaling import ScaleState
 from tests.gpu.nccl import environment
+from tests.gpu.waiting import waiting_raises
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,17 +94,6 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(CONFIG.vocab, (8, 33), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-@contextmanager
-def waiting_raises() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this does not find every wait
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def steps_without_waiting(

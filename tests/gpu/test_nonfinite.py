@@ -14,6 +14,7 @@ from tests.engine.poisoned_training import (
     train_plain,
     training_of,
 )
+from tests.gpu.waiting import waiting_raises
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,11 +33,8 @@ def test_a_poisoned_batch_is_left_out_and_no_step_waits(kind: str) -> None:
         batches = [training.batch(step, poison) for step in range(STEPS)]
         metrics = [engine.step(batch) for batch in batches[:WARM_UP]]
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_raises():
             metrics.append(engine.step(batches[WARM_UP]))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         metrics += [engine.step(batch) for batch in batches[WARM_UP + 1 :]]
         assert [each.skipped for each in metrics] == [step in poison.steps for step in range(STEPS)]
         found, expected = full_state(engine), train_plain("data=1", poison)

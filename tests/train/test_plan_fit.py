@@ -1,5 +1,6 @@
 """What a rank would refuse is refused before one starts, in the same words."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def test_a_schedule_file_of_another_plan(tmp_path: Path) -> None:
 )
 def test_a_plan_that_can(plan: str) -> None:
     assert division_errors(TINY, Plan.parse(plan)) == []
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "tensor=2 sequence=true", "pipeline=2 tensor=2 microbatches=2"])
+def test_dropout_is_drawn_by_the_seed_of_the_job(plan: str) -> None:
+    assert division_errors(replace(TINY, dropout=0.1), Plan.parse(plan)) == []
 
 
 def test_the_largest_model_takes_no_memory_and_no_random_numbers() -> None:

@@ -20,9 +20,11 @@ from echelon.launching.group import decide_on_rank_0
 from echelon.train.data_position import DataPosition
 from echelon.train.job import Job
 from echelon.train.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
+from echelon.train.metrics_file import METRICS
 from echelon.train.rollbacks import SKIPPED, Return, SkippedBatches
 from echelon.train.run_folder import RunFolder
 from echelon.train.spikes import SpikeWatch
+from echelon.train.unwritten import UnwrittenLines
 
 CHECKPOINTS = "checkpoints"
 T = TypeVar("T")
@@ -38,6 +40,7 @@ class Checkpoints:
         self._folder = checkpoint_folder(job, run)
         self._run, self._skipped = RunFolder(run), SkippedBatches()
         self.spikes = SpikeWatch(job.spike_factor, job.spike_window)
+        self.unwritten = UnwrittenLines(run / METRICS)
         self._memory = open_copies(job, run, engine)
         self._last_on_disk = self._last_in_memory = 0
 
@@ -53,6 +56,8 @@ class Checkpoints:
             decide(lambda: SkippedBatches.read(self._run.path / SKIPPED).plain())
         )
         extra = self._load_newest(before)
+        if self._engine.mesh.rank == 0:
+            self.unwritten.restore(None if extra is None else extra.get("lines"))
         if extra is None:
             return 0
         step = _step_of(extra)
@@ -120,7 +125,12 @@ class Checkpoints:
     def save(self, step: int, *, wait: bool = False) -> None:
         """Save the state after `step`, unless that is done. Without `wait`, while training goes on; with it,
         on disk."""
-        extra = {"step": step, **self._position(step).as_plain(), "losses": self.spikes.as_plain()}
+        extra = {
+            "step": step,
+            **self._position(step).as_plain(),
+            "losses": self.spikes.as_plain(),
+            "lines": self.unwritten.as_plain(),
+        }
         is_last = wait or step == self._job.steps
         if self._memory is not None and not is_last and step > self._last_in_memory:
             self._memory.save(step, *self._engine.saved_state(extra))

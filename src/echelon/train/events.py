@@ -20,6 +20,7 @@ class Started:
     device: str
     unit: str = "tokens"  # what the loss counts
     after_step: int = 0  # of the checkpoint that training goes on from; later steps are made again
+    lines: tuple[str, ...] = ()  # of metrics.jsonl, up to there: it may lack them
 
 
 @dataclass(frozen=True)

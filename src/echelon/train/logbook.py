@@ -1,14 +1,14 @@
 """The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard."""
 
-import dataclasses
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
 from echelon.train.events import Audited, Evaluated, Event, RolledBack, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
-from echelon.train.metrics_file import METRICS, metrics_until, read_metrics
+from echelon.train.metrics_file import METRICS, entry_of, metrics_until, metrics_with, read_metrics
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
@@ -26,14 +26,14 @@ class Logbook:
         self._audit: tuple[AuditResult, ...] = ()
         self._num_rollbacks = 0
         self._board = _tensorboard(folder)
-        for event in read_metrics(folder.path / METRICS):
-            self._keep(event)
+        self._read()
 
     def take(self, event: Event) -> None:
         match event:
             case Started():
                 self._started = event
                 self._cut(event.after_step)
+                self._fill(event.lines)
             case Audited():
                 self._audit = event.results
             case Stepped():
@@ -111,11 +111,21 @@ class Logbook:
         if (self._folder.path / METRICS).exists():
             self._folder.write(METRICS, metrics_until(self._folder.path / METRICS, step))
 
+    def _fill(self, lines: Sequence[str]) -> None:
+        """Write lines that a process was killed before it wrote."""
+        text = metrics_with(self._folder.path / METRICS, lines)
+        if text is not None:
+            self._folder.write(METRICS, text)
+            self._read()
+
+    def _read(self) -> None:
+        """Begin with what the folder has."""
+        self._steps, self._evaluations = [], []
+        for event in read_metrics(self._folder.path / METRICS):
+            self._keep(event)
+
     def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
-        plain = dataclasses.asdict(event).items()
-        values = {name: value for name, value in plain if value is not None and value != ()}
-        kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
-        self._folder.append(METRICS, [{"kind": kind, **values}])
+        self._folder.append(METRICS, [entry_of(event)])
 
     def _scalars(self, step: int, **values: float) -> None:
         if self._board is None:

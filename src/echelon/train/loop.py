@@ -71,7 +71,8 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     step = checkpoints.load_last()
     if first:
         device = _device_name(engine)
-        report(Started(task.num_parameters, task.data_size, task.data_name, device, task.unit, step))
+        data, lines = (task.data_size, task.data_name), checkpoints.unwritten.lines
+        report(Started(task.num_parameters, *data, device, task.unit, step, lines))
     training = _Training(job, engine, task, checkpoints, report)
     while step < job.steps:
         step += 1
@@ -126,7 +127,7 @@ class _Training:
         if task.num_validation_batches and _due(step, job):
             loss, accuracy = evaluate(engine, task)
             if self._first:
-                self._report(Evaluated(step, loss, accuracy))
+                self._tell(Evaluated(step, loss, accuracy))
             refuse_divergence(job, step, validation_loss=loss)
         if self._checkpoints.is_due(step):
             self._checkpoints.save(step)
@@ -139,13 +140,17 @@ class _Training:
         """Report a step on rank 0, and judge its loss; end the training if it diverged. Waits for it."""
         step, metrics, record = unread
         if record is not None:
-            self._report(_stepped(step, metrics, record))
+            self._tell(_stepped(step, metrics, record))
         self._num_skipped = self._num_skipped + 1 if metrics.skipped else 0
         if not metrics.skipped:  # which is counted, and may be an error
             trouble = self._checkpoints.spikes.judge(step, metrics.loss)
             if trouble is not None:
                 raise LossSpikeError(trouble)
             refuse_divergence(self._job, step, loss=metrics.loss, gradient_norm=metrics.grad_norm)
+
+    def _tell(self, event: Stepped | Evaluated) -> None:
+        self._checkpoints.unwritten.add(event)
+        self._report(event)
 
     def tell_last_skipped(self) -> None:
         """Of a training that ends with steps that were too few to be an error."""

@@ -3,21 +3,39 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.train import strict_json
-from echelon.train.events import Evaluated, GateLoad, Stepped
+from echelon.train.events import Evaluated, GateLoad, RolledBack, Stepped
 
 METRICS = "metrics.jsonl"
+
+
+def entry_of(event: Stepped | Evaluated | RolledBack) -> dict[str, Any]:
+    """What the line of an event says."""
+    plain = dataclasses.asdict(event).items()
+    values = {name: value for name, value in plain if value is not None and value != ()}
+    kind = {Stepped: "step", Evaluated: "evaluation", RolledBack: "rollback"}[type(event)]
+    return {"kind": kind, **values}
+
+
+def line_of(event: Stepped | Evaluated) -> str:
+    """The line of an event, without its end."""
+    return strict_json.dump(entry_of(event))
+
+
+def step_of(line: str) -> int | None:
+    """The step of a line of a step or of an evaluation; None for any other text."""
+    entry = _entry(line)
+    event = None if entry is None else _event(entry)
+    return None if event is None else event.step
 
 
 def read_metrics(path: Path) -> list[Stepped | Evaluated]:
     """The events of a file, in order. Lines that cannot be read are left out: a process that was killed may
     have left half a line."""
-    if not path.exists():
-        return []
     events = []
     for entry in _entries(path):
         event = _event(entry)
@@ -32,18 +50,34 @@ def metrics_until(path: Path, step: int) -> str:
     return "".join(f"{strict_json.dump(entry)}\n" for entry in entries)
 
 
+def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
+    """What a file should have if `lines` were the last to be written; None if it has them."""
+    if not lines or set(lines) <= {strict_json.dump(entry) for entry in _entries(path)}:
+        return None
+    # Of these steps it has some of the lines, or those of an attempt before this one.
+    before = min(step for step in map(step_of, lines) if step is not None) - 1
+    return metrics_until(path, before) + "".join(f"{line}\n" for line in lines)
+
+
 def _is_after(value: Any, step: int) -> bool:
     return isinstance(value, int) and value > step
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
+        entry = _entry(line)
+        if entry is not None:
             yield entry
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 def _event(entry: dict[str, Any]) -> Stepped | Evaluated | None:

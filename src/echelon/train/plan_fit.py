@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import final
 
 from echelon.collectives import Group, RecordingGroup
+from echelon.dropout import key_dropout
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.stage_split import split_stages
 from echelon.errors import UserError
@@ -24,10 +25,11 @@ def division_errors(config: ModelConfig | ImageConfig, plan: Plan) -> list[str]:
         plan = dataclasses.replace(plan, pipeline=1)
     if plan.tensor * plan.context * plan.stages * plan.expert == 1 and not plan.schedule_is_file:
         return []
-    model, mesh = build_without_memory(config), _PretendedMesh.pretend(plan, 0)
+    model, mesh, wrapping = build_without_memory(config), _PretendedMesh.pretend(plan, 0), Wrapping()
+    key_dropout(model, wrapping)  # every job has a seed
     by_layers = plan.sequence or plan.context > 1
     return [
-        *_errors(lambda: LayerSharding(model, mesh, cross_entropy, None, Wrapping())),
+        *_errors(lambda: LayerSharding(model, mesh, cross_entropy, None, wrapping)),
         *_errors(lambda: split_stages(model, mesh, None, by_layers=by_layers)),
     ]
 
