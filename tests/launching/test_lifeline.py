@@ -14,6 +14,7 @@ import pytest
 from .processes import needs_proc, still_alive, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
+STARTING = SCRIPT.with_name("starting.py")
 
 pytestmark = needs_proc
 
@@ -68,3 +69,11 @@ def test_a_killed_parent_takes_its_ranks_along(launched: Launched, number: signa
     launched.process.send_signal(number)
     assert launched.process.wait(timeout=60) == -number
     assert launched.leaves_nothing()
+
+
+@pytest.mark.slow  # the server imports torch
+def test_the_fork_server_of_a_killed_parent_removes_its_folder() -> None:
+    """No rank has started that could."""
+    with tempfile.TemporaryDirectory(prefix="starting-") as folder:
+        subprocess.run([sys.executable, STARTING], env=os.environ | {"TMPDIR": folder}, check=False)
+        assert wait_until(lambda: not any(Path(folder).iterdir()), 60)

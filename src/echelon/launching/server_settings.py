@@ -6,14 +6,21 @@ whether CUDA is available while it is imported, NVML must answer.
 Garbage: what a module makes while it is imported mostly lives forever, and the collector would look through
 it again and again, for a quarter of the time.
 
+Its folder: multiprocessing makes one for the server's socket, and the parent removes it at its end. A parent
+that is killed cannot, and maybe no rank has started that could; so the server does.
+
 Every process that the server forks has the usual settings again: ranks, and the user's own processes, because
 multiprocessing has one fork server for all.
 """
 
+import atexit
 import gc
 import os
+import shutil
+from multiprocessing import forkserver
+from pathlib import Path
 
-_SERVER_PID = os.getpid()
+_SERVER_PID, _PARENT_PID = os.getpid(), os.getppid()
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _is_set_by_user = _NVML_CHECK in os.environ
 
@@ -32,6 +39,16 @@ def _restore_settings() -> None:
         os.environ.pop(_NVML_CHECK, None)
 
 
+def _remove_folder() -> None:
+    """At the end of the server, if its parent is gone: remove multiprocessing's folder."""
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    if os.getpid() == _SERVER_PID and os.getppid() != _PARENT_PID and address:
+        folder = Path(address).parent
+        if folder.name.startswith("pymp-"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+atexit.register(_remove_folder)
 os.environ.setdefault(_NVML_CHECK, "1")
 gc.disable()
 os.register_at_fork(after_in_child=_restore_settings)
