@@ -218,3 +218,17 @@ def keep_on_ranks(folder: Path) -> tuple[list[int], int]:
 def test_ranks_keep_the_last_checkpoints(warm_ranks: Warm, tmp_path: Path) -> None:
     assert warm_ranks(2).run(keep_on_ranks, tmp_path) == [([5, 4], 5)] * 2
     assert (tmp_path / "latest").read_text() == "step-00000005"
+
+
+def test_close_waits_for_a_save_also_when_a_step_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine("data=1")
+    late, find = UserError("a step was refused"), target.FolderTarget.find_report
+    monkeypatch.setattr(target.FolderTarget, "find_report", lambda *a: (time.sleep(0.2), find(*a))[1])
+    engine.save(tmp_path / "a", wait=False)
+    monkeypatch.setattr(engine, "_late_error", lambda **_: late)
+    monkeypatch.setattr(engine, "synchronize", lambda: None)
+    monkeypatch.setattr(engine, "full_state_dict", dict)
+    assert message_of(engine.close) == "a step was refused"
+    assert names(tmp_path) == ["a"]
