@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.kill import draw_kills
+from tests.chaos.killer import rank_processes
 from tests.chaos.training import (
     STEPS,
     differences,
@@ -26,4 +27,4 @@ def test_five_kills_leave_no_trace(plan: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_before_its_first_save_has_no_checkpoints(tmp_path: Path) -> None:
-    assert leftovers(tmp_path, set()) == []
+    assert leftovers(tmp_path, set(), {each.pid for each in rank_processes()}) == []

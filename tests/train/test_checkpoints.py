@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,7 @@ class StandIn:
     """An engine that returns what its checkpoints have as extra."""
 
     def __init__(self, **extras: Any) -> None:
-        self._extras = extras
+        self._extras, self.mesh = extras, SimpleNamespace(rank=0)
 
     def load(self, path: Path, *, verify: bool = True) -> dict[str, Any]:
         assert not verify, "it was just verified"
