@@ -19,8 +19,10 @@ from tests.train.test_trainer import small_job
 
 def kill_rank(rank: int) -> None:
     """Of the training; other tests may have ranks that are older."""
-    pids = [each.pid for each in multiprocessing.active_children() if each.name == f"echelon rank {rank}"]
-    os.kill(max(pid for pid in pids if pid is not None), signal.SIGKILL)
+    named = [each for each in multiprocessing.active_children() if each.name == f"echelon rank {rank}"]
+    newest = max(named, key=lambda each: each._identity)  # type: ignore[attr-defined]  # how many came before
+    assert newest.pid is not None
+    os.kill(newest.pid, signal.SIGKILL)
 
 
 def at_step(step: int, action: Callable[[], None], events: list[Event]) -> Callable[[Event], None]:
