@@ -1,15 +1,16 @@
-"""The hash of a file: SHA-256 over the CRC-32 of each of its blocks of 1 MiB.
+"""The hash of a file: SHA-256 over the XXH3 (64 bits) of each of its blocks of 1 MiB.
 
-It finds damage; it proves nothing about who wrote a file, who could have written the manifest too. A CRC-32
-is read as fast as memory where SHA-256 of all bytes, without instructions for it, is slower than a disk.
+It finds damage; it proves nothing about who wrote a file, who could have written the manifest too. XXH3 is as
+fast as memory, where SHA-256 of all bytes, without instructions for it, is slower than a disk.
 """
 
 import errno
 import hashlib
 import os
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, final
+
+from xxhash import xxh3_64_digest
 
 from echelon.hardware import usable_cores
 
@@ -28,7 +29,7 @@ class FileHash:
     def update(self, data: memoryview) -> None:
         assert not self._is_ended or not len(data), "a part before this one did not end with a block"
         for begin in range(0, len(data), BLOCK_BYTES):
-            self._blocks.update(_check(data[begin : begin + BLOCK_BYTES]))
+            self._blocks.update(xxh3_64_digest(data[begin : begin + BLOCK_BYTES]))
         self._is_ended = len(data) % BLOCK_BYTES != 0
 
     def hexdigest(self) -> str:
@@ -51,12 +52,12 @@ def hash_file(file: BinaryIO) -> str:
 
 
 def _checks(descriptor: int, begin: int, size: int) -> bytes:
-    """The CRC-32 of each block of a part of a file, one behind the other."""
+    """The hash of each block of a part of a file, one behind the other."""
     memory, checks = memoryview(bytearray(min(BLOCK_BYTES, size))), []
     for offset in range(begin, begin + size, BLOCK_BYTES):
         block = memory[: begin + size - offset]
         _read_exactly(descriptor, offset, block)
-        checks.append(_check(block))
+        checks.append(xxh3_64_digest(block))
     return b"".join(checks)
 
 
@@ -67,6 +68,3 @@ def _read_exactly(descriptor: int, offset: int, memory: memoryview) -> None:
             raise OSError(errno.EIO, "became shorter while it was read")
         memory, offset = memory[count:], offset + count
 
-
-def _check(block: memoryview) -> bytes:
-    return zlib.crc32(block).to_bytes(4, "little")

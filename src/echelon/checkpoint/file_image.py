@@ -112,6 +112,10 @@ class FileImage:
         """The bytes of a box's tensor, in order."""
         if self._bytes is None or self._bytes[0] != index:
             self._bytes = None  # before the next one is made
-            tensor = self._tensor_of(self.layout.boxes[index].slice).detach()
-            self._bytes = index, tensor.contiguous().view(-1).view(torch.uint8)
+            self._bytes = index, as_bytes(self._tensor_of(self.layout.boxes[index].slice))
         return self._bytes[1]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in order; a copy of one that does not lie in one piece."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

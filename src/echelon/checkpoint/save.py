@@ -4,9 +4,10 @@
                  write their files
     rank 0       the manifest, when all are done; then the name
 
-A save that waits ends with a second agreement. One that does not copies this rank's part, and a thread writes
-it; ranks say that they are done by files in the temporary place, so that no step has anything to exchange.
-The next save, or `finish`, waits for it, and raises on every rank what went wrong on any.
+A save that waits ends with a second agreement. One that does not copies this rank's part (some of it while
+training goes on: snapshot.py), and a thread writes it; ranks say that they are done by files in the temporary
+place, so that no step has anything to exchange. The next save, or `finish`, waits for it, and raises on every
+rank what went wrong on any.
 """
 
 import sys
@@ -26,7 +27,7 @@ from echelon.checkpoint.assignment import Assignment, assign, joined, signature
 from echelon.checkpoint.file_image import FileImage
 from echelon.checkpoint.manifest import FileRecord, Manifest
 from echelon.checkpoint.part_writer import FilledChunks, Sink, StoppedError, write_memory
-from echelon.checkpoint.snapshot import SnapshotMemory
+from echelon.checkpoint.snapshot import Later, Snapshot, SnapshotMemory, nothing
 from echelon.checkpoint.storage_errors import (
     RETRIES,
     report_later_errors,
@@ -35,6 +36,7 @@ from echelon.checkpoint.storage_errors import (
 )
 from echelon.checkpoint.target import Report, Target, new_token, target_at
 from echelon.collectives import Group
+from echelon.errors import UserError
 from echelon.launching import beat
 from echelon.launching.group import agree_on_every_rank, check_on_every_rank
 from echelon.ownership import OwnedSlice, Slice
@@ -47,11 +49,15 @@ _EXIT_SECONDS = 600.0  # a program that ends without `finish`
 
 
 class SaveOptions(NamedTuple):
-    """`then` is called on rank 0 when the checkpoint is whole; `retries`: after errors that may pass."""
+    """`then` is called on rank 0 when the checkpoint is whole; `retries`: after errors that may pass.
+
+    `later`, of a save that does not wait: what nobody changes before `Saver.before_changes` is called.
+    """
 
     wait: bool = True
     then: Then | None = None
     retries: int = RETRIES
+    later: Later = nothing
 
 
 @dataclass
@@ -60,6 +66,7 @@ class _Running:
 
     place: str
     target: Target
+    snapshot: Snapshot
     thread: threading.Thread
     is_part_done: threading.Event
     stop: threading.Event
@@ -127,13 +134,14 @@ class Saver:
         return self._assignment
 
     def _start(self, save: "_Save") -> None:
-        self._take_snapshot(save)
+        snapshot = self._take_snapshot(save)
         is_part_done, stop = threading.Event(), threading.Event()
 
         def work() -> None:
             try:
-                self._memory.wait()
-                save.write_snapshot(stop.is_set)
+                snapshot.wait()
+                _check_unchanged(save.place, snapshot.changed)
+                save.write_snapshot(snapshot, stop.is_set)
                 is_part_done.set()
                 save.commit_when_all_are_done(stop.is_set)
             except StoppedError:
@@ -144,7 +152,9 @@ class Saver:
                 is_part_done.set()
 
         thread = threading.Thread(target=work, name="echelon-save", daemon=True)
-        running = self._running = _Running(save.place, save.target, thread, is_part_done, stop)
+        running = self._running = _Running(
+            save.place, save.target, snapshot, thread, is_part_done, stop
+        )
         self._finish_at_exit()
         thread.start()
 
@@ -169,17 +179,23 @@ class Saver:
         elif running.error is not None:
             _say_lost(running.place, str(running.error))
 
-    def _take_snapshot(self, save: "_Save") -> None:
+    def _take_snapshot(self, save: "_Save") -> Snapshot:
         """With a server no rank goes on before every copy is made: its next push would change the weights."""
+        taken: list[Snapshot] = []
 
         def take() -> None:
-            save.snapshot(self._memory)
-            self._memory.wait()
+            taken.append(save.snapshot(self._memory))
+            taken[0].wait()
 
-        if self._has_server:
-            check_on_every_rank(take)
-        else:
-            save.snapshot(self._memory)
+        if not self._has_server:
+            return save.snapshot(self._memory)
+        check_on_every_rank(take)
+        return taken[0]
+
+    def before_changes(self) -> None:
+        """What this rank does from now on comes after the copies of the save that is under way."""
+        if self._running is not None:
+            self._running.snapshot.before_changes()
 
     def finish(self) -> None:
         """Return when no save is under way; all ranks must call this.
@@ -237,6 +253,15 @@ def _join(thread: threading.Thread, seconds: float) -> bool:
     return not thread.is_alive()
 
 
+def _check_unchanged(place: str, changed: Sequence[str]) -> None:
+    if changed:
+        raise UserError(
+            f"{place}: the checkpoint is not saved: {', '.join(changed[:3])} changed while it was copied; "
+            "with copy_behind=True nothing but engine.step may change weights or the optimizer's state before "
+            "the next step has ended: save without it, or change them after that step"
+        )
+
+
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
@@ -262,7 +287,6 @@ class _Save:
         self._held = {each.slice: each.tensor for each in owned}
         self._numbers = {box.part: self._held[box].item() for box in assignment.numbers[group.rank]}
         self._layouts = assignment.layouts[group.rank]
-        self._copied: list[Tensor] = []
 
     def write(self, device: torch.device) -> Report:
         """Write this rank's files from where its tensors are."""
@@ -273,14 +297,15 @@ class _Save:
 
         return self._write_files(write_file, lambda: False)
 
-    def snapshot(self, memory: SnapshotMemory) -> None:
-        """Copy this rank's part; the tensors are not needed any more."""
-        self._copied = memory.take(self._layouts, self._tensor_of)
+    def snapshot(self, memory: SnapshotMemory) -> Snapshot:
+        """Copy this rank's part, or begin to."""
+        taken = memory.take(self._layouts, self._tensor_of, self._options.later)
         self._held = {}
+        return taken
 
-    def write_snapshot(self, stop: Callable[[], bool]) -> None:
+    def write_snapshot(self, snapshot: Snapshot, stop: Callable[[], bool]) -> None:
         def write_file(number: int, sink: Sink) -> FileRecord:
-            return write_memory(sink, self._copied[number], self._layouts[number].size, stop)
+            return write_memory(sink, snapshot.files[number], self._layouts[number].size, stop)
 
         report = self._write_files(write_file, stop)
         with report_write_errors(self.place):

@@ -87,12 +87,13 @@ class Loading(NamedTuple):
 
     def _read_weights(self) -> None:
         for sharing in dict.fromkeys(self.local.sharings):
-            held = sharing.first_weights()
-            for each in held:
-                each.tensor.zero_()  # padding
-            for box in (box for each in held for box in self.in_whole(each)):
-                part = self.saved.value_part(box.slice.name, box.tensor.dtype)
-                self.saved.read(box.slice._replace(part=part), box.tensor)
+            for each in sharing.first_weights():
+                boxes = self.in_whole(each)
+                if sum(box.tensor.numel() for box in boxes) < each.tensor.numel():
+                    each.tensor.zero_()  # what is left of it is padding
+                for box in boxes:
+                    part = self.saved.value_part(box.slice.name, box.tensor.dtype)
+                    self.saved.read(box.slice._replace(part=part), box.tensor)
 
     def _read_extra_state(self) -> None:
         for name, module in extra_state_modules(self.module).items():

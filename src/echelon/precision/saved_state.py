@@ -29,7 +29,7 @@ def load_state(
 
     `whole_parts`: state that belongs to the whole parameter, whatever is here of it.
     """
-    optimizer.state.pop(updated, None)
+    before = optimizer.state.pop(updated, {})
     if not saved.state_parts and not saved.numbers:
         return  # never updated
     if has_no_state(optimizer, updated):
@@ -39,13 +39,23 @@ def load_state(
     for part in saved.state_parts:
         dtype, device = _kind(part, forms, updated, saved)
         if part not in whole_parts and _is_by_element(part, forms, updated, saved):
-            state[part] = torch.empty_strided(updated.shape, tuple(strides), dtype=dtype, device=device)
+            state[part] = _memory(before.get(part), updated.shape, strides, dtype, device)
             saved.fill(part, state[part])
         else:
             state[part] = saved.whole(part).to(device, dtype)
     optimizer.state[updated] = {
         key: _as_made(key, value, forms) for key, value in {**state, **saved.numbers}.items()
     }
+
+
+def _memory(
+    before: Any, shape: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What holds this state already, where it has this form; else new memory."""
+    form = (shape, tuple(strides), dtype, device)
+    if isinstance(before, Tensor) and (before.shape, before.stride(), before.dtype, before.device) == form:
+        return before
+    return torch.empty_strided(shape, tuple(strides), dtype=dtype, device=device)
 
 
 def _is_by_element(part: str, forms: Forms, updated: Tensor, saved: SavedParameter) -> bool:
