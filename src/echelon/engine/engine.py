@@ -25,10 +25,12 @@ from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
 from echelon.engine.checkpointing import Checkpointing
+from echelon.engine.continuous_runner import ContinuousRunner
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.engine_state import EngineState
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
+from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, check_measure
 from echelon.engine.memory_savers import MemorySavers
@@ -38,7 +40,7 @@ from echelon.engine.nonfinite_search import NonfiniteSearch
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
-from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
+from echelon.engine.step_runner import StepRunner
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
