@@ -32,15 +32,16 @@ from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
 from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.layer_wrapping import MemorySavers
 from echelon.engine.measuring import Measure, check_measure
-from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
-from echelon.engine.nonfinite import NonfiniteError, NonfiniteRule
+from echelon.engine.nonfinite import NonfiniteError
 from echelon.engine.nonfinite_search import NonfiniteSearch
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import StepRunner
+from echelon.engine.updates import UpdateRule
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
@@ -73,7 +74,7 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         savers: MemorySavers,
-        nonfinite: NonfiniteRule,
+        rule: UpdateRule,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
         self._names, self._local = whole.names, local
@@ -87,7 +88,7 @@ class Engine:
         self._counter = StepCounter(
             smallest_scale=smallest_scale,
             skips_steps=not continuous,
-            most_skipped=nonfinite.most_skipped,
+            most_skipped=rule.nonfinite.most_skipped,
         )
         self._state = EngineState(
             mesh, module, whole.names, local, layers.in_whole, update, self._counter, scopes.seed
@@ -105,7 +106,7 @@ class Engine:
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
         self._search: NonfiniteSearch | None = None
-        if nonfinite.skips and isinstance(self._runner, FlushedRunner):
+        if rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
