@@ -11,7 +11,7 @@ from echelon.collectives import Group
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.sharing import share_stages
 from echelon.engine.stage_split import split_stages
-from echelon.engine.updates import make_update
+from echelon.engine.updates import UpdateRule, make_update
 from echelon.errors import UserError
 from echelon.mesh import Mesh
 from echelon.plan import Plan
@@ -28,8 +28,7 @@ def update_of(plan: str, make: Any = adamw, **options: Any) -> tuple[Synchronous
     layers = LayerSharding(model, mesh, mean_loss, {"*": "replicated"}, wrapping)
     split = split_stages(model, mesh, None, by_layers=layers.by_layers)
     local = share_stages(split, mesh, layers, wrapping, prefetch=1, smallest_unit=0)
-    given = {"clip": None, "schedule": None, "seed": 0, "loss_scale": None} | options
-    update = make_update(local, mesh, layers, make, **given)
+    update = make_update(local, mesh, layers, wrapping, UpdateRule(make, **options))
     assert isinstance(update, SynchronousUpdate)
     return update, mesh
 

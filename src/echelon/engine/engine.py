@@ -17,44 +17,37 @@ from torch import Tensor, nn
 
 from echelon.assembly import Assembly
 from echelon.audit import AuditResult
-from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions, Saver, numbers_of, open_whole
+from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
 from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
 from echelon.engine.batch_reader import BatchReader, to_plain
-from echelon.engine.checkpoints import (
-    check_storable,
-    describe,
-    own_learned,
-    own_number,
-    owned_extra_state,
-    owned_random,
-    unfinished,
-)
+from echelon.engine.checkpointing import Checkpointing
+from echelon.engine.continuous_runner import ContinuousRunner
 from echelon.engine.drift_check import make_drift_check
+from echelon.engine.engine_state import EngineState
 from echelon.engine.export import check_pretrained, export
 from echelon.engine.first_step import make_audit
+from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.loading import Loading
+from echelon.engine.layer_wrapping import MemorySavers
 from echelon.engine.measuring import Measure, check_measure
-from echelon.engine.memory_savers import MemorySavers
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
-from echelon.engine.nonfinite import NonfiniteError, NonfiniteRule
+from echelon.engine.nonfinite import NonfiniteError
 from echelon.engine.nonfinite_search import NonfiniteSearch
 from echelon.engine.restore import is_put_together, is_split, restore_weights
 from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
-from echelon.engine.step_runner import ContinuousRunner, FlushedRunner, StepRunner
-from echelon.engine.temporary_buffers import TemporaryBuffers
+from echelon.engine.step_runner import StepRunner
+from echelon.engine.updates import UpdateRule
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
-from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
-from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice, whole_slice
+from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Span
 from echelon.runtime import LocalStages, Push, Update
@@ -81,11 +74,11 @@ class Engine:
         wrapping: Wrapping,
         reader: BatchReader,
         savers: MemorySavers,
-        nonfinite: NonfiniteRule,
+        rule: UpdateRule,
     ) -> None:
         self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
-        self._names, self._local, self._layers = whole.names, local, layers
-        self._update, self._scopes, self._wrapping, self._reader = update, scopes, wrapping, reader
+        self._names, self._local = whole.names, local
+        self._update, self._wrapping, self._reader = update, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
         self._buffer_copies: Callable[[], list[Tensor]] = list
         self._meter = Meter(module, self._storages, mesh.host_storages)
@@ -95,7 +88,10 @@ class Engine:
         self._counter = StepCounter(
             smallest_scale=smallest_scale,
             skips_steps=not continuous,
-            most_skipped=nonfinite.most_skipped,
+            most_skipped=rule.nonfinite.most_skipped,
+        )
+        self._state = EngineState(
+            mesh, module, whole.names, local, layers.in_whole, update, self._counter, scopes.seed
         )
         kind = ContinuousRunner if continuous else FlushedRunner
         carrier, audit = savers.carrier, whole.audit
@@ -106,16 +102,14 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
-        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._owned_values)
+        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._state.values)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
-        self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
         self._search: NonfiniteSearch | None = None
-        if nonfinite.skips and isinstance(self._runner, FlushedRunner):
+        if rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
-        self._temporary_buffers = TemporaryBuffers(module)
-        self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
+        self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
 
     # What a training loop needs.
 
@@ -281,36 +275,7 @@ class Engine:
         """Everything that this rank needs to go on, as slices of global tensors: weights, float32 masters,
         optimizer state, buffers, and the engine's own counters. Call `synchronize` first."""
         self._check_steps()
-        parts = [each for owned in self._update.owned() for each in self._layers.in_whole(owned)]
-        return [*parts, *self._update.owned_whole(), *self._owned_buffers(), *self._owned_counters()]
-
-    def _owned_values(self) -> list[OwnedSlice]:
-        """Weights and buffers of this rank, as they are now."""
-        weights = [each for owned in self._local.owned_weights() for each in self._layers.in_whole(owned)]
-        return [*weights, *self._owned_buffers()]
-
-    def _owned_buffers(self) -> list[OwnedSlice]:
-        """The buffers of the state dict that are on this rank."""
-        return [
-            OwnedSlice(whole_slice(name, buffer), buffer)
-            for name, buffer in self.module.state_dict(keep_vars=True).items()
-            if isinstance(buffer, Tensor) and name in self._names.state and name not in self._names.parameters
-        ]
-
-    def _owned_counters(self) -> list[OwnedSlice]:
-        # Asynchronous workers each have a number of steps of their own.
-        whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
-        counters = {
-            f"steps{whose}": self.steps,
-            f"begun steps{whose}": self._counter.begun,
-            f"skipped steps{whose}": self.skipped_steps,
-            "seed": self._seed_number,
-        }
-        return [own_number(part, value) for part, value in counters.items()]
-
-    @property
-    def _seed_number(self) -> int:
-        return -1 if self._scopes.seed is None else self._scopes.seed
+        return self._state.owned()
 
     def synchronize(self) -> None:
         """Bring every rank to the newest weights: all ranks must call this, between steps.
@@ -387,32 +352,16 @@ class Engine:
         the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
         `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
         """
-        self._saver.save(path, *self.saved_state(extra or {}), SaveOptions(wait, then, retries))
+        self._checkpointing.save(path, extra or {}, SaveOptions(wait, then, retries))
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         """What `save` writes: all that this rank owns, and what a manifest says beside. All ranks must call
         this. The tensors are those of the engine, which the next step changes."""
-        self.synchronize()
-        owned = self._saved_slices()
-        return owned, describe(self.mesh, self._counter.begun, self._update, extra)
+        return self._checkpointing.saved_state(extra)
 
     def finish_saving(self) -> None:
         """Return when no checkpoint is being written; all ranks must call this. Raises what went wrong."""
-        self._saver.finish()
-
-    def _saved_slices(self) -> list[OwnedSlice]:
-        """All that this rank has to save; raises on every rank if there is something that cannot be."""
-        whose = f" of worker {self.replica}" if self.plan.sync == "async" else ""
-        counters = [own_number(f"{part}{whose}", value) for part, value in self._runner.counters().items()]
-        slices = [*self.owned(), *counters, *owned_random(self.mesh, self._scopes.seed)]
-        slices += [*self._temporary_buffers.owned(), own_learned(self.mesh, self._local)]
-
-        def add_and_check() -> None:
-            slices.extend(owned_extra_state(self.module))
-            check_storable(slices)
-
-        check_on_every_rank(add_and_check)
-        return slices
+        self._checkpointing.finish_saving()
 
     def load(
         self, path: str | Path, *, optimizer: bool = True, options: bool = True, verify: bool = True
@@ -426,60 +375,11 @@ class Engine:
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
         """
-        return self._load(lambda: open_whole(path, verify=verify), optimizer=optimizer, options=options)
+        return self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
 
     def load_own_state(self, saved: SavedState) -> dict[str, Any]:
         """As `load`, where each rank has what it owns under this plan in a file of its own."""
-        return self._load(lambda: saved, optimizer=True, options=True)
-
-    def _load(
-        self, open_saved: Callable[[], SavedState], *, optimizer: bool, options: bool
-    ) -> dict[str, Any]:
-        failed, self._unfinished_load = self._unfinished_load, ""
-        try:
-            self.synchronize()
-            loading = self._loading(open_saved())
-            loading.check(optimizer=optimizer, options=options)
-            loading.compare_seed(self._seed_number)
-            failed = str(loading.saved.path)
-            self._take(loading, optimizer=optimizer, options=options)
-            failed = ""
-        finally:
-            self._unfinished_load = failed
-        return loading.saved.manifest.extra
-
-    def _loading(self, saved: SavedState) -> Loading:
-        values = self._owned_values()
-        return Loading(
-            saved,
-            self.mesh,
-            self.module,
-            self._names,
-            self._local,
-            self._layers.in_whole,
-            self._update,
-            values,
-            self._owned_buffers(),
-            self._temporary_buffers.all(),
-        )
-
-    def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:
-        loading.read(optimizer=optimizer)
-        saved = loading.saved.manifest.numbers
-        worker = self.replica if self.plan.sync == "async" else None
-        numbers = numbers_of(saved, worker, self.replicas)
-
-        def restore() -> None:
-            if optimizer and options:
-                loading.restore_options()
-            self._update.restore(saved)
-            self._runner.restore(numbers)
-            self._counter.restore(numbers)
-            if loading.is_same_plan:
-                loading.restore_learned()
-                loading.restore_random()
-
-        check_on_every_rank(restore)  # workers go on when the server has its state
+        return self._checkpointing.load_own_state(saved)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
@@ -542,11 +442,11 @@ class Engine:
         failed = True
         refused: UserError | None = None
         try:
-            if not self._runner.is_broken and not self._unfinished_load:
+            if not self._runner.is_broken and not self._checkpointing.is_loaded_in_part:
                 # Raised at the end: the model is as good as before that step.
                 refused = self._late_error()
                 self.synchronize()
-                lost = self._saving_error()
+                lost = self._checkpointing.saving_error()
                 refused = refused or lost
                 weights = self.full_state_dict() if restore and is_split(self.module) else None
                 self._runner.close()
@@ -558,18 +458,10 @@ class Engine:
         if refused is not None:
             raise refused
 
-    def _saving_error(self) -> UserError | None:
-        """What went wrong with the save that was under way, which is over now."""
-        try:
-            self._saver.finish()
-        except UserError as error:
-            return error
-        return None
-
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
-        self._saver.abandon()  # what is still under way after a failure
+        self._checkpointing.abandon_saving()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
             stack.callback(self._wrapping.remove)
@@ -589,8 +481,7 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("this engine is closed; make another one with parallelize")
-        if self._unfinished_load:
-            raise unfinished(self._unfinished_load)
+        self._checkpointing.check_loaded()
 
     def __repr__(self) -> str:
         lines = [f"Engine('{self.plan}', rank {self.mesh.rank} of {self.plan.ranks})"]

@@ -13,6 +13,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.engine.arguments import check_model
+from echelon.engine.batch import Loss
+from echelon.engine.own_loss import choose_loss
 from echelon.engine.unwrapping import without_compiling
 from echelon.errors import raise_errors
 from echelon.huggingface import gate_loss_coefficients
@@ -29,14 +31,15 @@ def is_cut(plan: Plan) -> bool:
 
 
 def accept_model(
-    model: nn.Module, plan: Plan, clip: float | None, loss_scale: LossScale | None
-) -> tuple[nn.Module, Plan]:
-    """The model as it is trained, without what torch.compile has put around it; and the plan."""
+    model: nn.Module, plan: Plan, loss: Loss | None, clip: float | None, loss_scale: LossScale | None
+) -> tuple[nn.Module, Plan, Loss]:
+    """The model as it is trained, without what torch.compile has put around it; the plan; and the loss, which
+    may be the model's own."""
     check_wrappers(model)
     model = without_compiling(model)
     check_content(model, plan)
     check_model(model, plan, clip, loss_scale)
-    return model, plan
+    return model, plan, choose_loss(model, loss, plan)
 
 
 def check_wrappers(model: nn.Module) -> None:

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.audit.agreement import RankAgreement
 from echelon.engine.batch import Batch
+from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.engine.nonfinite_report import Finding, Report, explain
-from echelon.engine.step_runner import FlushedRunner
 from echelon.engine.untouched import untouched
 from echelon.mesh import Mesh
 from echelon.program import Instruction, Op

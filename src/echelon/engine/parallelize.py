@@ -13,21 +13,18 @@ from echelon.engine.arguments import check_arguments
 from echelon.engine.auto import resolve
 from echelon.engine.batch import Loss
 from echelon.engine.batch_reader import BatchReader, read_sample
-from echelon.engine.compiling import compile_layers
 from echelon.engine.deferred_start import fill
 from echelon.engine.engine import Engine
 from echelon.engine.layer_sharding import LayerSharding
-from echelon.engine.memory_savers import save_memory
+from echelon.engine.layer_wrapping import wrap_layers
 from echelon.engine.model_checks import accept_model
-from echelon.engine.nonfinite import MOST_SKIPPED, Nonfinite, NonfiniteRule
-from echelon.engine.own_loss import choose_loss
-from echelon.engine.restore import mark_split
+from echelon.engine.nonfinite import MOST_SKIPPED, Nonfinite
 from echelon.engine.samples import make_scopes
 from echelon.engine.sharing import share_stages
 from echelon.engine.stage_split import split_stages
 from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
-from echelon.engine.updates import make_update
+from echelon.engine.updates import UpdateRule, make_update
 from echelon.engine.whole_model import WholeModel
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
@@ -78,10 +75,9 @@ def parallelize(
     changes nothing ("skip") until `most_skipped` in a row are an error, or is that error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
-    model, plan = accept_model(model, supported_plan(plan), clip, loss_scale)
-    numbers = NonfiniteRule.of(nonfinite, most_skipped, plan)
+    model, plan, loss = accept_model(model, supported_plan(plan), loss, clip, loss_scale)
+    rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)
     model, source = prepare(model, plan, weights)
-    loss = choose_loss(model, loss, plan)
     plan, boundaries = resolve(model, plan, read_sample(model, plan, loss, sample_batch), boundaries)
     with ExitStack() as undo:  # a call that fails leaves no groups, no hooks and no wrapping behind
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
@@ -90,16 +86,13 @@ def parallelize(
         whole = WholeModel.of(model, plan, audit, check_every)
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
-        mark_split(model, plan, split.temporary_buffers, stays_split=source is not None)
         layers.connect(model, split.modules, split.program, wrapping)
         local = share_stages(split, mesh, layers, wrapping, prefetch, smallest_unit, resident_bytes)
         undo.callback(local.close)
         fill(model, plan, local.sharings, layers.in_whole, source)  # a model without memory
-        given = (optimizer, clip, schedule, seed or 0, loss_scale, wrapping)
-        update = make_update(local, mesh, layers, *given, skips_nonfinite=numbers.skips)
-        compile_layers(local.modules, plan, wrapping)
-        savers = save_memory(local, mesh, layers, wrapping)  # compress, recompute, offload of activations
+        update = make_update(local, mesh, layers, wrapping, rule)
+        savers = wrap_layers(local, mesh, layers, wrapping)  # compile, compress, recompute, offload
         reader = BatchReader(model, plan, loss, by_layers=split.by_layers)  # what a batch may be
-        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers, numbers)
+        engine = Engine(model, whole, mesh, local, update, layers, scopes, wrapping, reader, savers, rule)
         undo.pop_all()
     return engine

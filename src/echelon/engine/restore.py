@@ -43,18 +43,13 @@ def is_put_together(model: nn.Module) -> bool:
     return is_split(model) and not _split[model].stays_split
 
 
-def mark_split(
-    model: nn.Module,
-    plan: Plan,
-    temporary_buffers: Mapping[str, Tensor] = NO_BUFFERS,
-    *,
-    stays_split: bool = False,
-) -> None:
+def mark_split(model: nn.Module, plan: Plan, temporary_buffers: Mapping[str, Tensor]) -> None:
     """Remember that ranks hold different parts of the model from here on, if the plan splits it."""
     if plan.context > 1:
         _in_context[model] = plan
     if _splits(plan):
-        _split[model] = _Parts(plan, temporary_buffers, stays_split)
+        is_empty = model in _split  # it has no values yet
+        _split[model] = _Parts(plan, temporary_buffers, stays_split=is_empty)
 
 
 def mark_empty(model: nn.Module, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from echelon.collectives import Group
 from echelon.data_parallel import SharedGradient
+from echelon.engine.restore import mark_split
 from echelon.engine.step_program import step_program
 from echelon.errors import UserError
 from echelon.layering import listed_layers, outside_layers
@@ -48,6 +49,12 @@ def split_stages(
 
     `by_layers`: even a single stage runs layer by layer, and not the model's own forward.
     """
+    split = _split(model, mesh, boundaries, by_layers=by_layers)
+    mark_split(model, mesh.plan, split.temporary_buffers)
+    return split
+
+
+def _split(model: nn.Module, mesh: Mesh, boundaries: Sequence[int] | None, *, by_layers: bool) -> StageSplit:
     plan = mesh.plan
     program = step_program(plan, ties=False)
     if program.stages == 1:

@@ -6,53 +6,36 @@ finishes what is under way.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from echelon.activation_offload import Carrier
 from echelon.data_parallel import talks_in_forward
-from echelon.engine.agreement import check_same_batch, check_same_gradients, measure_gradient
+from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_loss
 from echelon.engine.balance import Balance, recording_of
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
-from echelon.engine.buffer_snapshot import BufferSnapshot
-from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.measuring import Measure, Measuring
 from echelon.engine.missing_operation import missing_operation
 from echelon.engine.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, counting, no_scope
-from echelon.engine.step_program import continuous_steps, step_program
-from echelon.engine.untouched import untouched
 from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import WeightChanges, may_change_weights
 from echelon.errors import UserError
 from echelon.inputs import shared_inputs
-from echelon.launching.group import check_on_every_rank
 from echelon.memory import Meter
 from echelon.mesh import Mesh
-from echelon.ownership import LocalParameter
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES
-from echelon.program import (
-    Instruction,
-    Program,
-    Span,
-    add_gathers,
-    add_transfers,
-    check,
-    forward_only,
-    without_update,
-)
+from echelon.program import Instruction, Program, Span, add_gathers, add_transfers, check, forward_only
 from echelon.recompute.selective import selective_of
 from echelon.runtime import (
     Interpreter,
@@ -64,7 +47,6 @@ from echelon.runtime import (
     Slot,
     Stage,
     StepNumbers,
-    SynchronousUpdate,
     Update,
     Versions,
     Wire,
@@ -369,243 +351,6 @@ class StepRunner(ABC):
 
     def publish(self) -> None:
         self._update.publish()
-
-
-@final
-class FlushedRunner(StepRunner):
-    """Every step runs the whole program and makes one update, or is refused and changes nothing."""
-
-    def _prepare(self) -> None:
-        self._buffers = BufferSnapshot(self._local.modules)
-        self.first_step = FirstStepChecks(self._mesh, self._local)
-        if self._balance is not None:
-            self.first_step.check_gates = self._balance.check_gradients
-        self._is_rehearsed = self._update.units is None
-
-    def _train(self, batch: Batch, step: int) -> StepNumbers:
-        self._update.number = step
-        if self._is_rehearsed and self._update.units is not None:
-            check_batch(batch)
-            self._is_rehearsed = not self._normaliser.reopen(batch, num_samples(batch))
-        if not self._is_rehearsed:
-            numbers = self._rehearse(batch, step)
-            if numbers.error() is not None:  # a refused step, which keeps its number
-                return numbers
-        return self._train_step(batch, step)
-
-    def _rehearse(self, batch: Batch, step: int) -> StepNumbers:
-        """Run a step without updates, where these come before its end: it may be refused, and shows what
-        losses count."""
-        units = self._update.units
-        assert units is not None
-        modules = [each for module in self._local.modules for each in module.modules()]
-        try:
-            with untouched(self._local.modules, modules, self._mesh.device), units.rehearse(self._measure):
-                numbers = self._train_step(batch, step)
-        finally:
-            self._measured.clear()
-        if numbers.error() is None:
-            self._normaliser.learn(numbers.outcome.counted)
-            self._is_rehearsed = True
-        return numbers
-
-    def _measure(self, local: Sequence[LocalParameter]) -> None:
-        """Ranks compare the gradients of some parameters, when all of them are there."""
-        compared = set() if self._layers.sharded is None else set(self._layers.sharded.replicated)
-        self._measured |= {p.tensor: measure_gradient(p.tensor) for p in local if p.parameter in compared}
-
-    def _train_step(self, batch: Batch, step: int) -> StepNumbers:
-        count_before = self._update.start_step()
-        for stage in self._local.stages.values():
-            stage.start_step()
-        self._buffers.take()
-        if self._balance is not None:
-            self._balance.start_step()
-        try:
-            feed = self._training_feed(batch, step, count_before)
-            self._record_statistics(feed)
-            script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
-            with self.first_step.watch():
-                self._run(script, feed)
-        except UserError:  # a check refuses the step
-            self._buffers.restore(refused=True)
-            raise
-        return self._update.numbers
-
-    def replay(self, batch: Batch, step: int) -> None:
-        """Run the passes of a step again, without its update, on all ranks together. The next step clears
-        the gradients that this leaves."""
-        count_before = self._update.start_step()
-        for stage in self._local.stages.values():
-            stage.start_step()
-        if self._balance is not None:
-            self._balance.start_step()
-        feed = self._training_feed(batch, step, count_before)
-        self._record_statistics(feed)
-        script = self._script(("replay", len(feed)), lambda: without_update(self._program(len(feed))))
-        self._run(script, feed)
-
-    def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
-        """Take all microbatches forward once, without a trace, where the gradient of an auxiliary loss is
-        asked for before the last of them has passed the gates."""
-        if self._balance is None or not self._balance.needs_pass:
-            return
-        modules = [each for module in self._local.modules for each in module.modules()]
-        # Their messages have another form: nothing wants a gradient. A model may change its inputs.
-        copies = {
-            number: each._replace(look="statistics " + each.look, inputs=_copied(each.inputs))
-            for number, each in feed.items()
-        }
-        with torch.no_grad(), untouched(self._local.modules, modules, self._mesh.device):
-            tally = self._run(self.forward_script(len(copies)), copies)
-        self._balance.exchange(tally)
-        for stage in self._local.stages.values():
-            stage.start_step()
-
-    def buffer_copies(self) -> list[Tensor]:
-        return self._buffers.storages()
-
-    def norm(self, tally: Tensor) -> None:
-        if self._update.units is not None:
-            self._update.units.finish_passes()
-        self.first_step.decide()
-        super().norm(tally)
-
-    def publish(self) -> None:
-        self._buffers.restore(self._update.undoes)
-        is_rehearsed = self._update.units is not None and self._update.units.rehearsal is not None
-        if self._balance is not None and not is_rehearsed:
-            self._balance.after_step(self._update.skips)
-        super().publish()
-
-    def _program(self, number: int) -> Program:
-        """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
-        if number == self._local.program.microbatches:
-            return self._local.program
-        return step_program(self._mesh.plan, ties=False, microbatches=number)
-
-
-@final
-class ContinuousRunner(StepRunner):
-    """The pipeline is never empty between steps; each stage updates when its gradients are there.
-
-    A step in which no sample counts is reported, but not undone: it also made updates of earlier steps'
-    microbatches. Its own microbatches update no weight.
-
-    A microbatch's loss scale is that of the step that took it in; it travels with the tally. A stage whose
-    gradients overflow skips its own update of them.
-    """
-
-    def _prepare(self) -> Versions:
-        self._taken = self._updates = 0  # microbatches since the pipeline was empty, updates ever
-        self._loaded_updates = 0  # those that another engine has made
-        self._unchecked = self._local.program.stages  # steps in which a stage may make its first update
-        self._refusal: UserError | None = None
-        self._program_of = continuous_steps(self._mesh.plan)
-        self._update.start_step()
-        self._versions = Versions(self._local.modules, self._local.reallocate)
-        return self._versions
-
-    def _train(self, batch: Batch, step: int) -> StepNumbers:
-        feed = self._training_feed(batch, step, begin=self._taken)
-        begin, self._taken = self._taken, self._taken + len(feed)
-        tally = self._run(Script(self._program_of(begin, None), self._rank, empties=False), feed)
-        self._check_first_updates()
-        return self._agree(tally)
-
-    def _check_first_updates(self) -> None:
-        """Raise on every rank what the first update of any stage has shown: stages make it at times of their
-        own, and the ranks of others would wait for a stage that stops there."""
-        if not self._unchecked:
-            return
-        self._unchecked -= 1
-        try:
-            check_on_every_rank(self._refuse)
-        except UserError:
-            self.is_broken = True
-            raise
-
-    def _refuse(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-
-    def _agree(self, tally: Tensor) -> StepNumbers:
-        """Sum the numbers of a step over all ranks. The norm is of the last update of each stage; skipped are
-        the updates since the step before, of any stage: they decide on the next loss scale."""
-        update, is_counted = self._update, self._mesh.group("stage").rank == 0
-        assert isinstance(update, SynchronousUpdate)
-        norm = update.numbers.norm if self._updates > self._loaded_updates and is_counted else 0.0
-        overflows = update.pop_overflows()
-        counted = [norm**2, overflows if is_counted else 0.0]
-        summed = torch.cat([tally[:2], *(_as_row(number, tally) for number in counted)])
-        group = self._mesh.group("all")
-        with group.ledger.about("metrics"):
-            group.all_reduce(summed)
-        scale = _as_row(update.loss_scale, tally)
-        if update.loss_scaling is not None:
-            overflows, is_empty = summed[3] > 0, summed[1] == 0
-            update.loss_scaling.after_step(overflows=overflows, refused=is_empty)
-        return StepNumbers(torch.cat([summed[:2], summed[2:3].sqrt(), scale, summed[3:]]))
-
-    @property
-    def is_empty(self) -> bool:
-        return self._taken == 0
-
-    def drain(self) -> None:
-        if self.is_empty:
-            return
-        self._run(Script(self._program_of(self._taken, 0), self._rank), {})
-        self._taken = 0
-        self._versions.restart()
-        self._check_first_updates()
-
-    def restore(self, numbers: Mapping[str, float]) -> None:
-        super().restore(numbers)
-        self._updates = self._loaded_updates = int(numbers["begun steps"]) * self._updates_per_step
-
-    def storages(self) -> list[Tensor]:
-        return self._versions.storages()
-
-    @contextmanager
-    def around(self, microbatch: Microbatch, slot: Slot, value: Any) -> Iterator[None]:
-        for stage in self._local.stages.values():  # every microbatch is the first of an update
-            stage.start_step()
-        with super().around(microbatch, slot, value):
-            yield
-
-    def update(self) -> None:
-        self._update.set_learning_rate(self._updates // self._updates_per_step)
-        self._update.number = self._updates
-        for stage in self._local.stages.values():
-            stage.finish_passes()
-            try:
-                stage.check_second_runs()
-            except UserError as error:
-                self._refusal = self._refusal or error
-        super().update()
-        self._updates += 1
-
-    @property
-    def _updates_per_step(self) -> int:
-        plan = self._mesh.plan
-        return 1 if plan.schedule == "pipedream-2bw" else plan.microbatches
-
-    def publish(self) -> None:
-        # Backward passes that are still to come have saved buffers, and autograd would refuse those that were
-        # written. Gradients do not depend on what replicas share, which is statistics for evaluation.
-        buffers = tuple(buffer for module in self._local.modules for buffer in module.buffers())
-        with _unsafe_preserve_version_counter(buffers):
-            super().publish()
-        self._update.start_step()
-
-
-def _copied(structure: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
-
-
-def _as_row(number: Number, like: Tensor) -> Tensor:
-    """A row of one number, where `like` is; nobody waits for it."""
-    return number.double().view(1) if isinstance(number, Tensor) else like.new_full((1,), number)
 
 
 def _look(structure: Any) -> str:

@@ -1,7 +1,7 @@
 """How gradients become new weights under a plan: the user's optimizer over what this rank holds."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from echelon.engine.arguments import check_optimizer
 from echelon.engine.host_memory_check import check_host_memory
 from echelon.engine.host_updates import check_host_optimizer, make_host_stepper, updates_on_host
 from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.nonfinite import NonfiniteRule
 from echelon.engine.parameter_parts import make_exchange
 from echelon.engine.sparse_checks import check_sparse_gradients
 from echelon.engine.whole_routes import make_routes
@@ -42,24 +43,40 @@ from echelon.runtime import LocalStages, ParametersStepper, SynchronousUpdate, U
 from echelon.wrapping import Wrapping
 
 
+class UpdateRule(NamedTuple):
+    """What the user says of updates. `seed`: of what they draw."""
+
+    optimizer: Make
+    clip: float | None = None
+    schedule: Callable[[int], float] | None = None
+    seed: int = 0
+    loss_scale: LossScale | None = None
+    nonfinite: NonfiniteRule = NonfiniteRule()
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        optimizer: Make,
+        clip: float | None,
+        schedule: Callable[[int], float] | None,
+        seed: int | None,
+        loss_scale: LossScale | None,
+        nonfinite: str,
+        most_skipped: int,
+    ) -> "UpdateRule":
+        """The rule of a plan, if it can have it."""
+        skipping = NonfiniteRule.of(nonfinite, most_skipped, plan)
+        return cls(optimizer, clip, schedule, seed or 0, loss_scale, skipping)
+
+
 def make_update(
-    local: LocalStages,
-    mesh: Mesh,
-    layers: LayerSharding,
-    optimizer: Make,
-    clip: float | None,
-    schedule: Callable[[int], float] | None,
-    seed: int,
-    loss_scale: LossScale | None = None,
-    wrapping: Wrapping | None = None,
-    *,
-    skips_nonfinite: bool = False,
+    local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping, rule: UpdateRule
 ) -> Update:
-    """The update of all ranks together, or each worker's own (sync=async). `seed`: of what it draws.
-    `skips_nonfinite`: one whose loss or gradients are not finite changes nothing."""
+    """The update of all ranks together, or each worker's own (sync=async)."""
     plan = mesh.plan
-    _check_clip(clip, plan)
-    make = _checked(optimizer, plan)
+    _check_clip(rule.clip, plan)
+    make = _checked(rule.optimizer, plan)
     if plan.sync == "async":
         gradients = local.sharings[0]  # all stages of a worker have the same
         assert isinstance(gradients, WorkerGradients)
@@ -69,19 +86,18 @@ def make_update(
             make,
             ranks=mesh.layout.group("data", mesh.rank),
             staleness=plan.staleness,
-            clip=clip,
-            schedule=schedule,  # of versions, which the server counts, and not of an engine's steps
+            clip=rule.clip,
+            schedule=rule.schedule,  # of versions, which the server counts, and not of an engine's steps
             stepper=MasterStepper if has_masters(plan) else DirectStepper,
-            loss_scaling=make_loss_scaling(loss_scale, plan.precision),
+            loss_scaling=make_loss_scaling(rule.loss_scale, plan.precision),
         )
     deferred = reads_late(mesh.device)
-    rounding = None if plan.masters else KeyedRounding(seed)
+    rounding = None if plan.masters else KeyedRounding(rule.seed)
     made = make_whole(make, local.trained())
     check_sparse_gradients(
         made, local, plan, needs_whole=_needs_whole(made, plan), on_host=updates_on_host(plan)
     )
-    around = Wrapping() if wrapping is None else wrapping
-    stepper = _make_stepper(made, local, mesh, layers, rounding, around, deferred=deferred)
+    stepper = _make_stepper(made, local, mesh, layers, rounding, wrapping, deferred=deferred)
     if "parameters" in plan.offload and not updates_on_host(plan):
         stepper = ParametersStepper(stepper, local.sharings)
     # In a pipeline that never drains, stages are at different updates, and sum only over their own ranks.
@@ -92,14 +108,14 @@ def make_update(
         local,
         stepper,
         group,
-        clip,
+        rule.clip,
         everyone=everyone,
-        schedule=schedule,
+        schedule=rule.schedule,
         steady=steady,
         deferred=deferred,
         in_backward=plan.update != "step",
-        loss_scaling=make_loss_scaling(loss_scale, plan.precision, mesh.device if deferred else None),
-        skips_nonfinite=skips_nonfinite,
+        loss_scaling=make_loss_scaling(rule.loss_scale, plan.precision, mesh.device if deferred else None),
+        skips_nonfinite=rule.nonfinite.skips,
     )
 
 

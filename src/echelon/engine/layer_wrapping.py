@@ -1,8 +1,9 @@
-"""What keeps the memory of a step small, around the layers of this rank: each part if the plan says so."""
+"""What is put around the layers of this rank once their weights have a place, as far as the plan says so."""
 
 from typing import NamedTuple
 
 from echelon.activation_offload import Carrier
+from echelon.engine.compiling import compile_layers
 from echelon.engine.compressing import CompressionReport, compress_layers
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.offloading import offload_activations
@@ -14,15 +15,16 @@ from echelon.wrapping import Wrapping
 
 
 class MemorySavers(NamedTuple):
-    """Those that a step speaks to."""
+    """What keeps the memory of a step small, and hears of its steps."""
 
     compression: CompressionReport | None = None
     carrier: Carrier | None = None
 
 
-def save_memory(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> MemorySavers:
-    """Gradients add up in place, and what layers save is encoded, dropped, or goes to host memory; in this
-    order from the inside outward."""
+def wrap_layers(local: LocalStages, mesh: Mesh, layers: LayerSharding, wrapping: Wrapping) -> MemorySavers:
+    """Layers are compiled, gradients add up in place, and what layers save is encoded, dropped, or goes to
+    host memory; in this order from the inside outward."""
+    compile_layers(local.modules, mesh.plan, wrapping)
     accumulate_gradients(local, mesh.plan, wrapping)
     compression = compress_layers(local.modules, mesh, wrapping)
     recompute_layers(local, mesh, layers.view, wrapping)
