@@ -1,12 +1,17 @@
 """A saver of one rank without an engine, and what it saves."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from echelon.checkpoint import Manifest, SavedState, SaveOptions, Saver, open_whole
+from echelon.checkpoint.snapshot import Snapshot
 from echelon.collectives import RecordingGroup
 from echelon.ownership import ENGINE, OwnedSlice, Slice, whole_slice
 
@@ -63,3 +68,25 @@ def read(saved: SavedState, name: str) -> Tensor:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def copying_late() -> Iterator[list[int]]:
+    """What may be copied later is copied as late as can be: when the training waits for it. Yields how many
+    tensors were copied so, by each snapshot."""
+    is_awaited = threading.Event()
+    before_changes, wait, late = Snapshot.before_changes, Snapshot.wait, list[int]()
+
+    def copy_late(snapshot: Snapshot) -> None:
+        late.append(len(snapshot._rest))
+        assert is_awaited.wait(30) or not snapshot._rest
+        wait(snapshot)
+
+    def tell(snapshot: Snapshot) -> None:
+        is_awaited.set()
+        before_changes(snapshot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshot, "wait", copy_late)
+        patch.setattr(Snapshot, "before_changes", tell)
+        yield late

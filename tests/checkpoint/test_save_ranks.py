@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import echelon
-from echelon.checkpoint import CheckpointFolder, open_whole, target
+from echelon.checkpoint import CheckpointFolder, open_whole, snapshot, target
 from echelon.checkpoint.direct_file import DirectFile
-from echelon.checkpoint.file_image import FileImage
 from echelon.engine.engine import Engine
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.cases import Perceptron, adamw, mean_loss, vectors
-from tests.checkpoint.saving import names, read
+from tests.checkpoint.saving import copying_late, names, read
 
 Warm = Callable[[int], Ranks]
 
@@ -28,7 +28,7 @@ def new_engine(plan: str) -> Engine:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        model = Perceptron()
+        model = Perceptron() if "pipeline" not in plan else nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
     finally:
         torch.set_default_dtype(torch.float32)
     return echelon.parallelize(model, f"{plan} precision=fp64", optimizer=adamw, loss=mean_loss, audit="off")
@@ -78,6 +78,46 @@ def save_behind_steps(folder: Path, plan: str) -> bool:
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def copy_behind_a_step(folder: Path, plan: str) -> tuple[bool, bool]:
+    """Whether anything was copied late, and whether weights and state are those that they were."""
+    engine = new_engine(plan)
+    step(engine, 0)
+    weights, state = engine.full_state_dict(), engine.full_optimizer_state()
+    with copying_late() as late:
+        engine.save(folder / "a", wait=False, copy_behind=True)
+        step(engine, 1)
+        engine.close()
+    loaded = new_engine(plan)
+    loaded.load(folder / "a")
+    same = [torch.equal(found, weights[name]) for name, found in loaded.full_state_dict().items()]
+    for name, found in loaded.full_optimizer_state().items():
+        same += [torch.equal(found[part], state[name][part]) for part in state[name]]
+    loaded.close()
+    return late[0] > 0, all(same)
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_late"),
+    [
+        ("data=2 zero=1", True),
+        ("data=2 zero=3", True),
+        ("pipeline=2 microbatches=2", True),
+        ("data=2 zero=2 offload=optimizer", True),
+        ("data=2 zero=3 offload=parameters", True),
+        ("data=2 update=backward", False),
+        ("data=2 offload=optimizer delay=1", False),
+        ("pipeline=2 microbatches=2 schedule=pipedream", False),
+        ("data=2 sync=parameter-server", True),
+    ],
+)
+def test_a_step_updates_when_its_weights_are_copied(
+    warm_ranks: Warm, tmp_path: Path, plan: str, is_late: bool
+) -> None:
+    found = warm_ranks(2).run(copy_behind_a_step, tmp_path, plan)
+    assert any(late for late, _ in found) == is_late  # a server has all
+    assert all(same for _, same in found)
+
+
 @pytest.mark.parametrize("plan", ["data=2 zero=3", "data=2 zero=1"])
 def test_steps_do_not_change_what_is_being_saved(warm_ranks: Warm, tmp_path: Path, plan: str) -> None:
     assert warm_ranks(2).run(save_behind_steps, tmp_path, plan) == [True, True]
@@ -91,8 +131,8 @@ def save_behind_workers(folder: Path) -> bool:
     expected = engine.full_state_dict()
     with pytest.MonkeyPatch.context() as patch:
         if engine.mesh.rank == 0:
-            flat = FileImage._flat
-            patch.setattr(FileImage, "_flat", lambda *args: (time.sleep(0.05), flat(*args))[1])
+            as_bytes = snapshot.as_bytes
+            patch.setattr(snapshot, "as_bytes", lambda tensor: (time.sleep(0.05), as_bytes(tensor))[1])
         engine.save(folder / "a", wait=False)
     for number in range(1, 4):
         step(engine, number)

@@ -29,7 +29,7 @@ _BYTES_PER_PARAMETER = 12  # the weight and both moments of AdamW, in float32
 _WIDTH, _LAYERS, _SAMPLES = 2048, 10, 32
 _DD, _SAVE, _TORCH_SAVE = "dd conv=fsync", "engine.save", "torch.distributed.checkpoint.save"
 _LOAD, _TORCH_LOAD = "engine.load", "torch.distributed.checkpoint.load"
-_LOST = "engine.save(wait=False): what the steps lose"
+_LOST = "engine.save(wait=False, copy_behind=True): what the steps lose"
 _COVER = 3.0  # steps behind a save take so many times as long as a save that waits
 
 
@@ -200,7 +200,7 @@ def _agreed(engine: Engine, seconds: float) -> float:
 
 
 def _save_and_train(engine: Engine, places: Path, batch: Any, steps: int) -> None:
-    engine.save(places / "behind", wait=False)
+    engine.save(places / "behind", wait=False, copy_behind=True)
     _train(engine, batch, steps)
 
 

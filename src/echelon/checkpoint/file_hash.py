@@ -67,4 +67,3 @@ def _read_exactly(descriptor: int, offset: int, memory: memoryview) -> None:
         if not count:
             raise OSError(errno.EIO, "became shorter while it was read")
         memory, offset = memory[count:], offset + count
-

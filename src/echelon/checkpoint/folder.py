@@ -35,6 +35,7 @@ class Saves(Protocol):
         *,
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
+        copy_behind: bool = False,
         then: Callable[[], None] | None = None,
         retries: int = RETRIES,
     ) -> None: ...
@@ -64,10 +65,12 @@ class CheckpointFolder:
         self._passed_over: set[int] = set()  # damaged, and later than the one that was loaded
 
     def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Save after `step`. Without `wait` this returns when the state is copied; an error of the writing is
-        raised by the next save, or by engine.finish_saving()."""
+        """Save after `step`. Without `wait` it is copied and written behind the next steps, and until the
+        first of them has ended nothing else may change weights or the optimizer's state; an error is raised
+        by the next save, or by engine.finish_saving()."""
         then = partial(self._is_saved, step)
-        engine.save(self.path_of(step), extra=extra, wait=wait, then=then, retries=self._retries)
+        path = self.path_of(step)
+        engine.save(path, extra=extra, wait=wait, copy_behind=True, then=then, retries=self._retries)
 
     def load_last(
         self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf

@@ -152,9 +152,7 @@ class Saver:
                 is_part_done.set()
 
         thread = threading.Thread(target=work, name="echelon-save", daemon=True)
-        running = self._running = _Running(
-            save.place, save.target, snapshot, thread, is_part_done, stop
-        )
+        running = self._running = _Running(save.place, save.target, snapshot, thread, is_part_done, stop)
         self._finish_at_exit()
         thread.start()
 

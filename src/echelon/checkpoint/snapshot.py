@@ -88,7 +88,9 @@ class SnapshotMemory:
             for copy in rest:
                 if not copy.tensor.is_cpu:
                     copy.make()
-            return self._stream.record_event()
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied
 
 
 @final

@@ -19,7 +19,7 @@ from echelon.engine.step_runner import StepRunner
 from echelon.engine.temporary_buffers import TemporaryBuffers
 from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
-from echelon.ownership import OwnedSlice
+from echelon.ownership import OwnedSlice, Slice
 
 
 @final
@@ -31,13 +31,22 @@ class Checkpointing:
         self._state, self._runner, self._synchronize = state, runner, synchronize
         mesh = state.mesh
         self._saver = Saver(mesh.group("all"), mesh.device, has_server=mesh.plan.sync == "async")
+        runner.before_update = self._saver.before_changes
         self._temporary_buffers = TemporaryBuffers(state.module)
         self._unfinished_load = ""  # the path of a checkpoint that was loaded in part
 
     # Saving.
 
-    def save(self, path: str | Path, extra: Mapping[str, Any], options: SaveOptions) -> None:
+    def save(
+        self, path: str | Path, extra: Mapping[str, Any], options: SaveOptions, *, copy_behind: bool
+    ) -> None:
+        if copy_behind and self._runner.updates_last:
+            options = options._replace(later=self._changes_with_update)
         self._saver.save(path, *self.saved_state(extra), options)
+
+    def _changes_with_update(self, box: Slice) -> bool:
+        """Buffers, and whatever else is saved, may change in the forward pass."""
+        return box.name in self._state.names.parameters
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         self._synchronize()
@@ -123,6 +132,7 @@ class Checkpointing:
         )
 
     def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:
+        self._saver.before_changes()
         loading.read(optimizer=optimizer)
         state, saved = self._state, loading.saved.manifest.numbers
         numbers = numbers_of(saved, state.worker, state.mesh.plan.data)

@@ -337,6 +337,7 @@ class Engine:
         *,
         extra: Mapping[str, Any] | None = None,
         wait: bool = True,
+        copy_behind: bool = False,
         then: Callable[[], None] | None = None,
         retries: int = RETRIES,
     ) -> None:
@@ -349,10 +350,15 @@ class Engine:
         must be the same on all ranks.
 
         wait=False returns when the state is copied, and writes while training goes on; an error is raised by
-        the next save, or by `finish_saving`. `then` is called on rank 0 when the checkpoint is whole.
-        `retries`: how often a write is tried again after an error that may pass, as remote storage has them.
+        the next save, or by `finish_saving`. With copy_behind=True the copy, too, is made while
+        the next step computes, if steps of the plan update at their end; until it has ended, nothing but that
+        step may change weights or the optimizer's state.
+
+        `then` is called on rank 0 when the checkpoint is whole. `retries`: how often a write is tried again
+        after an error that may pass, as remote storage has them.
         """
-        self._checkpointing.save(path, extra or {}, SaveOptions(wait, then, retries))
+        options = SaveOptions(wait, then, retries)
+        self._checkpointing.save(path, extra or {}, options, copy_behind=copy_behind)
 
     def saved_state(self, extra: Mapping[str, Any]) -> tuple[list[OwnedSlice], Manifest]:
         """What `save` writes: all that this rank owns, and what a manifest says beside. All ranks must call

@@ -112,6 +112,11 @@ class FlushedRunner(StepRunner):
         for stage in self._local.stages.values():
             stage.start_step()
 
+    @property
+    def updates_last(self) -> bool:
+        # With delay=1 a step begins with the weights of the update before the last.
+        return self._update.units is None and not self._mesh.plan.delay
+
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()
 

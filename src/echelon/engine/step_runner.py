@@ -98,6 +98,7 @@ class StepRunner(ABC):
             update.units.on_unit = meter.sample
         self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
         self.on_loss: Callable[[Tensor], None] | None = None  # sees the loss of each microbatch
+        self.before_update: Callable[[], None] = lambda: None  # where `updates_last`
         for stage in local.stages.values():
             stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
@@ -122,6 +123,11 @@ class StepRunner(ABC):
     def _prepare(self) -> Versions | None:
         """Begin what this kind of runner keeps between steps; returns the versions of weights, if any."""
         return None
+
+    @property
+    def updates_last(self) -> bool:
+        """Whether a step changes weights and the optimizer's state only after all of its backward passes."""
+        return False
 
     def counters(self) -> dict[str, Number]:
         """What later steps depend on, beside what is owned."""
@@ -341,6 +347,7 @@ class StepRunner(ABC):
         self._update.norm(tally, self._balance.numbers())
 
     def update(self) -> None:
+        self.before_update()
         sharded = self._layers.sharded
         # An update that changes nothing has no gradients to compare.
         if not self._same_gradients and sharded is not None and not self._update.skips:
