@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 
 from echelon.plan import Plan, rules
+from echelon.plan.auto_rules import AUTO_RULES
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
-from echelon.plan.rules import AUTO_RULES, RULES, Rule
+from echelon.plan.rule import Rule
+from echelon.plan.rules import RULES
 from tests.plan.examples import errors_of, plan_values
 
 # By rule: a plan that breaks this rule alone, words of the error, and the plan after the fix that it names.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.collectives import Group, Handle
 from echelon.collectives.boundary import HostBoundary
 from echelon.data_parallel.buckets import Bucket
+from echelon.data_parallel.comings import Comings, lost_change
 from echelon.data_parallel.freed import FreedParameter, register_owner
 from echelon.data_parallel.grad_dtype import gradient_dtype
 from echelon.data_parallel.gradient_memory import (
@@ -106,7 +107,7 @@ class FlatUnit:
         self._is_updated = False  # in the backward pass of this step
 
     @property
-    def comings(self) -> "Comings":
+    def comings(self) -> Comings:
         """What of the plan lets the whole weights come and go."""
         return Comings(gathers=self._has_own_shard, fetches=self.host is not None)
 
@@ -469,31 +470,3 @@ def _lies_at(parameter: Tensor, view: Tensor) -> bool:
 @torch.no_grad()
 def _differs(run: Tensor, other: Tensor) -> Tensor:
     return ~torch.isclose(run, other, rtol=0, atol=0, equal_nan=True).all()
-
-
-class Comings(NamedTuple):
-    """Why whole weights are on the device only for a time: they are gathered, fetched, or both."""
-
-    gathers: bool
-    fetches: bool
-
-    def __str__(self) -> str:
-        fields = [name for name, is_set in zip(("zero=3", "offload=parameters"), self, strict=True) if is_set]
-        return " and ".join(fields)
-
-    @property
-    def way_out(self) -> str:
-        """A change of the plan with which weights stay."""
-        if self.fetches:
-            return "use zero=2 without offload=parameters" if self.gathers else "drop offload=parameters"
-        return "use zero=2"
-
-
-def lost_change(names: list[str], comings: Comings) -> UserError:
-    """Where weights come and go, nobody keeps what a pass writes into them."""
-    without = " without offload=parameters" if comings.fetches else ""
-    return UserError(
-        f"{', '.join(names)}: changed in place during a forward or backward pass, and with {comings} the "
-        f"change is lost when the weight is freed; change weights in the optimizer, or use zero=0 and data=1"
-        f"{without}"
-    )

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Group
-from echelon.data_parallel.flat import Comings, FlatUnit, UnitMemory, lost_change
+from echelon.data_parallel.comings import Comings, lost_change
+from echelon.data_parallel.flat import FlatUnit, UnitMemory
 from echelon.data_parallel.gather_agreement import GatherAgreement, explain_mismatch
 from echelon.data_parallel.gradient_sums import GradientSums
 from echelon.data_parallel.host_weights import HostPlace, HostRun

@@ -11,7 +11,8 @@ from echelon.runtime.scaling import Number
 from echelon.runtime.script import Script, Slot
 from echelon.runtime.stage import LocalStages, Stage
 from echelon.runtime.structure import Spec
-from echelon.runtime.update import InWhole, Push, SynchronousUpdate, Update
+from echelon.runtime.synchronous_update import SynchronousUpdate
+from echelon.runtime.update import InWhole, Push, Update
 from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
