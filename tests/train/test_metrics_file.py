@@ -4,7 +4,9 @@ import json
 import math
 from pathlib import Path
 
-from echelon.train.events import Evaluated, GateLoad, Started, Stepped
+import pytest
+
+from echelon.train.events import Evaluated, GateLoad, RolledBack, Started, Stepped
 from echelon.train.logbook import Logbook
 from echelon.train.metrics_file import METRICS, read_metrics
 from echelon.train.run_folder import RunFolder
@@ -27,8 +29,7 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     later = Logbook(folder)
     later.take(Started(42, 9000, "stdlib", "cpu", after_step=2))
     later.take(stepped(3, 0.5))
-    lines = [json.loads(line) for line in (folder.path / METRICS).read_text(encoding="utf-8").splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
+    assert kinds_and_steps(folder.path / METRICS) == [
         ("step", 1),
         ("step", 2),
         ("evaluation", 2),
@@ -38,6 +39,31 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     summary = later.summary()
     assert (summary["steps"], summary["first_loss"], summary["loss"]) == (3, 1.0, 0.5)
     assert read_metrics(folder.path / METRICS)[0] == stepped(1)
+
+
+def kinds_and_steps(path: Path) -> list[tuple[str, int]]:
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line["kind"], line["step"]) for line in lines]
+
+
+@pytest.mark.parametrize("last", [2, 4])
+def test_a_rollback_that_a_killed_process_did_not_write_is_written_in_its_place(
+    last: int, tmp_path: Path
+) -> None:
+    # Rank 0 went back to step 2, and saved that; its parent was killed before it had read that message.
+    folder = RunFolder.create(tmp_path, "a", {})
+    logbook = Logbook(folder)
+    logbook.take(Started(42, 9000, "stdlib", "cpu"))
+    for step in range(1, last + 1):
+        logbook.take(stepped(step))
+    rollbacks = (RolledBack(2, 5, "the loss jumped", 2, 5, 1, 3), RolledBack(2, 4, "again", 5, 7, 2, 3))
+    for _ in range(2):  # the second time they are there
+        later = Logbook(folder)
+        later.take(Started(42, 9000, "stdlib", "cpu", after_step=last, rollbacks=rollbacks))
+        after = [("step", step) for step in range(3, last + 1)]
+        expected = [("step", 1), ("step", 2), ("rollback", 2), ("rollback", 2), *after]
+        assert kinds_and_steps(folder.path / METRICS) == expected
+        assert (later.summary()["steps"], later.summary()["rollbacks"]) == (last, 2)
 
 
 def test_a_run_that_starts_from_the_beginning_again_forgets_all(tmp_path: Path) -> None:

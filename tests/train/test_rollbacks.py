@@ -24,7 +24,7 @@ from echelon.train.display import Display
 from echelon.train.events import Event, RolledBack, Started, Stepped
 from echelon.train.job import Job, ModelJob, OptimizerJob
 from echelon.train.logbook import Logbook
-from echelon.train.rollbacks import SKIPPED, LossSpikeError, Return, Rollbacks, SkippedBatches
+from echelon.train.rollbacks import SKIPPED, LossSpikeError, Rollbacks, SkippedBatches
 from echelon.train.run_folder import RunFolder
 from echelon.train.spikes import Trouble
 from echelon.train.tasks import open_task
@@ -38,23 +38,23 @@ class StandIn:
     """Checkpoints of steps 50 and 100."""
 
     def __init__(self, num_rollbacks: int = 0) -> None:
-        self.num_rollbacks, self.asked = num_rollbacks, list[tuple[int, int]]()
+        self.num_rollbacks, self.asked = num_rollbacks, list[Trouble]()
 
     def can_go_back(self, step: int) -> bool:
         return step > 50
 
-    def go_back(self, first: int, last: int) -> Return:
+    def go_back(self, trouble: Trouble) -> RolledBack:
         self.num_rollbacks += 1
-        self.asked.append((first, last))
-        step = 100 if first > 100 else 50
-        return Return(step, (step, last))
+        self.asked.append(trouble)
+        step = 100 if trouble.first > 100 else 50
+        return RolledBack(step, trouble.last, trouble.reason, step, trouble.last, self.num_rollbacks, 3)
 
 
 def test_a_spike_goes_back_to_before_it() -> None:
     checkpoints = StandIn()
     event = Rollbacks(ON, checkpoints).after(SPIKE)
     assert event == RolledBack(100, 130, "the loss jumped", 100, 130, 1, 3)
-    assert checkpoints.asked == [(130, 130)]
+    assert checkpoints.asked == [SPIKE.trouble]
 
 
 def test_steps_that_are_not_finite_go_back_to_before_the_first_of_them() -> None:
@@ -62,7 +62,7 @@ def test_steps_that_are_not_finite_go_back_to_before_the_first_of_them() -> None
     checkpoints = StandIn()
     event = Rollbacks(ON, checkpoints).after(NonfiniteError.of(10, 103))
     assert (event.step, event.from_step) == (50, 104)
-    assert checkpoints.asked == [(95, 104)]
+    assert [(trouble.first, trouble.last) for trouble in checkpoints.asked] == [(95, 104)]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,15 @@ def test_without_a_factor_steps_that_are_not_finite_end_the_training() -> None:
 def test_the_file_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / SKIPPED
     assert SkippedBatches.read(path) == SkippedBatches()
-    written = SkippedBatches(2, ((3, 9), (12, 14)))
+    written = SkippedBatches(2, ((3, 9), (12, 14)), (RolledBack(3, 9, "the loss jumped", 3, 9, 1, 3),))
     path.write_text(written.text(), encoding="utf-8")
     assert SkippedBatches.read(path) == written
+
+
+@pytest.mark.parametrize("events", [None, 7, [[]], [{}], [{"step": 3}], [{"step": "3", "reason": 5}]])
+def test_rollbacks_that_cannot_be_read_cost_their_lines_alone(events: object) -> None:
+    value = {"rollbacks": 1, "skipped": [[3, 9]], "events": events}
+    assert SkippedBatches.parse(value) == SkippedBatches(1, ((3, 9),))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +159,9 @@ def test_a_rollback_is_shown_and_kept(tmp_path: Path) -> None:
     assert kept == [("step", 1), ("step", 2), ("rollback", 2), ("step", 3)]
     assert json.loads(lines[2])["from_step"] == 4
     assert (logbook.summary()["steps"], logbook.summary()["rollbacks"]) == (3, 1)
+    again = Logbook(run)
+    again.take(Started(42, 9000, "stdlib", "cpu", after_step=1))
+    assert again.summary()["rollbacks"] == 1, "it has happened, though training goes on from before it"
 
 
 # With ranks.
@@ -248,7 +257,9 @@ def test_a_run_with_a_spike_is_one_without_its_batches(
 ) -> None:
     check_rollback(warm_ranks(2), tmp_path, {"strange": range(7, 8)}, 8, range(6, 8))
     kept = json.loads((tmp_path / "wrong" / SKIPPED).read_text(encoding="utf-8"))
-    assert kept == {"rollbacks": 1, "skipped": [[6, 8]]}
+    assert (kept["rollbacks"], kept["skipped"]) == (1, [[6, 8]])
+    (event,) = kept["events"]
+    assert (event["step"], event["from_step"], event["first_batch"], event["end_batch"]) == (6, 8, 6, 8)
 
 
 @pytest.mark.slow
@@ -269,4 +280,6 @@ def test_a_run_goes_back_so_often_at_most_and_a_resumed_one_remembers(
     (events, error), *_ = warm_ranks(2).run(train_on_rank, job_of(max_rollbacks=2), tmp_path)
     assert error is None
     assert not any(isinstance(event, RolledBack) for event in events)
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert [event.number for event in started.rollbacks] == [1, 2], "metrics.jsonl may lack them"
     assert json.loads((tmp_path / SKIPPED).read_text(encoding="utf-8"))["rollbacks"] == 2

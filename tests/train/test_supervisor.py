@@ -1,5 +1,6 @@
 """SIGTERM and the ranks of this machine, with ranks that are not there."""
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -8,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from echelon.checkpoint.copies import HostCopies, MemoryFolder
 from echelon.errors import UserError
 from echelon.launching import RankFailed
-from echelon.train import supervisor
+from echelon.train import stop_request, supervisor
 from echelon.train.events import Started
 from echelon.train.job import Job
+from echelon.train.logbook import Logbook
 from echelon.train.preempted import Preempted
 from echelon.train.run import open_run
 from echelon.train.run_folder import RunFolder
+from echelon.train.sigterm import Sigterm
 from echelon.train.supervisor import supervise
+from tests.checkpoint.copies.host_files import write_copies
 
 OnMessage = Callable[[int, Any], None]
 
@@ -48,8 +53,8 @@ def _supervise(out: Path, play: Callable[[StandIn, OnMessage], list[int | None]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StandIn, "play", play, raising=False)
         patch.setattr(supervisor, "Ranks", StandIn)
-        with open_run(made, lambda _: None) as run:
-            supervise(made, run, lambda job: job)
+        with Sigterm() as sigterm, open_run(made, lambda _: None) as run:
+            supervise(made, run, lambda job: job, sigterm)
 
 
 def test_sigterm_waits_until_all_ranks_handle_it(tmp_path: Path) -> None:
@@ -71,13 +76,19 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "memory"))
-    monkeypatch.setattr(supervisor, "newest_in_memory", lambda *_: 5)
     (tmp_path / "memory").mkdir()
+
+    def no_space(*_: object, **__: object) -> None:
+        raise UserError("no space is left for a checkpoint")
+
+    monkeypatch.setattr(HostCopies, "save", no_space)
 
     def play(_ranks: StandIn, on_message: OnMessage) -> list[int | None]:
         for rank in (0, 1):
             on_message(rank, supervisor._LISTENS)
         on_message(0, Started(42, 9000, "stdlib", "cpu"))
+        (run,) = (tmp_path / "runs").iterdir()
+        write_copies(MemoryFolder(run), 5)
         os.kill(os.getpid(), signal.SIGTERM)
         raise error
 
@@ -90,3 +101,58 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
     assert says in str(caught.value)
     assert RunFolder(run).state == "failed"
     assert len(list((tmp_path / "memory").iterdir())) == 1, "the copies stay"
+    (note,) = RunFolder(run).about()["events"]
+    assert note["text"].startswith(
+        "the copies in memory stay there, because they cannot be written: no space"
+    )
+
+
+def test_a_second_sigterm_after_all_is_saved_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request, "_TWICE_SECONDS", -1.0)
+
+    def play(_ranks: StandIn, _on_message: OnMessage) -> list[int | None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [7, 7]
+
+    def close(_logbook: Logbook) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("ended without its state")
+
+    monkeypatch.setattr(Logbook, "close", close)
+    before = signal.signal(signal.SIGTERM, fail)
+    try:
+        with pytest.raises(Preempted):
+            _supervise(tmp_path, play)
+        assert signal.getsignal(signal.SIGTERM) is fail
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (run,) = tmp_path.iterdir()
+    assert RunFolder(run).state == "preempted"
+
+
+def test_progress_in_the_memory_of_ranks_of_a_smaller_plan_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # --elastic trains data=3 on two ranks: their copies are progress, and three faults are not too many.
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    job = Job(name="a", out=str(tmp_path / "runs"), plan="data=3", keep="memory", restarts=1)
+    attempts: list[int] = []
+
+    def play(_ranks: StandIn, _on_message: OnMessage) -> list[int | None]:
+        (run,) = (tmp_path / "runs").iterdir()
+        attempts.append(len(attempts) + 1)
+        if len(attempts) == 4:
+            return [None, None]
+        write_copies(MemoryFolder(run), attempts[-1])
+        raise RankFailed(1, "was killed by SIGKILL")
+
+    monkeypatch.setattr(StandIn, "play", play, raising=False)
+    monkeypatch.setattr(supervisor, "Ranks", StandIn)
+    with Sigterm() as sigterm, open_run(job, lambda _: None) as run:
+        supervise(job, run, lambda job: dataclasses.replace(job, plan="data=2"), sigterm)
+    assert attempts == [1, 2, 3, 4]

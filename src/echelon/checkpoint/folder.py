@@ -27,7 +27,7 @@ _NAME = re.compile(rf"{_PREFIX}(\d{{8,18}})", re.ASCII)
 
 
 class Saves(Protocol):
-    """An engine, as far as this needs it."""
+    """An engine, as far as a save needs it."""
 
     def save(
         self,
@@ -39,6 +39,10 @@ class Saves(Protocol):
         then: Callable[[], None] | None = None,
         retries: int = RETRIES,
     ) -> None: ...
+
+
+class Loads(Protocol):
+    """An engine, as far as loading needs it."""
 
     def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]: ...
 
@@ -73,7 +77,7 @@ class CheckpointFolder:
         engine.save(path, extra=extra, wait=wait, copy_behind=True, then=then, retries=self._retries)
 
     def load_last(
-        self, engine: Saves, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf
+        self, engine: Loads, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, and return its extra; None if there is none between the
         steps `after` and `before`.

@@ -18,12 +18,13 @@ from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
 from echelon.train.data_position import DataPosition
+from echelon.train.events import RolledBack
 from echelon.train.job import Job
 from echelon.train.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
 from echelon.train.metrics_file import METRICS
-from echelon.train.rollbacks import SKIPPED, Return, SkippedBatches
+from echelon.train.rollbacks import SKIPPED, SkippedBatches
 from echelon.train.run_folder import RunFolder
-from echelon.train.spikes import SpikeWatch
+from echelon.train.spikes import SpikeWatch, Trouble
 from echelon.train.unwritten import UnwrittenLines
 
 CHECKPOINTS = "checkpoints"
@@ -93,16 +94,21 @@ class Checkpoints:
     def num_rollbacks(self) -> int:
         return self._skipped.rollbacks
 
+    @property
+    def rollbacks(self) -> tuple[RolledBack, ...]:
+        """Those of the run, in order."""
+        return self._skipped.events
+
     def can_go_back(self, step: int) -> bool:
         """Whether there is a checkpoint from before `step`; all ranks must ask."""
         self.finish()
         in_memory = [] if self._memory is None else self._memory.steps()
         return any(saved < step for saved in [*decide(self._folder.steps), *in_memory])
 
-    def go_back(self, first: int, last: int) -> Return:
-        """Load the newest whole checkpoint from before step `first`, and leave out the batches from there up
-        to that of step `last`, from now on."""
-        end = self.batch_of(last) + 1
+    def go_back(self, trouble: Trouble) -> RolledBack:
+        """Load the newest whole checkpoint from before the trouble, and leave out the batches from there up
+        to that of its last step, from now on."""
+        first, end = trouble.first, self.batch_of(trouble.last) + 1
         with suppress(NonfiniteError):  # of steps that are undone
             self._engine.synchronize()
         self._last_on_disk = self._last_in_memory = 0
@@ -112,11 +118,12 @@ class Checkpoints:
                 f"no checkpoint from before step {first} is whole, so that training cannot go back"
             )
         decide(lambda: self._folder.discard_from(first))
-        batches = (self.batch_of(step + 1), end)
-        skipped = self._position(step).skip(*batches).skipped
-        self._skipped = SkippedBatches(self._skipped.rollbacks + 1, skipped)
+        begin, number = self.batch_of(step + 1), self._skipped.rollbacks + 1
+        event = RolledBack(step, trouble.last, trouble.reason, begin, end, number, self._job.max_rollbacks)
+        skipped = self._position(step).skip(begin, end).skipped
+        self._skipped = SkippedBatches(number, skipped, (*self._skipped.events, event))
         decide(lambda: str(self._run.write(SKIPPED, self._skipped.text(), sync=True)))
-        return Return(step, batches)
+        return event
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` is saved."""

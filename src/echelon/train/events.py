@@ -21,6 +21,7 @@ class Started:
     unit: str = "tokens"  # what the loss counts
     after_step: int = 0  # of the checkpoint that training goes on from; later steps are made again
     lines: tuple[str, ...] = ()  # of metrics.jsonl, up to there: it may lack them
+    rollbacks: tuple["RolledBack", ...] = ()  # of the run so far: metrics.jsonl may lack them
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
 """The logbook keeps the events of a training in its run folder and, if installed, for TensorBoard."""
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from echelon.audit.report import AuditResult
 from echelon.charts import Series, line_chart
 from echelon.train.events import Audited, Evaluated, Event, RolledBack, Sampled, Started, Stepped
 from echelon.train.expert_picture import expert_picture
-from echelon.train.metrics_file import METRICS, entry_of, metrics_until, metrics_with, read_metrics
+from echelon.train.metrics_file import (
+    METRICS,
+    count_rollbacks,
+    entry_of,
+    metrics_until,
+    metrics_with,
+    metrics_with_rollbacks,
+    read_metrics,
+)
 from echelon.train.run_folder import RunFolder, explain_os_errors
 
 
@@ -24,7 +31,7 @@ class Logbook:
         self._evaluations: list[Evaluated] = []
         self._started: Started | None = None
         self._audit: tuple[AuditResult, ...] = ()
-        self._num_rollbacks = 0
+        self._metrics = folder.path / METRICS
         self._board = _tensorboard(folder)
         self._read()
 
@@ -33,7 +40,8 @@ class Logbook:
             case Started():
                 self._started = event
                 self._cut(event.after_step)
-                self._fill(event.lines)
+                self._fill(metrics_with(self._metrics, event.lines))
+                self._fill(metrics_with_rollbacks(self._metrics, event.rollbacks))
             case Audited():
                 self._audit = event.results
             case Stepped():
@@ -108,12 +116,11 @@ class Logbook:
         """Forget what came after `step`: it is trained again."""
         self._steps = [event for event in self._steps if event.step <= step]
         self._evaluations = [event for event in self._evaluations if event.step <= step]
-        if (self._folder.path / METRICS).exists():
-            self._folder.write(METRICS, metrics_until(self._folder.path / METRICS, step))
+        if self._metrics.exists():
+            self._folder.write(METRICS, metrics_until(self._metrics, step))
 
-    def _fill(self, lines: Sequence[str]) -> None:
-        """Write lines that a process was killed before it wrote."""
-        text = metrics_with(self._folder.path / METRICS, lines)
+    def _fill(self, text: str | None) -> None:
+        """Write the file with lines that a process was killed before it wrote, if there are any."""
         if text is not None:
             self._folder.write(METRICS, text)
             self._read()
@@ -121,8 +128,9 @@ class Logbook:
     def _read(self) -> None:
         """Begin with what the folder has."""
         self._steps, self._evaluations = [], []
-        for event in read_metrics(self._folder.path / METRICS):
+        for event in read_metrics(self._metrics):
             self._keep(event)
+        self._num_rollbacks = count_rollbacks(self._metrics)
 
     def _line(self, event: Stepped | Evaluated | RolledBack) -> None:
         self._folder.append(METRICS, [entry_of(event)])

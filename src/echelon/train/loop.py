@@ -72,7 +72,7 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     if first:
         device = _device_name(engine)
         data, lines = (task.data_size, task.data_name), checkpoints.unwritten.lines
-        report(Started(task.num_parameters, *data, device, task.unit, step, lines))
+        report(Started(task.num_parameters, *data, device, task.unit, step, lines, checkpoints.rollbacks))
     training = _Training(job, engine, task, checkpoints, report)
     while step < job.steps:
         step += 1

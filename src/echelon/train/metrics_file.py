@@ -45,8 +45,9 @@ def read_metrics(path: Path) -> list[Stepped | Evaluated]:
 
 
 def metrics_until(path: Path, step: int) -> str:
-    """The lines of a file, but for those of later steps and those that cannot be read."""
-    entries = (entry for entry in _entries(path) if not _is_after(entry.get("step"), step))
+    """The lines of a file, but for those of later steps and those that cannot be read. A rollback stays: what
+    it leaves out is left out also by a training that goes on from an earlier step."""
+    entries = (entry for entry in _entries(path) if _is_rollback(entry) or not _is_after(entry, step))
     return "".join(f"{strict_json.dump(entry)}\n" for entry in entries)
 
 
@@ -59,7 +60,27 @@ def metrics_with(path: Path, lines: Sequence[str]) -> str | None:
     return metrics_until(path, before) + "".join(f"{line}\n" for line in lines)
 
 
-def _is_after(value: Any, step: int) -> bool:
+def metrics_with_rollbacks(path: Path, rollbacks: Sequence[RolledBack]) -> str | None:
+    """What a file should have that lacks some of these, each before the steps that came after it; None if it
+    has them."""
+    entries, added = list(_entries(path)), [entry_of(each) for each in rollbacks]
+    missing = [entry for entry in added if entry not in entries]
+    for entry in missing:
+        later = (at for at, each in enumerate(entries) if _is_after(each, entry["step"]))
+        entries.insert(next(later, len(entries)), entry)
+    return "".join(f"{strict_json.dump(entry)}\n" for entry in entries) if missing else None
+
+
+def count_rollbacks(path: Path) -> int:
+    return sum(map(_is_rollback, _entries(path)))
+
+
+def _is_rollback(entry: dict[str, Any]) -> bool:
+    return entry.get("kind") == "rollback"
+
+
+def _is_after(entry: dict[str, Any], step: int) -> bool:
+    value = entry.get("step")
     return isinstance(value, int) and value > step
 
 

@@ -2,9 +2,11 @@
 
 What was left out is kept beside the checkpoints, so that a run that is resumed leaves it out too:
 
-    runs/train-20261115-020304/skipped_batches.json     {"rollbacks": 1, "skipped": [[100, 131]]}
+    runs/train-20261115-020304/skipped_batches.json
+        {"rollbacks": 1, "skipped": [[100, 131]], "events": [{"step": 100, "from_step": 131, "reason": …}]}
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -30,16 +32,9 @@ class Checkpoints(Protocol):
     def can_go_back(self, step: int) -> bool:
         """Whether there is a checkpoint from before `step`."""
 
-    def go_back(self, first: int, last: int) -> "Return":
-        """Load the newest whole checkpoint from before step `first`; leave out all batches from there up to
-        that of step `last`."""
-
-
-class Return(NamedTuple):
-    """The step that a training goes on after, and the batches that it leaves out."""
-
-    step: int
-    batches: Range
+    def go_back(self, trouble: Trouble) -> RolledBack:
+        """Load the newest whole checkpoint from before the trouble; leave out all batches from there up to
+        that of its last step."""
 
 
 class LossSpikeError(Exception):
@@ -65,13 +60,13 @@ class Rollbacks:
         trouble = Trouble(max(1, last - error.count + 1), last, error.reason)
         reason = self._why_not(trouble) if self._job.spike_factor else ""
         if reason is None:
-            return self._go_back(trouble)
+            return self._checkpoints.go_back(trouble)
         raise error if not reason else NonfiniteError(f"{error}; {reason}")
 
     def _after_spike(self, trouble: Trouble) -> RolledBack:
         reason = self._why_not(trouble)
         if reason is None:
-            return self._go_back(trouble)
+            return self._checkpoints.go_back(trouble)
         raise UserError(
             f"{trouble.reason}; {reason}; lower optimizer.learning_rate (now "
             f"{self._job.optimizer.learning_rate}), raise optimizer.warmup, or raise spike_factor (now "
@@ -88,20 +83,20 @@ class Rollbacks:
             )
         return None
 
-    def _go_back(self, trouble: Trouble) -> RolledBack:
-        step, (begin, end) = self._checkpoints.go_back(trouble.first, trouble.last)
-        number, limit = self._checkpoints.num_rollbacks, self._job.max_rollbacks
-        return RolledBack(step, trouble.last, trouble.reason, begin, end, number, limit)
-
 
 class SkippedBatches(NamedTuple):
-    """What the file of a run says of its rollbacks."""
+    """What the file of a run says of its rollbacks; `events` are for metrics.jsonl, which may lack them."""
 
     rollbacks: int = 0
     skipped: tuple[Range, ...] = ()
+    events: tuple[RolledBack, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        return {"rollbacks": self.rollbacks, "skipped": [list(each) for each in self.skipped]}
+        return {
+            "rollbacks": self.rollbacks,
+            "skipped": [list(each) for each in self.skipped],
+            "events": [dataclasses.asdict(each) for each in self.events],
+        }
 
     def text(self) -> str:
         return json.dumps(self.plain()) + "\n"
@@ -124,4 +119,15 @@ class SkippedBatches(NamedTuple):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < math.inf:
             raise ValueError("rollbacks must be a number from 0")
         position = DataPosition.parse({"next_batch": 0, "skipped": value.get("skipped")})
-        return cls(number, position.skipped)
+        listed = value.get("events")
+        events = map(_event, listed if isinstance(listed, list) else ())
+        return cls(number, position.skipped, tuple(each for each in events if each is not None))
+
+
+def _event(value: Any) -> RolledBack | None:
+    """None for what no training has written: it costs a line of metrics.jsonl."""
+    kinds = {field.name: str if field.name == "reason" else int for field in dataclasses.fields(RolledBack)}
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        return None
+    is_event = all(type(value[name]) is kind for name, kind in kinds.items())
+    return RolledBack(**value) if is_event else None

@@ -17,6 +17,7 @@ from echelon.train.loop import train_rank
 from echelon.train.memory_copies import memory_of_rank
 from echelon.train.preempted import Preempted
 from echelon.train.run import Run, Show, open_run
+from echelon.train.sigterm import Sigterm
 from echelon.train.supervisor import supervise
 from echelon.train.torchrun_launch import run_of_launch, this_launch
 
@@ -33,8 +34,8 @@ def train(job: Job, show: Show, *, resume: Path | None = None, elastic: bool = F
     if is_under_torchrun():
         return _train_among_peers(job, fit(job), show, resume)
     preload(*TRAINING_MODULES, __name__)
-    with open_run(job, show, resume) as run:
-        supervise(job, run, fit)
+    with Sigterm() as sigterm, open_run(job, show, resume) as run:
+        supervise(job, run, fit, sigterm)
         return run.finish()
 
 

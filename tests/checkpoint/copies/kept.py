@@ -6,11 +6,12 @@ import shutil
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from echelon.checkpoint.copies import MemoryCopies, MemoryFolder, keeper
+from echelon.checkpoint.copies import HostCopies, MemoryCopies, MemoryFolder, keeper
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.plan import Plan
@@ -27,6 +28,14 @@ def differences_from_memory(trainings: list[Training], folder: str, hosts: int) 
     }
 
 
+def differences_on_disk(trainings: list[Training], folder: str) -> dict[str, list[str]]:
+    """The same, where the copies are written to disk first, by a process that is no rank."""
+    return {
+        str(each): _differences(each, Path(folder) / str(number), 1, goes_by_disk=True)
+        for number, each in enumerate(trainings)
+    }
+
+
 def open_copies(engine: Engine, folder: Path, hosts: int) -> MemoryCopies:
     """Ranks one after the other are on hosts one after the other, each with a RAM disk of its own."""
     root = folder / f"host-{dist.get_rank() * hosts // dist.get_world_size()}"
@@ -36,7 +45,7 @@ def open_copies(engine: Engine, folder: Path, hosts: int) -> MemoryCopies:
     return MemoryCopies(memory, str(engine.plan), engine.mesh.group("all"), engine.mesh.device)
 
 
-def _differences(training: Training, folder: Path, hosts: int) -> list[str]:
+def _differences(training: Training, folder: Path, hosts: int, *, goes_by_disk: bool = False) -> list[str]:
     case, plan = case_of(training), Plan.parse(training.plan)
     engine = make_engine(case, plan)
     copies = open_copies(engine, folder, hosts)
@@ -45,13 +54,26 @@ def _differences(training: Training, folder: Path, hosts: int) -> list[str]:
     expected = end(engine, case)
     copies.finish()
     other = make_engine(case, plan)
-    found = open_copies(other, folder, hosts).find(print)
-    assert found is not None
-    assert found.step == SAVED
-    assert other.load_own_state(found.saved) == {"position": SAVED}
+    if goes_by_disk:
+        assert _load_from_disk(other, folder) == {"position": SAVED}
+    else:
+        found = open_copies(other, folder, hosts).find(print)
+        assert found is not None
+        assert found.step == SAVED
+        assert other.load_own_state(found.saved) == {"position": SAVED}
     actual = end(other, case)
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     return [key for key in expected if not same(expected[key], actual[key])]
+
+
+def _load_from_disk(engine: Engine, folder: Path) -> dict[str, Any]:
+    if dist.get_rank() == 0:
+        copies = HostCopies.newest(MemoryFolder(folder, folder / "host-0"), 0, print)
+        assert copies is not None
+        assert copies.step == SAVED
+        copies.save(folder / "on disk", extra=copies.extra)
+    dist.barrier()
+    return engine.load(folder / "on disk")
 
 
 PLAN = "data=2 zero=1 precision=bf16"

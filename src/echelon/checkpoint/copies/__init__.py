@@ -15,9 +15,18 @@ rank_file    what a rank owns, in its file
 exchange     files between hosts, in pieces, over a group of their own
 keeper       all of it, for an engine: save every so many steps, find the newest that is whole
 room         whether there is memory enough
+to_disk      all of it as a checkpoint on disk, where nobody will go on from memory
 """
 
 from echelon.checkpoint.copies.folder import MemoryFolder, newest_step_here, remove_dead_folders
 from echelon.checkpoint.copies.keeper import FoundCopies, MemoryCopies
+from echelon.checkpoint.copies.to_disk import HostCopies
 
-__all__ = ["FoundCopies", "MemoryCopies", "MemoryFolder", "newest_step_here", "remove_dead_folders"]
+__all__ = [
+    "FoundCopies",
+    "HostCopies",
+    "MemoryCopies",
+    "MemoryFolder",
+    "newest_step_here",
+    "remove_dead_folders",
+]

@@ -80,17 +80,30 @@ def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifes
 
 def open_rank_file(manifest_path: Path, plan: str, ranks: int) -> SavedState:
     """The state of a rank, every byte of it compared with its hash. Else a UserError."""
-    with open_regular(manifest_path) as file:
-        data = file.read()
-    try:
-        manifest = Manifest.from_bytes(data, is_whole=False)
-    except UserError as error:
-        raise UserError(f"{manifest_path}: {error.title}", error.errors) from error
+    manifest = _read_manifest(manifest_path)
     if (manifest.plan, manifest.ranks) != (plan, ranks):
         raise OtherPlanError(
             f"the copies of step {manifest.step} in memory are of the plan '{manifest.plan}', and only that "
             f"plan can go on from them; with '{plan}' training goes on from a checkpoint on disk"
         )
+    return _open_verified(manifest_path, manifest)
+
+
+def open_file(manifest_path: Path) -> SavedState:
+    """The same, of any plan."""
+    return _open_verified(manifest_path, _read_manifest(manifest_path))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    with open_regular(path) as file:
+        data = file.read()
+    try:
+        return Manifest.from_bytes(data, is_whole=False)
+    except UserError as error:
+        raise UserError(f"{path}: {error.title}", error.errors) from error
+
+
+def _open_verified(manifest_path: Path, manifest: Manifest) -> SavedState:
     for name, record in manifest.files.items():
         check_size(manifest_path.parent / name, record)
         check_hash(manifest_path.parent / name, record)

@@ -1,0 +1,58 @@
+"""keep='memory': copies that no rank will go on from become a checkpoint on disk, which any plan can load.
+
+So it is when a run ends by faults, by Ctrl-C or by an error, and when ranks start again with another plan.
+"""
+
+from contextlib import suppress
+from typing import final
+
+from echelon.checkpoint.copies import HostCopies, MemoryFolder
+from echelon.errors import UserError
+from echelon.plan import Plan
+from echelon.train.checkpoints import checkpoint_folder, newest_step
+from echelon.train.events import Noted
+from echelon.train.job import Job
+from echelon.train.memory_copies import RunMemory, is_in_memory
+from echelon.train.run import Run
+
+
+@final
+class CopyRescue:
+    """Of a run whose ranks this process starts, while it has none."""
+
+    def __init__(self, job: Job, run: Run, memory: RunMemory) -> None:
+        self._job, self._run, self._memory = job, run, memory
+
+    def before_start(self, fitted: Job) -> None:
+        """Write copies of another plan than that of the ranks to come, which could not use them."""
+        copies = self._newest()
+        if copies is not None and Plan.parse(copies.plan) != Plan.parse(fitted.plan):
+            self._write(copies)
+
+    def at_end(self) -> None:
+        """Write what there is; if that cannot be, the memory stays, and the reason is said."""
+        self._memory.stays = True  # also if this is interrupted
+        try:
+            copies = self._newest()
+            if copies is not None:
+                self._write(copies)
+        except UserError as error:
+            self._say(f"the copies in memory stay there, because they cannot be written: {error}")
+        else:
+            self._memory.stays = False
+
+    def _newest(self) -> HostCopies | None:
+        """The copies in memory that are newer than all checkpoints on disk."""
+        if not is_in_memory(self._job):
+            return None
+        run = self._run.folder.path
+        return HostCopies.newest(MemoryFolder(run), newest_step(self._job, run), self._say)
+
+    def _write(self, copies: HostCopies) -> None:
+        folder = checkpoint_folder(self._job, self._run.folder.path)
+        folder.save(copies, copies.step, copies.extra, wait=True)
+        self._say(f"step {copies.step}: the copy in memory is a checkpoint on disk now")
+
+    def _say(self, text: str) -> None:
+        with suppress(UserError):  # a full disk must not hide the error that ends the run
+            self._run.take(Noted(text))
