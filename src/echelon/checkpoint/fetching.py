@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.remote_target import open_remote, remote_errors, remote_names
-from echelon.checkpoint.storage_errors import RETRIES, as_folder, is_url, with_retries
+from echelon.checkpoint.storage_errors import RETRIES, as_folder, is_url, reason_of, with_retries
 from echelon.checkpoint.swap import standing
 from echelon.errors import DamagedError, UserError
 
@@ -74,6 +74,7 @@ def report_read_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
         kind = DamagedError if isinstance(error, FileNotFoundError) else UserError
-        raise kind(f"{place}: cannot be read: {reason}; was it deleted while it was read?") from error
+        raise kind(
+            f"{place}: cannot be read: {reason_of(error)}; was it deleted while it was read?"
+        ) from error
