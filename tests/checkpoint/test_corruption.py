@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from echelon.checkpoint import CheckpointFolder, open_whole
+from echelon.checkpoint import CheckpointFolder, SavedState, open_whole
 from echelon.checkpoint.manifest import MANIFEST
 from echelon.errors import UserError
 from tests.checkpoint.small import FILES, write_small
@@ -116,9 +116,9 @@ class Loads:
     def save(self, path: str | Path, **_: Any) -> None:
         raise AssertionError(path)
 
-    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
-        self.loaded.append(Path(path).name)
-        return dict(open_whole(path, verify=verify).manifest.extra)
+    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+        self.loaded.append(saved.path.name)
+        return dict(saved.manifest.extra)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from echelon.checkpoint import CheckpointFolder
+from echelon.checkpoint import CheckpointFolder, SavedState
 from echelon.checkpoint.folder import removed
 from echelon.errors import UserError
 from tests.checkpoint.saving import check_saved, new_saver, read, save, state
@@ -30,10 +30,7 @@ class Engine:
     ) -> None:
         save(self.saver, path, state(self.value), wait=wait, then=then, retries=retries)
 
-    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]:
-        from echelon.checkpoint import open_whole
-
-        saved = open_whole(path, verify=verify)
+    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
         self.value = float(read(saved, "scalar"))
         return saved.manifest.extra
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,26 @@ def test_a_manifest_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     os.truncate(tmp_path / MANIFEST, MOST_BYTES + 1)
     with pytest.raises(UserError, match=f"{MANIFEST}: has .* bytes; a manifest has"):
         SavedState.open(tmp_path)
+
+
+def test_a_manifest_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list takes 3 bytes in the file and 64 in memory."""
+    monkeypatch.setattr("echelon.checkpoint.manifest_text.MOST_VALUES", 1000)
+    assert parse(to_bytes({"extra": [[]] * 490}))
+    with pytest.raises(UserError, match="values; a manifest has 1000 at most"):
+        parse(to_bytes({"extra": [[]] * 510}))
+
+
+def test_a_long_name_is_not_copied_for_all_that_it_holds() -> None:
+    record = {"shape": [0], "dtype": "uint8", "pieces": []}
+    entries = plain()
+    entries["tensors"]["x" * 100_000] = {str(number): record for number in range(1000)}
+    tracemalloc.start()
+    try:
+        Manifest.from_json(entries)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000, "100,000 bytes for each of 1,000"
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", [MANIFEST, FILES[0]])

@@ -1,17 +1,20 @@
 """Checkpoints in remote storage: fsspec's in memory stands for all."""
 
 import errno
+import io
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 
-from echelon.checkpoint import open_whole, storage_errors
-from echelon.errors import UserError
-from tests.checkpoint.saving import check_saved, new_saver, save, save_and_finish, state
+from echelon.checkpoint import CheckpointFolder, SavedState, open_whole, storage_errors
+from echelon.errors import DamagedError, UserError
+from tests.checkpoint.saving import check_saved, new_saver, read, save, save_and_finish, state
 
 
 @pytest.fixture
@@ -118,6 +121,112 @@ def test_a_manifest_that_was_written_behind_an_error_makes_a_checkpoint(
     with pytest.raises(UserError, match="Connection timed out"):
         save(new_saver(), url, state(2.0), retries=0)
     check_saved(url, state(2.0 if is_written else 1.0))
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of objects that are opened to be read, one for each time."""
+    kind, names = type(fsspec.filesystem("memory")), list[str]()
+    real = kind.open
+
+    def note(self: Any, path: str, mode: str = "rb", *args: Any, **options: Any) -> Any:
+        if "r" in mode:
+            names.append(path.rpartition("/")[2])
+        return real(self, path, mode, *args, **options)
+
+    monkeypatch.setattr(kind, "open", note)
+    return names
+
+
+def data_object(url: str) -> str:
+    (name,) = (name for name in objects(url) if name.startswith("rank-"))
+    return name
+
+
+@pytest.mark.parametrize("added", [b"a byte or more too many", None])
+def test_a_file_of_another_size_is_not_fetched(url: str, added: bytes | None, fetched: list[str]) -> None:
+    save(new_saver(), url, state())
+    memory, name = fsspec.filesystem("memory"), data_object(url)
+    data = memory.cat_file(f"{url}/{name}")
+    fetched.clear()
+    memory.pipe_file(f"{url}/{name}", data[:-1] if added is None else data + added)
+    found = len(data) + (-1 if added is None else len(added))
+    with pytest.raises(DamagedError, match=rf"{name}: is damaged: it has {found} bytes, .* says {len(data)}"):
+        open_whole(url)
+    memory.rm_file(f"{url}/{name}")
+    with pytest.raises(DamagedError, match=rf"{name}: is not there, and the manifest lists it"):
+        open_whole(url)
+    assert set(fetched) == {"manifest.json"}
+
+
+def test_a_manifest_that_is_too_large_is_not_fetched(
+    url: str, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.checkpoint.saved.MOST_BYTES", 1000)
+    fsspec.filesystem("memory").pipe_file(f"{url}/manifest.json", bytes(1001))
+    with pytest.raises(DamagedError, match=r"manifest.json: is damaged: it has more bytes than 1000"):
+        open_whole(url)
+    assert not fetched
+
+
+def test_a_file_without_room_for_it_is_not_fetched(
+    url: str, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(new_saver(), url, state())
+    fetched.clear()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(
+        UserError, match=r"manifest.json: has \d+ bytes, and the disk of .* has 1 free; .*TMPDIR"
+    ):
+        open_whole(url)
+    assert not fetched
+
+
+@pytest.mark.parametrize("has_sizes", [True, False])
+def test_a_storage_that_lies_about_a_size_does_not_fill_the_disk(
+    url: str, has_sizes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the size of the manifest, or none, and sends without an end."""
+    save(new_saver(), url, state())
+    sent, name = [0], data_object(url)
+    kind = type(fsspec.filesystem("memory"))
+    true_open, true_ls = kind.open, kind.ls
+
+    class Endless(io.BytesIO):
+        def read(self, count: int | None = -1) -> bytes:
+            assert count is not None
+            assert 0 <= count <= 1 << 24, "a block is read, never all"
+            sent[0] += count
+            return bytes(count)
+
+    def lie(self: Any, path: str, *args: Any, **options: Any) -> Any:
+        return Endless() if path.endswith(name) else true_open(self, path, *args, **options)
+
+    def list_sizes(self: Any, path: str, *args: Any, **options: Any) -> Any:
+        entries = true_ls(self, path, *args, **options)
+        return entries if has_sizes else [{**each, "size": None} for each in entries]
+
+    saved_bytes = kind.info(fsspec.filesystem("memory"), f"{url}/{name}")["size"]
+    monkeypatch.setattr(kind, "open", lie)
+    monkeypatch.setattr(kind, "ls", list_sizes)
+    with pytest.raises(DamagedError, match=rf"{name}: is damaged: it has more bytes than {saved_bytes},"):
+        open_whole(url)
+    assert sent[0] == saved_bytes + 1
+
+
+def test_the_last_checkpoint_is_fetched_once(url: str, fetched: list[str]) -> None:
+    class Engine:
+        def save(self, path: str | Path, **_: Any) -> None:
+            raise AssertionError(path)
+
+        def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+            assert torch.equal(read(saved, "wide"), state()["wide"])
+            return saved.manifest.extra
+
+    save(new_saver(), f"{url}/step-00000003", state())
+    fetched.clear()
+    assert CheckpointFolder(url).load_last(Engine()) == {"at": 3}
+    assert sorted(fetched) == ["manifest.json", data_object(f"{url}/step-00000003")]
 
 
 def test_urls_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:

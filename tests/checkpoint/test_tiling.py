@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 
 from echelon.checkpoint import tiling
-from echelon.checkpoint.tiling import Box, tiling_error
+from echelon.checkpoint.tiling import Box, CornerBudget, tiling_error
 from echelon.ownership import run_slices
 
 
@@ -28,7 +28,7 @@ from echelon.ownership import run_slices
     ],
 )
 def test_boxes_by_hand(shape: tuple[int, ...], boxes: list[Box], error: str | None) -> None:
-    found = tiling_error(shape, boxes)
+    found = tiling_error(shape, boxes, CornerBudget(len(boxes)))
     assert found is None if error is None else found is not None and error in found
 
 
@@ -47,18 +47,32 @@ def test_random_boxes_as_counting_elements_says() -> None:
             if draw.random() < 0.5 and boxes:
                 boxes[draw.randrange(len(boxes))] = _random_box(shape, draw)
         expected = _covers_once(shape, boxes)
-        assert (tiling_error(shape, boxes) is None) == expected, (shape, boxes)
+        assert (tiling_error(shape, boxes, CornerBudget(len(boxes))) is None) == expected, (shape, boxes)
         verdicts.append(expected)
     assert 300 < sum(verdicts) < 2700
 
 
 def test_more_boxes_than_can_be_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     boxes: list[Box] = [((i, j), (1, 1)) for i, j in product(range(2), range(9))]
-    assert tiling_error((2, 9), boxes) is None
+    assert tiling_error((2, 9), boxes, CornerBudget(18)) is None
     monkeypatch.setattr(tiling, "MOST_CORNERS", 4 * 18 - 1)
-    error = tiling_error((2, 9), boxes)
+    error = tiling_error((2, 9), boxes, CornerBudget(18))
     assert error is not None
     assert "more than a checkpoint has" in error
+
+
+def test_a_few_boxes_of_many_dims_are_compared_only_for_a_few_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """8 boxes of an eighth each, which halve 3 dims each, have 2^15 corners: 20 a byte of text."""
+    monkeypatch.setattr(tiling, "_FREE_CORNERS", 2**15)
+    boxes: list[Box] = [
+        ((0,) * 12, tuple(1 if dim // 3 == number % 4 else 2 for dim in range(12))) for number in range(8)
+    ]
+    budget = CornerBudget(8 * 100)
+    errors = [tiling_error((2,) * 12, boxes, budget) for _ in range(100)]
+    assert errors[0] == "its pieces overlap"
+    assert errors[1:] == ["8 pieces along 12 dims are more than a checkpoint has"] * 99
 
 
 def _random_box(shape: tuple[int, ...], draw: random.Random) -> Box:

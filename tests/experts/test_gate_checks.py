@@ -30,9 +30,10 @@ from tests.experts.statistics import statistics_of
     [
         (lambda: SoftmaxGate(8, 4, 5), ["top_k=5 is above num_experts=4"]),
         (lambda: SoftmaxGate(8, 4, 1, z_loss=-1), ["top_k=1 normalize=True", "z_loss=-1"]),
-        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be a whole number"]),  # type: ignore[arg-type]
+        (lambda: SoftmaxGate(8, 4, 2.0), ["top_k=2.0: must be an integer"]),  # type: ignore[arg-type]
         (lambda: SoftmaxGate(0, 4, True, normalize=False), ["width=0", "top_k=True"]),
-        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0"]),  # type: ignore[arg-type]
+        (lambda: NoisyTopKGate(0, 4.0, 2), ["width=0", "num_experts=4.0: must be an integer"]),  # type: ignore[arg-type]
+        (lambda: SoftmaxGate(8, 4.0, "2"), ["num_experts=4.0", "top_k='2': must be an integer"]),  # type: ignore[arg-type]
         (lambda: GShardGate(8.0, 4), ["width=8.0"]),  # type: ignore[arg-type]
         (lambda: SigmoidGate(-1, 4, 2), ["width=-1"]),
         (lambda: HierarchicalGate(0, 2.0, 2), ["width=0", "groups=2.0"]),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Files of a checkpoint as files of this machine: where they are, or fetched from remote storage when needed.
 
-A rank fetches the files that it verifies or reads from, and keeps them until the checkpoint is closed.
+A rank fetches the files that it verifies or reads from, and keeps them until the checkpoint is closed. The
+storage, and a manifest there, may be a stranger's: no file is fetched that is larger than the manifest says.
 """
 
 import shutil
@@ -11,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, final
 
-from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.remote_target import open_remote, remote_errors, remote_names
-from echelon.checkpoint.storage_errors import RETRIES, as_folder, is_url, with_retries
+from echelon.checkpoint.file_checks import check_size
+from echelon.checkpoint.manifest import MANIFEST, FileRecord
+from echelon.checkpoint.remote_target import open_remote, remote_errors, remote_sizes
+from echelon.checkpoint.storage_errors import RETRIES, as_folder, is_url, reason_of, with_retries
 from echelon.checkpoint.swap import standing
 from echelon.errors import DamagedError, UserError
+
+_BLOCK_BYTES = 1 << 24
 
 
 class CheckpointFiles(Protocol):
@@ -23,8 +27,11 @@ class CheckpointFiles(Protocol):
 
     path: Path
 
-    def file(self, name: str) -> Path:
-        """Where the file is, on this machine."""
+    def check_size(self, name: str, record: FileRecord) -> None:
+        """Raise if a file is missing, or not of the size in the manifest. Fetches nothing."""
+
+    def file(self, name: str, most_bytes: int) -> Path:
+        """Where the file is, on this machine. One that has more bytes is not fetched."""
 
 
 def files_at(path: str | Path) -> CheckpointFiles:
@@ -36,7 +43,10 @@ class FolderFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def file(self, name: str) -> Path:
+    def check_size(self, name: str, record: FileRecord) -> None:
+        check_size(self.path / name, record)
+
+    def file(self, name: str, most_bytes: int) -> Path:  # noqa: ARG002 (it is on this machine already)
         return self.path / name
 
 
@@ -48,24 +58,53 @@ class FetchedFiles:
         self._url = url.rstrip("/")
         self._fs, self._root = open_remote(self._url)
         with report_read_errors(self._url):
-            names = with_retries(lambda: remote_names(self._fs, self._root), RETRIES)
-        if MANIFEST not in names:
+            self._sizes = with_retries(lambda: remote_sizes(self._fs, self._root), RETRIES)
+        if MANIFEST not in self._sizes:
             raise DamagedError(f"{self._url}: has no {MANIFEST}: there is no checkpoint, or not a whole one")
         self.path = Path(tempfile.mkdtemp(prefix="echelon-checkpoint-"))
         self._finalizer = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
-    def file(self, name: str) -> Path:
+    def check_size(self, name: str, record: FileRecord) -> None:
+        if name not in self._sizes:
+            raise DamagedError(f"{self._url}/{name}: is not there, and the manifest lists it")
+        found = self._sizes[name]
+        if found is not None and found != record.bytes:
+            raise DamagedError(
+                f"{self._url}/{name}: is damaged: it has {found} bytes, and the manifest says {record.bytes}"
+            )
+
+    def file(self, name: str, most_bytes: int) -> Path:
         path = self.path / name
         if not path.exists():
+            self._check_room(name, most_bytes)
             with report_read_errors(f"{self._url}/{name}"):
-                with_retries(lambda: self._fetch(name, path), RETRIES)
+                with_retries(lambda: self._fetch(name, path, most_bytes), RETRIES)
         return path
 
-    def _fetch(self, name: str, path: Path) -> None:
-        part = path.with_name(f".{name}.part")
-        with remote_errors():
-            self._fs.get_file(f"{self._root}/{name}", str(part))
+    def _check_room(self, name: str, most_bytes: int) -> None:
+        needed, free = self._sizes.get(name) or 0, shutil.disk_usage(self.path).free
+        if needed > most_bytes:
+            raise self._too_large(name, most_bytes)
+        if needed > free:
+            raise UserError(
+                f"{self._url}/{name}: has {needed} bytes, and the disk of {self.path} has {free} free; make "
+                "room there, or set TMPDIR to a folder on a larger disk"
+            )
+
+    def _fetch(self, name: str, path: Path, most_bytes: int) -> None:
+        part, count = path.with_name(f".{name}.part"), 0
+        with remote_errors(), self._fs.open(f"{self._root}/{name}", "rb") as source, part.open("wb") as file:
+            while block := source.read(min(_BLOCK_BYTES, most_bytes - count + 1)):
+                count += len(block)
+                if count > most_bytes:  # also where the storage has named a smaller size, or none
+                    raise self._too_large(name, most_bytes)
+                file.write(block)
         part.rename(path)
+
+    def _too_large(self, name: str, most_bytes: int) -> DamagedError:
+        return DamagedError(
+            f"{self._url}/{name}: is damaged: it has more bytes than {most_bytes}, the most it can have"
+        )
 
 
 @contextmanager
@@ -74,6 +113,7 @@ def report_read_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
         kind = DamagedError if isinstance(error, FileNotFoundError) else UserError
-        raise kind(f"{place}: cannot be read: {reason}; was it deleted while it was read?") from error
+        raise kind(
+            f"{place}: cannot be read: {reason_of(error)}; was it deleted while it was read?"
+        ) from error

@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 import torch.distributed as dist
 
 from echelon.checkpoint.opening import open_whole
+from echelon.checkpoint.saved import SavedState
 from echelon.checkpoint.storage import storage_at
 from echelon.checkpoint.storage_errors import RETRIES, with_retries
 from echelon.errors import DamagedError, UserError
@@ -44,7 +45,7 @@ class Saves(Protocol):
 class Loads(Protocol):
     """An engine, as far as loading needs it."""
 
-    def load(self, path: str | Path, *, verify: bool = True) -> dict[str, Any]: ...
+    def load_own_state(self, saved: SavedState) -> dict[str, Any]: ...
 
 
 @final
@@ -88,14 +89,14 @@ class CheckpointFolder:
         damaged: dict[int, str] = {}
         for step in (step for step in self._steps_of_all() if after < step < before):
             try:
-                open_whole(self.path_of(step))
+                saved = open_whole(self.path_of(step))
             except DamagedError as error:
                 damaged[step] = str(error)
                 say(f"{error}; trying the one before")
             except UserError as error:
                 raise self._not_passed_over(step, error) from error
             else:
-                extra = engine.load(self.path_of(step), verify=False)
+                extra = engine.load_own_state(saved)
                 self._passed_over |= damaged.keys()
                 return extra
         if damaged and after < 0:

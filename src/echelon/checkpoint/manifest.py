@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from echelon.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, shown
+from echelon.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, inside, shown
 from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, VERSION, check_version, from_bytes, to_bytes
 from echelon.errors import UserError
 
@@ -127,7 +127,7 @@ class Manifest:
         for name, parts in self.tensors.items():
             for part, record in parts.items():
                 pieces = [(p.file, p.tensor, p.offsets, p.sizes) for p in record.pieces]
-                yield f"tensors {name} {part}", record.shape, record.dtype, pieces
+                yield inside(inside("tensors", name), part), record.shape, record.dtype, pieces
 
 
 def _tensors(reader: Reader, value: Any, entry: str) -> dict[str, dict[str, TensorRecord]]:

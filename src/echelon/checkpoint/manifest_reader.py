@@ -6,12 +6,12 @@ Errors are collected, each with the entry that it is about.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from echelon.checkpoint.tiling import tiling_error
+from echelon.checkpoint.tiling import CornerBudget, tiling_error
 from echelon.errors import UserError
 from echelon.weight_files.tensor_file import DTYPES
 
@@ -28,6 +28,7 @@ _MOST_ELEMENTS = 2**63
 _MOST_ERRORS = 20
 _DEEPEST = 32  # brackets in the user's own data
 _LONGEST_TEXT = 10_000
+_LONGEST_SHOWN = 160
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -73,7 +74,7 @@ class Reader:
     def entries(self, value: Any, entry: str, read: Callable[[Any, str], T]) -> dict[str, T]:
         """An object, each entry of which `read` reads."""
         if isinstance(value, dict):
-            return {name: read(each, f"{entry} {name}") for name, each in _named(value)}
+            return {name: read(each, inside(entry, name)) for name, each in _named(value)}
         self.error(entry, f"must be an object, is {shown(value)}")
         return {}
 
@@ -130,7 +131,7 @@ class Reader:
             self.error(entry, f"has more than {_DEEPEST} brackets inside each other")
             return None
         if isinstance(value, dict):
-            return {name: self.plain(each, f"{entry} {name}", depth + 1) for name, each in _named(value)}
+            return {name: self.plain(each, inside(entry, name), depth + 1) for name, each in _named(value)}
         if isinstance(value, list | tuple):
             return [self.plain(each, entry, depth + 1) for each in value]
         if isinstance(value, int | float):
@@ -141,12 +142,13 @@ class Reader:
 
 
 def check_pieces(
-    reader: Reader, tensors: Iterable[PlacedTensor], file_bytes: dict[str, int], *, is_whole: bool = True
+    reader: Reader, tensors: Sequence[PlacedTensor], file_bytes: dict[str, int], *, is_whole: bool = True
 ) -> None:
     """Each tensor must have every element once, no two pieces may lie at one place of a file, and no file may
     have to hold more than its bytes."""
     claimed: Counter[str] = Counter()
     places: set[tuple[str, str]] = set()
+    budget = CornerBudget(sum(len(pieces) for _, _, _, pieces in tensors))
     for entry, shape, dtype, pieces in tensors:
         for file, name, _, sizes in pieces:
             if file not in file_bytes:
@@ -155,7 +157,7 @@ def check_pieces(
                 reader.error(entry, f"{shown(file)} has {shown(name)} for two pieces")
             places.add((file, name))
             claimed[file] += math.prod(sizes) * DTYPE_NAMES[dtype].itemsize
-        error = tiling_error(shape, [(offsets, sizes) for _, _, offsets, sizes in pieces])
+        error = tiling_error(shape, [(offsets, sizes) for _, _, offsets, sizes in pieces], budget)
         if error is not None and is_whole:
             reader.error(entry, error)
     for file, num_bytes in claimed.items():
@@ -163,6 +165,12 @@ def check_pieces(
             reader.error(
                 f"files {file}", f"has {file_bytes[file]} bytes, too few for its pieces of {num_bytes}"
             )
+
+
+def inside(entry: str, name: str) -> str:
+    """An entry of an entry, for messages. It is made for each entry, so that a long name must not be copied
+    for all that it holds."""
+    return f"{entry} {name[:_LONGEST_SHOWN]}"[:_LONGEST_SHOWN]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -177,7 +185,7 @@ def shown(value: object) -> str:
         return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
     else:
         text = repr(value)
-    return text if len(text) <= 160 else f"{text[:160]}…"
+    return text if len(text) < _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _named(value: dict[Any, Any]) -> Iterator[tuple[str, Any]]:

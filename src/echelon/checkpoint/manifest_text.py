@@ -19,6 +19,7 @@ from echelon.errors import UserError
 FORMAT, VERSION = "echelon-checkpoint", 1
 
 MOST_BYTES = 2**28
+MOST_VALUES = 2**24  # each takes up to 70 bytes of memory, and as few as 3 in the file
 _MOST_DIGITS = 20  # of an integer: all that 64 bits hold
 _HEAD = re.compile(rb'\{"format": "([\w-]{1,40})", "version": (\d{1,9}), "sha256": "([0-9a-f]{64})",')
 
@@ -61,6 +62,9 @@ def check_version(version: object) -> None:
 
 def parse(data: bytes) -> dict[str, Any]:
     """A JSON object of finite numbers, in which every key stands once."""
+    num_values = data.count(b",") + data.count(b"[") + data.count(b"{")  # or more: some stand in names
+    if num_values > MOST_VALUES:
+        raise UserError(f"has {num_values} values; a manifest has {MOST_VALUES} at most")
     try:
         value = json.loads(
             data,

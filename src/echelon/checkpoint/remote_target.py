@@ -126,13 +126,18 @@ class RemoteTarget(Target):
 
 def remote_names(fs: Any, root: str) -> list[str]:
     """What is under a path, by name."""
+    return sorted(remote_sizes(fs, root))
+
+
+def remote_sizes(fs: Any, root: str) -> dict[str, int | None]:
+    """What is under a path, with its bytes; None where the storage does not say how many."""
     with remote_errors():
         try:
-            found = fs.ls(root, detail=False)
+            entries = fs.ls(root, detail=True)
         except FileNotFoundError:
-            return []
-    names = [str(path).rstrip("/").rpartition("/")[2] for path in found]
-    return sorted(name for name in names if name and name != root.rpartition("/")[2])
+            return {}
+    sizes = {str(each["name"]).rstrip("/").rpartition("/")[2]: each.get("size") for each in entries}
+    return {name: size for name, size in sizes.items() if name and name != root.rpartition("/")[2]}
 
 
 def _is_of_ours(name: str) -> bool:

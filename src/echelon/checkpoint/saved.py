@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.fetching import CheckpointFiles, FolderFiles, files_at, report_read_errors
+from echelon.checkpoint.fetching import CheckpointFiles, files_at, report_read_errors
 from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
 from echelon.checkpoint.manifest_reader import dtype_of
@@ -43,22 +43,23 @@ class SavedState:
         """Read the manifest, and compare the sizes of files. Raises a UserError that names the file if
         anything is wrong; `verify` compares hashes."""
         files = files_at(path)
-        saved = cls(files, *_read_manifest(files.file(MANIFEST)))
-        if isinstance(files, FolderFiles):  # others are fetched when they are needed, and compared then
-            for name, record in saved.manifest.files.items():
-                check_size(files.file(name), record)
+        saved = cls(files, *_read_manifest(files.file(MANIFEST, MOST_BYTES)))
+        for name, record in saved.manifest.files.items():
+            files.check_size(name, record)
         return saved
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Compare the hashes of files: of this rank's share, where several verify a checkpoint together."""
         names = list(self.manifest.files)
         for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
-            self._check_file(name)
+            check_hash(self._file(name), self.manifest.files[name])
 
-    def _check_file(self, name: str) -> None:
-        path, record = self._files.file(name), self.manifest.files[name]
+    def _file(self, name: str) -> Path:
+        """A file of the size in the manifest, on this machine."""
+        record = self.manifest.files[name]
+        path = self._files.file(name, record.bytes)
         check_size(path, record)
-        check_hash(path, record)
+        return path
 
     def parts(self, name: str) -> dict[str, SavedTensor]:
         """What there is of a tensor: its value, its master, the optimizer's state."""
@@ -91,9 +92,7 @@ class SavedState:
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
-            path = self._files.file(file)
-            if not isinstance(self._files, FolderFiles):
-                check_size(path, self.manifest.files[file])
+            path = self._file(file)
             header = read_header(path, opener=no_links)
             check_header(path, header, self._expected[file])
             self._headers[file] = header

@@ -3,7 +3,7 @@
 import errno
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,34 +27,36 @@ _FIXES = {
 _LASTING = {*_FIXES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
 
 
-@contextmanager
-def report_write_errors(place: object) -> Iterator[None]:
+def report_write_errors(place: object) -> AbstractContextManager[None]:
     """The rule, the place and the fix, for whatever the storage raises inside."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(
-            f"{place}: the checkpoint cannot be written: {reason}{_fix(error)}; the checkpoints before it "
-            "are as they were"
-        ) from error
+    return _report(
+        lambda reason: (
+            f"{place}: the checkpoint cannot be written: {reason}; the checkpoints before it are as they were"
+        )
+    )
+
+
+def report_later_errors(place: object) -> AbstractContextManager[None]:
+    """As `report_write_errors`, for what is done when the checkpoint is whole."""
+    return _report(
+        lambda reason: (
+            f"{place}: the checkpoint is saved, but what comes after it (old files and checkpoints are "
+            f"removed, the latest is named) failed: {reason}"
+        )
+    )
 
 
 @contextmanager
-def report_later_errors(place: object) -> Iterator[None]:
-    """As `report_write_errors`, for what is done when the checkpoint is whole."""
+def _report(message: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise UserError(
-            f"{place}: the checkpoint is saved, but what comes after it (old files and checkpoints are "
-            f"removed, the latest is named) failed: {reason}{_fix(error)}"
-        ) from error
+        raise UserError(message(f"{reason_of(error)}{_fix(error)}")) from error
+
+
+def reason_of(error: OSError) -> str:
+    """What the system, or the package of a storage, says of an error."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def _fix(error: OSError) -> str:

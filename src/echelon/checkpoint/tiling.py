@@ -12,14 +12,33 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
+from typing import final
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # offsets and sizes
 
-MOST_CORNERS = 2**20
+MOST_CORNERS = 2**20  # of one tensor: they are in memory together
+_FREE_CORNERS, _CORNERS_PER_BOX = (
+    2**18,
+    32,
+)  # of all tensors: boxes are cut along 5 dims at most, but for a few
 
 
-def tiling_error(shape: Shape, boxes: Sequence[Box]) -> str | None:
+@final
+class CornerBudget:
+    """How many corners are looked at for all tensors of a manifest: few boxes of many dims have many."""
+
+    def __init__(self, num_boxes: int) -> None:
+        self._left = _FREE_CORNERS + _CORNERS_PER_BOX * num_boxes
+
+    def take(self, count: int) -> bool:
+        """Whether so many more may be looked at."""
+        is_enough = count <= min(self._left, MOST_CORNERS)
+        self._left -= count if is_enough else 0
+        return is_enough
+
+
+def tiling_error(shape: Shape, boxes: Sequence[Box], budget: CornerBudget) -> str | None:
     """What is wrong with boxes that must lie inside a tensor and hold each element once; None if they do."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -33,7 +52,7 @@ def tiling_error(shape: Shape, boxes: Sequence[Box]) -> str | None:
     if not filled:
         return None
     cut = [dim for dim, length in enumerate(shape) if any(sizes[dim] != length for _, sizes in filled)]
-    if len(filled) * 2 ** len(cut) > MOST_CORNERS:
+    if not budget.take(len(filled) * 2 ** len(cut)):
         return f"{len(filled)} pieces along {len(cut)} dims are more than a checkpoint has"
     return None if _corners_cancel(shape, filled, cut) else "its pieces overlap"
 

@@ -8,8 +8,8 @@ def gate_errors(num_experts: int, top_k: int, capacity: float | None) -> Iterato
     """Errors in what all gates have."""
     wrong = list(size_errors(num_experts=num_experts))
     yield from wrong
-    if not _is_whole(top_k) and not wrong:
-        yield f"top_k={top_k!r}: must be a whole number of experts, an int"
+    if not _is_integer(top_k):
+        yield f"top_k={top_k!r}: must be an integer, the number of experts that a token takes"
     elif top_k < 1:
         yield f"top_k={top_k}: each token needs an expert; use at least 1"
     elif not wrong and top_k > num_experts:
@@ -27,13 +27,13 @@ def gate_errors(num_experts: int, top_k: int, capacity: float | None) -> Iterato
 def size_errors(**sizes: int) -> Iterator[str]:
     """Numbers of which there must be one or more."""
     for name, size in sizes.items():
-        if not _is_whole(size):
-            yield f"{name}={size!r}: must be a whole number, an int"
+        if not _is_integer(size):
+            yield f"{name}={size!r}: must be an integer"
         elif size < 1:
             yield f"{name}={size}: must be at least 1"
 
 
-def _is_whole(number: object) -> bool:
+def _is_integer(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 

@@ -67,10 +67,10 @@ class Stepper(ABC):
         """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
         return {}
 
+    @abstractmethod
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
         """Take the state of a local parameter, and its master, from a checkpoint; what there was is gone. The
         weight is loaded already. Talks to no one."""
-        raise NotImplementedError
 
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer updates on this rank, each with the name of its parameter."""
