@@ -74,8 +74,8 @@ class CheckpointFolder:
         first of them has ended nothing else may change weights or the optimizer's state; an error is raised
         by the next save, or by engine.finish_saving()."""
         then = partial(self._is_saved, step)
-        path = self.path_of(step)
-        engine.save(path, extra=extra, wait=wait, copy_behind=True, then=then, retries=self._retries)
+        behind = {"wait": wait, "copy_behind": not wait}
+        engine.save(self.path_of(step), extra=extra, then=then, retries=self._retries, **behind)
 
     def load_last(
         self, engine: Loads, say: Callable[[str], None] = print, *, after: int = -1, before: float = math.inf

@@ -255,8 +255,8 @@ def _check_unchanged(place: str, changed: Sequence[str]) -> None:
     if changed:
         raise UserError(
             f"{place}: the checkpoint is not saved: {', '.join(changed[:3])} changed while it was copied; "
-            "with copy_behind=True nothing but engine.step may change weights or the optimizer's state before "
-            "the next step has ended: save without it, or change them after that step"
+            "after a save with copy_behind=True nothing but engine.step may change weights or optimizer "
+            "state before the next step has ended: save without it, or change them after that step"
         )
 
 
