@@ -1,5 +1,6 @@
 """Checkpoints of a CUDA device: what a new engine goes on with is the same in every bit, and lies there."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.checkpoint.snapshot import SnapshotMemory
 from echelon.engine import Engine, parallelize
 from echelon.precision import DynamicScale, MasterStepper
 from echelon.runtime import SynchronousUpdate
@@ -70,6 +72,32 @@ def test_a_new_engine_goes_on_in_every_bit(plan: str, tmp_path: Path) -> None:
     assert {key: value.device for key, value in expected.items()} == {
         key: value.device for key, value in found.items()
     }
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+@pytest.mark.parametrize("copy_behind", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_do_not_change_what_is_being_saved(
+    plan: str, copy_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = SnapshotMemory._copy_on_device
+
+    def copy_late(memory: SnapshotMemory, rest: Sequence[Any]) -> torch.cuda.Event:
+        memory._stream = memory._stream or torch.cuda.Stream()
+        with torch.cuda.stream(memory._stream):
+            torch.cuda._sleep(500_000_000)  # clock cycles: longer than the steps behind it
+        return copy(memory, rest)
+
+    monkeypatch.setattr(SnapshotMemory, "_copy_on_device", copy_late)
+    engine, other = make_engine(plan, 0), make_engine(plan, 1)
+    train(engine, 0, 8)
+    expected = state_of(engine)
+    engine.save(tmp_path / "a", wait=False, copy_behind=copy_behind)
+    train(engine, 8, 10)
+    engine.finish_saving()
+    other.load(tmp_path / "a")
+    found = state_of(other)
+    assert expected.keys() == found.keys()
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
 
 
