@@ -98,7 +98,8 @@ def test_steps_do_not_change_what_is_being_saved(
     other.load(tmp_path / "a")
     found = state_of(other)
     assert expected.keys() == found.keys()
-    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    # A new engine has its numbers on the host until its first step.
+    assert [key for key in expected if not torch.equal(expected[key].cpu(), found[key].cpu())] == []
 
 
 def test_steps_are_counted_and_losses_scaled_on_the_device(tmp_path: Path) -> None:
