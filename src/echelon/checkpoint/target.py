@@ -22,8 +22,9 @@ from typing import Any, final
 
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.checkpoint.manifest_text import FORMAT, from_bytes
+from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, from_bytes
 from echelon.checkpoint.part_writer import Sink
+from echelon.checkpoint.regular_file import no_links, open_regular, read_regular
 from echelon.checkpoint.storage_errors import as_folder, is_url
 from echelon.checkpoint.swap import remove_standby, replace_folder
 from echelon.errors import UserError
@@ -183,14 +184,14 @@ def _strange_names(path: Path) -> list[str]:
     if not names:
         return []
     try:
-        listed = from_bytes((path / MANIFEST).read_bytes())["files"]
+        listed = from_bytes(read_regular(path / MANIFEST, MOST_BYTES))["files"]
         return sorted(names - set(listed))
     except (UserError, LookupError, TypeError):  # damaged: what a save writes is known by its name
         return sorted(name for name in names if not _FILE.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:
-    with suppress(OSError), (path / MANIFEST).open("rb") as file:
+    with suppress(UserError), open_regular(path / MANIFEST) as file:
         return f'"{FORMAT}"'.encode() in file.read(256)
     return False
 
@@ -205,12 +206,13 @@ def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> 
 def remove_small_leftovers(path: Path) -> None:
     """Remove what `write_atomically` has left of a job that was killed; while nobody writes there."""
     for part in path.parent.glob(f".{path.name}.*"):
-        part.unlink(missing_ok=True)
+        if part.is_symlink() or not part.is_dir():
+            part.unlink(missing_ok=True)
 
 
 def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
     try:
-        lock = os.open(path / _LOCK, os.O_WRONLY)
+        lock = no_links(str(path / _LOCK), os.O_WRONLY)
     except FileNotFoundError:
         with suppress(OSError):
             is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds

@@ -17,7 +17,8 @@ from echelon.checkpoint.file_checks import check_hash, check_size
 from echelon.checkpoint.file_hash import FileHash
 from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.checkpoint.regular_file import open_regular
+from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.regular_file import read_regular
 from echelon.checkpoint.saved import SavedState
 from echelon.errors import UserError
 from echelon.ownership import ENGINE, OwnedSlice, Slice
@@ -80,8 +81,7 @@ def with_hash(manifest: Manifest, layout: FileLayout, memory: Tensor) -> Manifes
 
 def open_rank_file(manifest_path: Path, plan: str, ranks: int) -> SavedState:
     """The state of a rank, every byte of it compared with its hash. Else a UserError."""
-    with open_regular(manifest_path) as file:
-        data = file.read()
+    data = read_regular(manifest_path, MOST_BYTES)
     try:
         manifest = Manifest.from_bytes(data, is_whole=False)
     except UserError as error:
