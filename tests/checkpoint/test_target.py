@@ -29,7 +29,7 @@ def save_and_die(path: Path, moment: str) -> None:
     save(new_saver(), path, state(2.0))
 
 
-@pytest.mark.parametrize("moment", ["commit", "replace_folder", "sync_folder", "DirectFile"])
+@pytest.mark.parametrize("moment", ["commit", "replace_folder", "sync_path", "DirectFile"])
 def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(
     tmp_path: Path, moment: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_job_killed_between_two_renames_loses_nothing(
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """The first time that the names in `folder` go to the disk."""
-    real, failed = target.sync_folder, list[Path]()
+    real, failed = target.sync_path, list[Path]()
 
     def sync(path: Path) -> None:
         if path == folder and not failed:
@@ -168,7 +168,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(target, "sync_folder", sync)
+    monkeypatch.setattr(target, "sync_path", sync)
     monkeypatch.setattr(storage_errors, "_pause", lambda _: None)
 
 

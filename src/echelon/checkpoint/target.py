@@ -27,6 +27,7 @@ from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.regular_file import no_links, open_regular, read_regular
 from echelon.checkpoint.storage_errors import as_folder, is_url
 from echelon.checkpoint.swap import remove_standby, replace_folder
+from echelon.disk_sync import sync_path
 from echelon.errors import UserError
 
 _LOCK = ".writing"
@@ -123,13 +124,13 @@ class FolderTarget(Target):
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
         _write_file(self.temporary / MANIFEST, manifest)
-        sync_folder(self.temporary)
+        sync_path(self.temporary)
         check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
 
     def clean_up(self) -> None:
         (self.path / _LOCK).unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
         remove_standby(self.path)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
@@ -250,7 +251,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -261,12 +262,3 @@ def _write_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def sync_folder(path: Path) -> None:
-    """The names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
