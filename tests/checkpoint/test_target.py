@@ -109,6 +109,25 @@ def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
     assert names(tmp_path) == [".latest.0123abcd"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[" * 10**5, "[]", "{}", '{"numbers": {}, "files": 3}', '{"numbers": {}, "files": {"a": [1]}}'],
+)
+def test_a_report_that_no_rank_has_written_is_an_error(tmp_path: Path, text: str) -> None:
+    written = target.FolderTarget(tmp_path / "a", "0123abcd")
+    written.begin()
+    assert written.find_report(0) is None
+    written.report(0, {"numbers": {}, "files": {"a": [1, "hash"]}})
+    assert written.find_report(0) == {"numbers": {}, "files": {"a": [1, "hash"]}}
+    (written.temporary / "report-1.json").write_text(text)
+    (written.temporary / "report-2.json").symlink_to(written.temporary / "report-0.json")
+    with pytest.raises(UserError, match=r"report-1.json: is not what a rank reports"):
+        written.find_report(1)
+    with pytest.raises(UserError, match=r"report-2.json: cannot be read: is a link"):
+        written.find_report(2)
+    written.abandon()
+
+
 def make_folder(path: Path, text: str) -> Path:
     path.mkdir()
     (path / "text").write_text(text)

@@ -114,10 +114,8 @@ class FolderTarget(Target):
         _write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
-        with suppress(FileNotFoundError):
-            report: Report = json.loads((self.temporary / _report_name(rank)).read_bytes())
-            return report
-        return None
+        path = self.temporary / _report_name(rank)
+        return parse_report(read_regular(path, MOST_BYTES), path) if path.exists() else None
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         self._check_shared(files)
@@ -152,6 +150,23 @@ class FolderTarget(Target):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def parse_report(data: bytes, place: object) -> Report:
+    """What a rank has reported. Names, sizes and hashes in it are checked as those of the manifest."""
+    try:
+        report: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        report = None
+    if isinstance(report, dict) and isinstance(report.get("numbers"), dict):
+        files = report.get("files")
+        if isinstance(files, dict) and all(map(_is_record, files.values())):
+            return report
+    raise UserError(f"{place}: is not what a rank reports of its files; does another program write there?")
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _report_name(rank: int | str) -> str:
