@@ -272,7 +272,11 @@ LAYERS = (
         (),
         "how modules are called, and called again",
     ),
-    Layer(("tracing", "products", "entropy", "fingerprint", "hashing"), (), "small tools"),
+    Layer(
+        ("tracing", "products", "entropy", "fingerprint", "hashing", "text_file", "disk_sync"),
+        (),
+        "small tools",
+    ),
     Layer(
         ("errors", "quantities", "hardware", "targets", "inputs", "version"),
         (),

@@ -8,29 +8,10 @@ from torch import Tensor, nn
 
 from echelon.verify import Case
 from tests.cases import mean_loss, sgd
+from tests.marked_gradients import overflow
 
 WIDTH, CLASSES = 8, 5
 Place = Literal["rows", "weight"]
-
-
-class _Overflow(torch.autograd.Function):
-    """The same; its gradient is far more than fp16 holds where `marked`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, marked: Tensor) -> Tensor:
-        ctx.save_for_backward(marked)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (marked,) = ctx.saved_tensors
-        return torch.where(marked, gradient * 1e9, gradient), None
-
-
-def overflow(x: Tensor, marked: Tensor) -> Tensor:
-    function: Any = _Overflow
-    result: Tensor = function.apply(x, marked)
-    return result
 
 
 class MarkedLayer(nn.Module):

@@ -147,7 +147,7 @@ def test_extra_that_could_not_be_read_again_is_not_written() -> None:
 def test_a_manifest_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).touch()
     os.truncate(tmp_path / MANIFEST, MOST_BYTES + 1)
-    with pytest.raises(UserError, match=f"{MANIFEST}: has .* bytes; a manifest has"):
+    with pytest.raises(UserError, match=f"{MANIFEST}: has .* bytes; must have"):
         SavedState.open(tmp_path)
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from echelon.checkpoint import storage_errors, swap, target
 from echelon.checkpoint.swap import replace_folder, standing
-from echelon.checkpoint.target import remove_checkpoint, remove_leftovers, write_atomically
+from echelon.checkpoint.target import (
+    remove_checkpoint,
+    remove_leftovers,
+    remove_small_leftovers,
+    write_atomically,
+)
 from echelon.errors import UserError
 from echelon.launching import RankFailed, launch
 from tests.checkpoint.saving import check_saved, names, new_saver, save, state
@@ -24,7 +29,7 @@ def save_and_die(path: Path, moment: str) -> None:
     save(new_saver(), path, state(2.0))
 
 
-@pytest.mark.parametrize("moment", ["commit", "replace_folder", "sync_folder", "DirectFile"])
+@pytest.mark.parametrize("moment", ["commit", "replace_folder", "sync_path", "DirectFile"])
 def test_a_killed_save_leaves_the_old_checkpoint_and_the_next_one_cleans_up(
     tmp_path: Path, moment: str
 ) -> None:
@@ -66,6 +71,61 @@ def test_only_what_nobody_writes_is_removed(tmp_path: Path) -> None:
         ".new.0123abcd.part",
         ".written.0123abcd.part",
     ]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_lock_that_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+    """A pipe that nobody reads would be waited for; this one has a reader, so that the test ends."""
+    lock = make_left(tmp_path, ".left.0123abcd.part") / ".writing"
+    (tmp_path / "elsewhere").touch()
+    os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(tmp_path / "elsewhere")
+    reader = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        remove_leftovers(tmp_path)
+    finally:
+        os.close(reader)
+    assert names(tmp_path) == [".left.0123abcd.part", "elsewhere"]
+
+
+def test_a_manifest_without_an_end_is_not_read_by_the_save_that_replaces_it(tmp_path: Path) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    os.truncate(tmp_path / "a" / "manifest.json", 2**42)  # takes no room on the disk
+    save(new_saver(), tmp_path / "a", state(2.0))
+    check_saved(tmp_path / "a", state(2.0))
+
+
+def test_a_link_in_the_place_of_a_manifest_is_no_checkpoint_to_replace(tmp_path: Path) -> None:
+    save(new_saver(), tmp_path / "a", state(1.0))
+    (tmp_path / "a" / "manifest.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "a" / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="has files that are no checkpoint of echelon's"):
+        save(new_saver(), tmp_path / "a", state(2.0))
+
+
+def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
+    (tmp_path / ".latest.0123abcd").mkdir()
+    (tmp_path / ".latest.4567abcd").touch()
+    remove_small_leftovers(tmp_path / "latest")
+    assert names(tmp_path) == [".latest.0123abcd"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[" * 10**5, "[]", "{}", '{"numbers": {}, "files": 3}', '{"numbers": {}, "files": {"a": [1]}}'],
+)
+def test_a_report_that_no_rank_has_written_is_an_error(tmp_path: Path, text: str) -> None:
+    written = target.FolderTarget(tmp_path / "a", "0123abcd")
+    written.begin()
+    assert written.find_report(0) is None
+    written.report(0, {"numbers": {}, "files": {"a": [1, "hash"]}})
+    assert written.find_report(0) == {"numbers": {}, "files": {"a": [1, "hash"]}}
+    (written.temporary / "report-1.json").write_text(text)
+    (written.temporary / "report-2.json").symlink_to(written.temporary / "report-0.json")
+    with pytest.raises(UserError, match=r"report-1.json: is not what a rank reports"):
+        written.find_report(1)
+    with pytest.raises(UserError, match=r"report-2.json: cannot be read: is a link"):
+        written.find_report(2)
+    written.abandon()
 
 
 def make_folder(path: Path, text: str) -> Path:
@@ -119,7 +179,7 @@ def test_a_job_killed_between_two_renames_loses_nothing(
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """The first time that the names in `folder` go to the disk."""
-    real, failed = target.sync_folder, list[Path]()
+    real, failed = target.sync_path, list[Path]()
 
     def sync(path: Path) -> None:
         if path == folder and not failed:
@@ -127,7 +187,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(path)
 
-    monkeypatch.setattr(target, "sync_folder", sync)
+    monkeypatch.setattr(target, "sync_path", sync)
     monkeypatch.setattr(storage_errors, "_pause", lambda _: None)
 
 

@@ -14,32 +14,13 @@ from echelon.models import cross_entropy
 from tests.cases import adamw, mean_loss, random_tokens
 from tests.engine.test_deferred import deferring
 from tests.experts import models as experts
+from tests.marked_gradients import explode
 from tests.tensor_parallel.models import gpt, tokens
 
 WIDTH, STEPS, SAMPLES = 8, 6, 8
 TABLE = {"0.linear": "column", "1.linear": "row", "2.linear": "replicated", "3": "replicated"}
 MARK = 1  # a target
 State = dict[str, Tensor]
-
-
-class _Explode(torch.autograd.Function):
-    """The same; its gradient is infinite where `marked`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, marked: Tensor) -> Tensor:
-        ctx.save_for_backward(marked)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (marked,) = ctx.saved_tensors
-        return torch.where(marked, torch.inf, gradient), None
-
-
-def explode(x: Tensor, marked: Tensor) -> Tensor:
-    function: Any = _Explode
-    result: Tensor = function.apply(x, marked)
-    return result
 
 
 class Layer(nn.Module):

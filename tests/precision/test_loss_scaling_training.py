@@ -19,7 +19,8 @@ from echelon.launching import Ranks
 from echelon.ownership import ENGINE
 from echelon.precision import DynamicScale
 from tests.cases import counted_loss, mean_loss, sgd
-from tests.overflows import WIDTH, marked_model, marked_vectors, overflow
+from tests.marked_gradients import overflow
+from tests.overflows import WIDTH, marked_model, marked_vectors
 
 WarmRanks = Callable[[int], Ranks]
 

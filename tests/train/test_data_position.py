@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UserError
+from echelon.train import data_position
 from echelon.train.data_position import DataPosition
 
 RANGES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)).map(lambda r: (r[0], r[0] + r[1])))
@@ -28,6 +29,17 @@ def test_every_batch_is_trained_once_or_left_out(ranges: list[tuple[int, int]]) 
     left_out = {batch for begin, end in ranges for batch in range(begin, end)}
     trained = [DataPosition.after_steps(steps, ranges).next_batch for steps in range(20)]
     assert trained == [batch for batch in range(200) if batch not in left_out][:20]
+
+
+def test_ranges_of_a_stranger_are_united_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each of them would take hours for those that fit into a manifest."""
+    united, calls = data_position._united, list[int]()
+    monkeypatch.setattr(data_position, "_united", lambda ranges: calls.append(1) or united(ranges))
+    skipped = tuple((2 * number, 2 * number + 1) for number in range(1000))
+    position = DataPosition.after_steps(1000, skipped[:500])
+    assert position.with_others(1000, skipped[400:500]) == position
+    assert DataPosition(0, ()).with_others(0, skipped) == DataPosition(1, skipped)
+    assert len(calls) == 3
 
 
 @given(RANGES, st.integers(0, 30), st.integers(1, 5))

@@ -1,6 +1,7 @@
 """Run folders of strangers: nothing is written where their links lead."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from echelon.errors import UserError
 from echelon.train.export_run import export_run
 from echelon.train.job import Job, as_plain
-from echelon.train.resume import resume
+from echelon.train.resume import read_about, resume
+from echelon.train.rollbacks import SkippedBatches
 from echelon.train.run_links import link_errors
 
 
@@ -27,6 +29,23 @@ def test_a_run_with_a_link_does_not_go_on(run: Path, tmp_path: Path, name: str) 
     with pytest.raises(UserError) as refusal:
         resume(run, (), None)
     assert f"{run / name}: is a link" in str(refusal.value)
+
+
+def test_a_run_with_a_pipe_does_not_go_on(run: Path) -> None:
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"metrics.jsonl: is a pipe, socket or device"):
+        resume(run, (), None)
+
+
+@pytest.mark.parametrize("name", ["run.json", "skipped_batches.json"])
+def test_a_file_without_an_end_is_not_read(run: Path, name: str) -> None:
+    (run / name).touch()
+    os.truncate(run / name, 2**42)  # takes no room on the disk
+    if name == "run.json":
+        assert read_about(run) is None
+    else:
+        with pytest.raises(UserError, match="has 4398046511104 bytes; must have 100000000 at most"):
+            SkippedBatches.read(run / name)
 
 
 @pytest.mark.parametrize("name", ["export", "export/hf"])

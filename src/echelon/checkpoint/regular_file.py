@@ -30,6 +30,15 @@ def open_regular(path: Path) -> Iterator[BufferedReader]:
         raise kind(f"{path}: cannot be read: {_reason(error, path)}") from error
 
 
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """All bytes of a small file."""
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes <= most_bytes:
+            return file.read(most_bytes)
+    raise DamagedError(f"{path}: has {num_bytes} bytes; must have {most_bytes} at most")
+
+
 def _reason(error: OSError, path: Path) -> str:
     if path.is_symlink():
         return "is a link; the files of a checkpoint must be in its folder"

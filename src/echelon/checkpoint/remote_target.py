@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
 from echelon.checkpoint.part_writer import Sink
-from echelon.checkpoint.target import Report, Target
+from echelon.checkpoint.target import Report, Target, parse_report
 from echelon.errors import UserError
 
 T = TypeVar("T")
@@ -80,12 +80,12 @@ class RemoteTarget(Target):
             self._fs.pipe_file(self._at(self._report_name(rank)), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
+        place = self._at(self._report_name(rank))
         with remote_errors():
             try:
-                report: Report = json.loads(self._fs.cat_file(self._at(self._report_name(rank))))
+                return parse_report(self._fs.cat_file(place), place)
             except FileNotFoundError:
                 return None
-        return report
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         self._manifest, self._listed = manifest, set(files)

@@ -1,7 +1,6 @@
 """A checkpoint that is there: any box of any of its tensors can be read, whatever the plan that saved it."""
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from echelon.checkpoint.file_checks import check_hash, check_header, check_size,
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
 from echelon.checkpoint.manifest_reader import dtype_of
 from echelon.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
-from echelon.checkpoint.regular_file import no_links, open_regular
+from echelon.checkpoint.regular_file import no_links, read_regular
 from echelon.errors import DamagedError, UserError
 from echelon.ownership import MASTER, VALUE, OwnedSlice, Slice
 from echelon.weight_files.pieces import Piece, Window, read_pieces, whole
@@ -112,11 +111,7 @@ class SavedState:
 
 def _read_manifest(path: Path) -> tuple[Manifest, str]:
     """With a hash of all of it."""
-    with open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        data = file.read() if num_bytes <= MOST_BYTES else b""
-    if num_bytes > MOST_BYTES:
-        raise DamagedError(f"{path}: has {num_bytes} bytes; a manifest has {MOST_BYTES} at most")
+    data = read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data), hashlib.sha256(data).hexdigest()
     except UserError as error:

@@ -22,10 +22,12 @@ from typing import Any, final
 
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.checkpoint.manifest_text import FORMAT, from_bytes
+from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, from_bytes
 from echelon.checkpoint.part_writer import Sink
+from echelon.checkpoint.regular_file import no_links, open_regular, read_regular
 from echelon.checkpoint.storage_errors import as_folder, is_url
 from echelon.checkpoint.swap import remove_standby, replace_folder
+from echelon.disk_sync import sync_path
 from echelon.errors import UserError
 
 _LOCK = ".writing"
@@ -112,23 +114,21 @@ class FolderTarget(Target):
         _write_file(self.temporary / _report_name(rank), json.dumps(report).encode())
 
     def find_report(self, rank: int) -> Report | None:
-        with suppress(FileNotFoundError):
-            report: Report = json.loads((self.temporary / _report_name(rank)).read_bytes())
-            return report
-        return None
+        path = self.temporary / _report_name(rank)
+        return parse_report(read_regular(path, MOST_BYTES), path) if path.exists() else None
 
     def commit(self, manifest: bytes, files: Mapping[str, FileRecord]) -> None:
         self._check_shared(files)
         for report in self.temporary.glob(_report_name("*")):
             report.unlink()
         _write_file(self.temporary / MANIFEST, manifest)
-        sync_folder(self.temporary)
+        sync_path(self.temporary)
         check_replaceable(self.path)  # again: the writing may have taken long
         replace_folder(self.temporary, self.path)
 
     def clean_up(self) -> None:
         (self.path / _LOCK).unlink(missing_ok=True)
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
         remove_standby(self.path)
         shutil.rmtree(self.temporary, ignore_errors=True)  # the one that it replaced
         self._unlock()
@@ -150,6 +150,23 @@ class FolderTarget(Target):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def parse_report(data: bytes, place: object) -> Report:
+    """What a rank has reported. Names, sizes and hashes in it are checked as those of the manifest."""
+    try:
+        report: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        report = None
+    if isinstance(report, dict) and isinstance(report.get("numbers"), dict):
+        files = report.get("files")
+        if isinstance(files, dict) and all(map(_is_record, files.values())):
+            return report
+    raise UserError(f"{place}: is not what a rank reports of its files; does another program write there?")
+
+
+def _is_record(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _report_name(rank: int | str) -> str:
@@ -183,14 +200,14 @@ def _strange_names(path: Path) -> list[str]:
     if not names:
         return []
     try:
-        listed = from_bytes((path / MANIFEST).read_bytes())["files"]
+        listed = from_bytes(read_regular(path / MANIFEST, MOST_BYTES))["files"]
         return sorted(names - set(listed))
     except (UserError, LookupError, TypeError):  # damaged: what a save writes is known by its name
         return sorted(name for name in names if not _FILE.fullmatch(name))
 
 
 def _is_checkpoint(path: Path) -> bool:
-    with suppress(OSError), (path / MANIFEST).open("rb") as file:
+    with suppress(UserError), open_regular(path / MANIFEST) as file:
         return f'"{FORMAT}"'.encode() in file.read(256)
     return False
 
@@ -205,12 +222,13 @@ def remove_leftovers(folder: Path, *, fresh_seconds: float = _FRESH_SECONDS) -> 
 def remove_small_leftovers(path: Path) -> None:
     """Remove what `write_atomically` has left of a job that was killed; while nobody writes there."""
     for part in path.parent.glob(f".{path.name}.*"):
-        part.unlink(missing_ok=True)
+        if part.is_symlink() or not part.is_dir():
+            part.unlink(missing_ok=True)
 
 
 def _is_left_behind(path: Path, fresh_seconds: float) -> bool:
     try:
-        lock = os.open(path / _LOCK, os.O_WRONLY)
+        lock = no_links(str(path / _LOCK), os.O_WRONLY)
     except FileNotFoundError:
         with suppress(OSError):
             is_new = not any(path.iterdir()) and time.time() - path.stat().st_mtime < fresh_seconds
@@ -248,7 +266,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -259,12 +277,3 @@ def _write_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-
-
-def sync_folder(path: Path) -> None:
-    """The names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

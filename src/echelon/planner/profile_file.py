@@ -18,6 +18,7 @@ from typing import Any
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
 from echelon.planner.graph_text import parse_graph_text
+from echelon.text_file import read_text_file
 
 FORMAT, VERSION = "echelon-profile", 1
 _KEYS = ("format", "version", "nodes", "edges", "tied")
@@ -27,7 +28,7 @@ _OPTIONAL = ("about", "stash_bytes")
 def read_profile(path: str | Path) -> Profile:
     """The profile in a file. JSON begins with a brace; everything else is read as PipeDream's graph.txt."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text_file(Path(path))
     except UnicodeDecodeError:
         raise UserError(f"profile {path} is not UTF-8 text") from None
     except OSError as error:

@@ -8,6 +8,7 @@ from echelon.program.grid import draw_words
 from echelon.program.instruction import RANK_LEVEL, RECEIVES, SENDS, Op, Program
 from echelon.program.lower import add_transfers, add_update, fill_update
 from echelon.program.text import Parsed, parse
+from echelon.text_file import read_text_file
 
 
 def load_schedule(path: str | Path, *, ties: bool = False) -> Program:
@@ -51,7 +52,7 @@ def complete(program: Program, *, ties: bool = False) -> Program:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text_file(path)
     except UnicodeDecodeError:
         raise UserError(f"schedule '{path}' is not UTF-8 text") from None
     except OSError as error:

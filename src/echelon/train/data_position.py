@@ -44,10 +44,10 @@ class DataPosition:
     def with_others(self, steps: int, skipped: Iterable[Range]) -> "DataPosition":
         """The place after `steps`, without these batches too; a UserError if some of them were trained."""
         together = DataPosition.after_steps(steps, [*self.skipped, *skipped])
-        expected = self
+        expected = self.next_batch
         for begin, end in together.skipped:
-            expected = expected.skip(begin, end)
-        if expected != together:
+            expected = end if begin <= expected < end else expected
+        if expected != together.next_batch:
             raise UserError(
                 f"the checkpoint of step {steps} goes on with batch {self.next_batch} and leaves out "
                 f"{list(self.skipped)}; with all that the run leaves out, {list(together.skipped)}, it would "

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
+from echelon.text_file import read_text_file
 from echelon.train.job import Job
 from echelon.train.job_keys import is_value, keys_at, remove_lookalikes, rule_of
 from echelon.train.job_rules import job_errors
@@ -46,7 +47,7 @@ def read_values(values: dict[str, Any], settings: Iterable[str], plan: str | Non
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text_file(path))
     except FileNotFoundError:
         near = sorted(other.name for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = did_you_mean(path.name, near) if near else "; without a file, the embedded job runs"

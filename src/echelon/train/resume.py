@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from echelon.checkpoint.regular_file import read_regular
 from echelon.errors import UserError, raise_errors
 from echelon.train.checkpoints import newest_step
 from echelon.train.job import Job, as_plain
@@ -15,6 +16,7 @@ from echelon.train.job_file import read_job, read_values
 from echelon.train.run_links import link_errors
 
 FINISHED = "finished"
+_MOST_BYTES = 10**8  # of run.json
 MAY_CHANGE = (
     *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
     *("evaluate_every", "evaluate_batches"),
@@ -48,8 +50,8 @@ def runs_of(job: Job) -> Iterator[Path]:
 def read_about(path: Path) -> dict[str, Any] | None:
     """What the run.json of a folder says; None if it cannot be read."""
     try:
-        about = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        about = json.loads(read_regular(path / "run.json", _MOST_BYTES))
+    except (ValueError, RecursionError):  # also a UserError, of a file that cannot be read
         return None
     return about if isinstance(about, dict) else None
 

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from echelon.disk_sync import sync_path
 from echelon.errors import UserError
 from echelon.train import strict_json
 
@@ -81,10 +82,10 @@ class RunFolder:
             temporary = path.with_name(f".{name}.part")
             temporary.write_text(text, encoding="utf-8")
             if sync:
-                _sync(temporary)
+                sync_path(temporary)
             os.replace(temporary, path)
             if sync:
-                _sync(self.path)
+                sync_path(self.path)
         return path
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
@@ -131,15 +132,6 @@ def _make_new(out: Path, stem: str) -> Path:
         f"cannot make {out / stem}: {MAX_RUNS_PER_SECOND} runs of this name began in this second; "
         "choose another name with --set name=NAME"
     )
-
-
-def _sync(path: Path) -> None:
-    """A file, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def place_error(out: Path) -> str | None:

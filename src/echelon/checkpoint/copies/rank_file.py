@@ -17,7 +17,8 @@ from echelon.checkpoint.file_checks import check_hash, check_size
 from echelon.checkpoint.file_hash import FileHash
 from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.checkpoint.regular_file import open_regular
+from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.regular_file import read_regular
 from echelon.checkpoint.saved import SavedState
 from echelon.errors import UserError
 from echelon.ownership import ENGINE, OwnedSlice, Slice
@@ -95,8 +96,7 @@ def open_file(manifest_path: Path) -> SavedState:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    with open_regular(path) as file:
-        data = file.read()
+    data = read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data, is_whole=False)
     except UserError as error:
