@@ -11,7 +11,8 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.train import elastic
 from echelon.train.events import Event, Noted, Restarting, Started
-from echelon.train.job import OptimizerJob, check
+from echelon.train.job import Job, OptimizerJob, check
+from echelon.train.memory_copies import loss_warning
 from echelon.train.preempted import Preempted
 from echelon.train.trainer import train
 from tests.train.test_faults import at_step, kill_rank, step_lines, weights
@@ -94,6 +95,12 @@ def test_ranks_of_another_plan_go_on_from_the_copies(
 def test_copies_need_steps_between_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keep='memory' save_every=0: no copy would be made"):
         check(small_job(tmp_path, save_every=0, keep="memory"))
+
+
+def test_under_torchrun_a_job_that_could_lose_everything_is_warned_of() -> None:
+    assert "set keep_every" in loss_warning(Job(keep="memory", keep_every=0))
+    assert loss_warning(Job(keep="memory", keep_every=100)) == ""
+    assert loss_warning(Job(keep=2, keep_every=0)) == ""
 
 
 def test_a_ram_disk_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
