@@ -1,7 +1,7 @@
 """`python -m tests.chaos --kills 200`: kill ranks and trainings at random; every run must end as undisturbed.
 
 Half of the kills come during a save, some while ranks start; every tenth kills the parent, and `--resume`
-goes on. Exits with 1 if anything was lost, damaged or left behind.
+goes on. Every third run keeps copies in memory. Exits with 1 if anything was lost, damaged or left behind.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from tests.chaos.parent import ParentKill, train_with_resumes
 from tests.chaos.training import STEPS, differences, short_job, train_disturbed, train_undisturbed
 
 KILLS_PER_RUN = 10
+KEEPS_IN_MEMORY = 3  # one run of so many
 PARENT_KILLS = 2  # of a run whose parent is killed
 
 
@@ -53,20 +54,21 @@ def _attempt(
 ) -> tuple[str, list[str]]:
     """One run with so many kills: a line about it, and what was wrong."""
     plan = PLANS[number % len(PLANS)]
+    keep: int | str = "memory" if number % KEEPS_IN_MEMORY == 1 else 2
     if plan not in references:
         references[plan] = train_undisturbed(short_job(folder / f"reference-{number}", plan))
     parents = _draw_parents(seed, min(wanted - 1, PARENT_KILLS)) if number % 2 else []
     out = folder / str(number)
     kills = draw_kills(seed, wanted - len(parents), STEPS)
-    run, done, problems = train_disturbed(short_job(out / "ranks", plan), kills)
+    run, done, problems = train_disturbed(short_job(out / "ranks", plan, keep=keep), kills)
     if len(done) < len(kills):
         problems.append(f"only {len(done)} of {len(kills)} kills hit a rank")
     problems += differences(run, references[plan])
     if parents:
-        resumed, wrong = train_with_resumes(short_job(out / "parents", plan), parents)
+        resumed, wrong = train_with_resumes(short_job(out / "parents", plan, keep=keep), parents)
         problems += [f"with kills of the parent: {text}" for text in wrong]
         problems += [f"after --resume: {text}" for text in differences(resumed, references[plan])]
-    return f"{plan}: {' '.join(map(str, (*done, *parents)))}", problems
+    return f"{plan} keep={keep}: {' '.join(map(str, (*done, *parents)))}", problems
 
 
 def _draw_parents(seed: str, number: int) -> list[ParentKill]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from echelon.checkpoint.copies import MemoryFolder
 from echelon.train.events import Event, Restarting, Starting, Stepped
 from tests.chaos.kill import Kill
 
@@ -73,6 +74,8 @@ class Killer:
 
     def _is_saving(self) -> bool:
         assert self._run is not None
+        if _is_copied(MemoryFolder(self._run)):
+            return True
         try:
             names = os.listdir(self._run / "checkpoints")
         except FileNotFoundError:
@@ -97,6 +100,12 @@ class Killer:
             for each in rank_processes()
             if each.pid is not None and each.pid not in self._others
         }
+
+
+def _is_copied(memory: MemoryFolder) -> bool:
+    """Whether a rank writes its copy in memory: the file has no manifest yet."""
+    whole = {memory.file(entry.slot, entry.rank) for entry in memory.entries()}
+    return any(path not in whole for path in memory.path.glob("*/*.safetensors"))
 
 
 def rank_processes() -> list[BaseProcess]:

@@ -42,10 +42,15 @@ def train_with_resumes(job: Job, kills: Sequence[ParentKill]) -> tuple[Path, lis
                 problems.append(f"exit code {process.returncode}: {errors.decode()}")
             run = _run(Path(job.out))
             if run is not None and kill is not None:
-                problems += [text for text in leftovers(run, pids) if ".part is left" not in text]
+                problems += [text for text in leftovers(run, pids) if not _is_for_resume(text)]
             problems += [f"{path} is left" for path in Path(folder).iterdir() if _is_ours(path)]
     assert run is not None
     return run, problems + leftovers(run, set())
+
+
+def _is_for_resume(text: str) -> bool:
+    """Removed, or used, by what goes on."""
+    return ".part is left" in text or "echelon-memory-" in text
 
 
 def _command(job: Job) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.numpy import load
 
 from echelon.checkpoint import SavedState
+from echelon.checkpoint.copies import MemoryFolder
 from echelon.errors import UserError
 from echelon.train.events import Event, Restarting
 from echelon.train.job import Job, ModelJob, OptimizerJob
@@ -23,7 +24,7 @@ from tests.launching.processes import still_alive
 STEPS, SAVE_EVERY = 24, 2
 
 
-def short_job(out: Path, plan: str, steps: int = STEPS) -> Job:
+def short_job(out: Path, plan: str, steps: int = STEPS, keep: int | str = 2) -> Job:
     return Job(
         plan=plan,
         steps=steps,
@@ -32,6 +33,7 @@ def short_job(out: Path, plan: str, steps: int = STEPS) -> Job:
         evaluate_every=0,
         evaluate_batches=1,
         save_every=SAVE_EVERY,
+        keep=keep,
         restarts=100,
         out=str(out),
         model=ModelJob(layers=2, width=32, heads=2, dropout=0.1),
@@ -73,6 +75,8 @@ def leftovers(run: Path, pids: set[int], others: Collection[int | None] = ()) ->
     names = [path.name for path in shared.iterdir()] if shared.exists() else []
     problems += [f"/dev/shm/{name} is left" for name in names if any(f"_{pid}_" in name for pid in pids)]
     problems += [f"/dev/shm/{name} is left" for name in names if run.name in name]
+    memory = MemoryFolder(run).path
+    problems += [f"{memory} is left"] if memory.exists() else []
     problems += half_checkpoints(run)
     # Without the folder, nothing was saved yet.
     unfinished = [path for path in (run / "checkpoints").glob("*") if not FINAL.fullmatch(path.name)]

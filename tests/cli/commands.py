@@ -37,8 +37,8 @@ def training(out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300.0, period: float = 0.05) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "it never came"
-        time.sleep(0.05)
+        time.sleep(period)

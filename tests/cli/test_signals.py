@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -117,8 +119,44 @@ def test_a_second_sigterm_some_time_later_ends_at_once(tmp_path: Path) -> None:
         process.terminate()
         _, err = process.communicate(timeout=300)
     assert process.returncode == 143
-    assert re.match(rb"error: terminated \(SIGTERM\): step [1-9]", err), err
+    said = (
+        rb"error: terminated \(SIGTERM\): SIGTERM had come, and this was not saved; there is a checkpoint of "
+        rb"step 0 \(0: none\); go on with: echelon train --resume .*: step [1-9]"
+    )
+    assert re.match(said, err), err
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_during_the_save_leaves_nothing_half(tmp_path: Path) -> None:
+    # A model that takes a while to write, and no other save that could be under way.
+    large = [
+        "model.layers=4",
+        "model.width=512",
+        "batch=2",
+        "sequence=16",
+        "save_every=0",
+        "evaluate_every=0",
+    ]
+    with training(tmp_path, *(f"--set={setting}" for setting in large)) as process:
+        ranks = [pid for pid in children_of(process.pid) if is_rank(pid)]
+        began = time.monotonic()
+        process.terminate()
+        wait_for(lambda: list(tmp_path.glob("*/checkpoints/.*.part")), period=0.0005)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        time.sleep(max(0.0, began + 1.5 - time.monotonic()))
+        process.terminate()
+        _, err = process.communicate(timeout=300)
+    assert process.returncode == 143
+    assert b"SIGTERM had come, and this was not saved; there is a checkpoint of step 0 (0: none)" in err
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    (run,) = tmp_path.iterdir()
+    assert list((run / "checkpoints").iterdir()) == []
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["state"] == "failed"
+    again = [sys.executable, "-m", "echelon", "train", "--resume", str(run), "--set=steps=2"]
+    subprocess.run(again, check=True, capture_output=True, timeout=300)
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["state"] == "finished"
 
 
 def is_rank(pid: int) -> bool:

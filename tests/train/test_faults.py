@@ -4,12 +4,15 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from echelon.launching import RankFailed
+from echelon.train import loop, supervisor
 from echelon.train.events import Event, Restarting, Started, Stepped
 from echelon.train.job import Job, OptimizerJob
 from echelon.train.preempted import Preempted
@@ -17,12 +20,16 @@ from echelon.train.trainer import train
 from tests.train.test_trainer import small_job
 
 
-def kill_rank(rank: int) -> None:
+def pid_of_rank(rank: int) -> int:
     """Of the training; other tests may have ranks that are older."""
     named = [each for each in multiprocessing.active_children() if each.name == f"echelon rank {rank}"]
     newest = max(named, key=lambda each: each._identity)  # type: ignore[attr-defined]  # how many came before
     assert newest.pid is not None
-    os.kill(newest.pid, signal.SIGKILL)
+    return newest.pid
+
+
+def kill_rank(rank: int) -> None:
+    os.kill(pid_of_rank(rank), signal.SIGKILL)
 
 
 def at_step(step: int, action: Callable[[], None], events: list[Event]) -> Callable[[Event], None]:
@@ -66,6 +73,43 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path)
     assert step_lines(run) == step_lines(undisturbed)
     assert about(run)["state"] == "finished"
     assert [each["kind"] for each in about(run)["events"]] == ["restart"]  # type: ignore[attr-defined]
+
+
+def stop_rank(rank: int) -> None:
+    os.kill(pid_of_rank(rank), signal.SIGSTOP)
+
+
+def fall_asleep_once(job: Job, folder: Path) -> int | None:
+    """Rank 1 does not come to the collectives of step 5, the first time."""
+    step, flag = loop._Training.step, folder / "has slept"
+
+    def sleep_before(training: "loop._Training", number: int) -> None:
+        if number == 5 and os.environ["RANK"] == "1" and not flag.exists():
+            flag.touch()
+            time.sleep(3600)
+        step(training, number)
+
+    with mock.patch.object(loop._Training, "step", sleep_before):
+        return supervisor.rank_main(job, folder)
+
+
+@pytest.mark.parametrize("how", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_ranks_that_hang_are_started_again(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(tmp_path, steps=7, save_every=2, evaluate_every=0)
+    undisturbed = Path(train(job, lambda _: None)["run"])
+    monkeypatch.setenv("ECHELON_DEADLINE", "4")
+    events: list[Event] = []
+    show = at_step(5, lambda: stop_rank(1), events)
+    if how == "asleep":
+        monkeypatch.setattr(supervisor, "rank_main", fall_asleep_once)
+        show = events.append
+    run = Path(train(job, show)["run"])
+    reasons = [event.reason for event in events if isinstance(event, Restarting)]
+    assert any(text.startswith("rank 1 seems to block the others") for text in reasons), reasons
+    assert all(text.endswith("no rank gave a sign of life for 4 s") for text in reasons), reasons
+    assert weights(run) == weights(undisturbed)
+    assert step_lines(run) == step_lines(undisturbed)
+    assert about(run)["state"] == "finished"
 
 
 def test_a_rank_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """keep='memory': a lost rank costs the steps since the last copy, and no read of a disk."""
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -7,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UserError
+from echelon.launching import RankFailed
+from echelon.train import elastic
 from echelon.train.events import Event, Noted, Restarting, Started
-from echelon.train.job import OptimizerJob, check
+from echelon.train.job import Job, OptimizerJob, check
+from echelon.train.memory_copies import loss_warning
 from echelon.train.preempted import Preempted
 from echelon.train.trainer import train
 from tests.train.test_faults import at_step, kill_rank, step_lines, weights
@@ -42,9 +46,61 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> No
     assert list(ram_disk.iterdir()) == []
 
 
+def test_after_the_last_restart_the_newest_copy_is_on_disk(tmp_path: Path, ram_disk: Path) -> None:
+    rate = OptimizerJob(schedule="constant", warmup=2)
+    job = small_job(
+        tmp_path / "runs", steps=7, save_every=1, keep="memory", restarts=0, evaluate_every=0, optimizer=rate
+    )
+    events: list[Event] = []
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
+        train(job, at_step(5, lambda: kill_rank(1), events))
+    (run,) = (tmp_path / "runs").iterdir()
+    (name,) = [path.name for path in (run / "checkpoints").glob("*-*")]
+    saved = int(name.removeprefix("step-"))
+    assert saved in (3, 4, 5), "the copy after step 5 may be under way, and that after step 4"
+    assert notes(events) == [f"step {saved}: the copy in memory is a checkpoint on disk now"]
+    assert list(ram_disk.iterdir()) == []
+    resumed: list[Event] = []
+    train(job, resumed.append, resume=run)
+    assert [event.after_step for event in resumed if isinstance(event, Started)] == [saved]
+    undisturbed = Path(train(dataclasses.replace(job, out=str(tmp_path / "b")), lambda _: None)["run"])
+    assert weights(run) == weights(undisturbed)
+    assert step_lines(run) == step_lines(undisturbed)
+
+
+@pytest.mark.slow
+def test_ranks_of_another_plan_go_on_from_the_copies(
+    tmp_path: Path, ram_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices, events = [2], list[Event]()
+    monkeypatch.setattr(elastic, "ranks_available", lambda: devices[0])
+
+    def lose_a_device() -> None:
+        devices[0] = 1
+        kill_rank(1)
+
+    job = small_job(tmp_path / "runs", steps=7, save_every=1, keep="memory", evaluate_every=0)
+    run = Path(train(job, at_step(5, lose_a_device, events), elastic=True)["run"])
+    _, after = (event.after_step for event in events if isinstance(event, Started))
+    assert after in (3, 4, 5)
+    written, fitted = notes(events)
+    assert written == f"step {after}: the copy in memory is a checkpoint on disk now"
+    assert "training with 'data=1'" in fitted
+    undisturbed = Path(train(dataclasses.replace(job, out=str(tmp_path / "b")), lambda _: None)["run"])
+    losses = [[loss for _, loss in step_lines(each)] for each in (run, undisturbed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert list(ram_disk.iterdir()) == []
+
+
 def test_copies_need_steps_between_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="keep='memory' save_every=0: no copy would be made"):
         check(small_job(tmp_path, save_every=0, keep="memory"))
+
+
+def test_under_torchrun_a_job_that_could_lose_everything_is_warned_of() -> None:
+    assert "set keep_every" in loss_warning(Job(keep="memory", keep_every=0))
+    assert loss_warning(Job(keep="memory", keep_every=100)) == ""
+    assert loss_warning(Job(keep=2, keep_every=0)) == ""
 
 
 def test_a_ram_disk_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

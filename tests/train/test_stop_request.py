@@ -40,6 +40,37 @@ def test_all_ranks_stop_after_the_same_step(asked: int, tmp_path: Path) -> None:
     assert lasts[0] >= 5
 
 
+@pytest.mark.parametrize("asks_at", ["before", "after"])
+def test_ranks_that_go_back_meanwhile_stop_after_the_same_step(asks_at: str, tmp_path: Path) -> None:
+    # A rollback from step 6 to step 3, once: the signal comes when rank 1 has not gone back yet, or has.
+    ranks, lasts, barrier = 2, {}, threading.Barrier(2)
+
+    def rank(number: int) -> None:
+        store = FileStore(str(tmp_path / "store"), ranks)
+        with StopRequest(store, number, ranks) as stop:
+            step, has_gone_back = 0, False
+            while stop.may_begin(step + 1):
+                step += 1
+                barrier.wait(20)
+                if step == 6 and not has_gone_back:
+                    if number == 1 and asks_at == "before":
+                        stop.ask()
+                        assert stop._agreed.wait(20)
+                    step, has_gone_back = 3, True
+                    barrier.wait(20)
+                    if number == 1 and asks_at == "after":
+                        stop.ask()
+            lasts[number] = step
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(lasts) == ranks, "none waits for one that has stopped"
+    assert lasts[0] == lasts[1]
+
+
 def test_nobody_asks_and_nobody_stops(tmp_path: Path) -> None:
     with StopRequest(FileStore(str(tmp_path / "store"), 1), 0, 1) as stop:
         assert all(stop.may_begin(step) for step in range(1, 100))

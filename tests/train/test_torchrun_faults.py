@@ -17,13 +17,20 @@ from echelon.train.trainer import train
 from tests.chaos.parent import flat_settings
 from tests.chaos.training import differences, short_job
 from tests.launching.processes import still_alive
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
 def torchrun(job: Job, *options: str, more: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    with agent(job, "--standalone", *options, more=more) as process:
+        yield process
+
+
+@contextmanager
+def agent(job: Job, *options: str, more: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
     command += ["--module", "echelon", "train", *more, *flat_settings(job)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen(
@@ -109,3 +116,27 @@ def test_fewer_ranks_are_named_and_elastic_trains_with_them(tmp_path: Path) -> N
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert "training with 'data=2', and the same global batch of 6" in " ".join(out.split())
+
+
+def test_a_node_that_is_lost_for_good_leaves_a_smaller_job_that_goes_on(tmp_path: Path) -> None:
+    # Two agents of torchrun, each a node of one rank. The one that does not hold the rendezvous is killed.
+    job = short_job(tmp_path, "data=2", steps=60)
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=nodes"]
+    quick = "--rdzv-conf=last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"]
+    with (
+        agent(job, *options, *rendezvous, f"{quick}true", more=("--elastic",)) as stays,
+        agent(job, *options, *rendezvous, f"{quick}false", more=("--elastic",)) as lost,
+    ):
+        run = await_step(stays, tmp_path, 5)
+        assert {rank_of(pid) for pid in (*workers(stays), *workers(lost))} == {0, 1}
+        pids = [lost.pid, *workers(lost)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        out, _ = stays.communicate(timeout=300)
+    assert stays.returncode == 0, out
+    assert "training with 'data=1', and the same global batch of 6" in " ".join(out.split())
+    assert state(run) == "finished"
+    assert still_alive(pids) == []
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 61))

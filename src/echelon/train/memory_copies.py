@@ -36,6 +36,16 @@ def newest_in_memory(job: Job, run: Path) -> int:
     return newest_step_here(MemoryFolder(run), ranks_here(Plan.parse(job.plan))) if is_in_memory(job) else 0
 
 
+def loss_warning(job: Job) -> str:
+    """What is said of a job under torchrun whose copies nobody could write to disk after its last restart."""
+    if not is_in_memory(job) or job.keep_every > 0:
+        return ""
+    return (
+        "keep='memory' keep_every=0: nothing is on disk before the end of the run, so that all is lost if "
+        "torchrun uses up its --max-restarts; set keep_every, for a checkpoint on disk every so many steps"
+    )
+
+
 class RunMemory:
     """Whether the folder of a run in memory `stays` at its end, for --resume."""
 

@@ -6,7 +6,7 @@ So it is when a run ends by faults, by Ctrl-C or by an error, and when ranks sta
 from contextlib import suppress
 from typing import final
 
-from echelon.checkpoint.copies import HostCopies, MemoryFolder
+from echelon.checkpoint.copies import HostCopies, MemoryFolder, forget_all
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.train.checkpoints import checkpoint_folder, newest_step
@@ -49,8 +49,9 @@ class CopyRescue:
         return HostCopies.newest(MemoryFolder(run), newest_step(self._job, run), self._say)
 
     def _write(self, copies: HostCopies) -> None:
-        folder = checkpoint_folder(self._job, self._run.folder.path)
-        folder.save(copies, copies.step, copies.extra, wait=True)
+        run = self._run.folder.path
+        checkpoint_folder(self._job, run).save(copies, copies.step, copies.extra, wait=True)
+        forget_all(MemoryFolder(run))
         self._say(f"step {copies.step}: the copy in memory is a checkpoint on disk now")
 
     def _say(self, text: str) -> None:

@@ -14,7 +14,7 @@ from echelon.train.elastic import change, fit_job
 from echelon.train.events import Noted
 from echelon.train.job import Job, check
 from echelon.train.loop import train_rank
-from echelon.train.memory_copies import memory_of_rank
+from echelon.train.memory_copies import loss_warning, memory_of_rank
 from echelon.train.preempted import Preempted
 from echelon.train.run import Run, Show, open_run
 from echelon.train.sigterm import Sigterm
@@ -57,8 +57,9 @@ def _train_among_peers(job: Job, fitted: Job, show: Show, resume: Path | None) -
         path = resume if begun is None else begun.path
         runs.append(stack.enter_context(open_run(job, show, path, launch)))
         checkpoint_folder(job, runs[0].folder.path).remove_leftovers()
-        if fitted != job:
-            runs[0].take(Noted(change(job, fitted)))
+        notes = (change(job, fitted) if fitted != job else "", loss_warning(job))
+        for text in filter(None, notes):
+            runs[0].take(Noted(text))
         return str(runs[0].folder.path), None
 
     with ExitStack() as stack:

@@ -18,7 +18,12 @@ room         whether there is memory enough
 to_disk      all of it as a checkpoint on disk, where nobody will go on from memory
 """
 
-from echelon.checkpoint.copies.folder import MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.checkpoint.copies.folder import (
+    MemoryFolder,
+    forget_all,
+    newest_step_here,
+    remove_dead_folders,
+)
 from echelon.checkpoint.copies.keeper import FoundCopies, MemoryCopies
 from echelon.checkpoint.copies.to_disk import HostCopies
 
@@ -27,6 +32,7 @@ __all__ = [
     "HostCopies",
     "MemoryCopies",
     "MemoryFolder",
+    "forget_all",
     "newest_step_here",
     "remove_dead_folders",
 ]

@@ -119,6 +119,12 @@ def newest_step_here(folder: MemoryFolder, ranks: int) -> int:
     return max((step_of(name) for name, found in held.items() if len(found) >= ranks), default=0)
 
 
+def forget_all(folder: MemoryFolder) -> None:
+    """From now on no file is whole."""
+    for entry in folder.entries():
+        folder.forget(entry)
+
+
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
