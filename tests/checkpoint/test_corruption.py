@@ -116,7 +116,7 @@ class Loads:
     def save(self, path: str | Path, **_: Any) -> None:
         raise AssertionError(path)
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+    def load_saved(self, saved: SavedState) -> dict[str, Any]:
         self.loaded.append(saved.path.name)
         return dict(saved.manifest.extra)
 

@@ -26,11 +26,12 @@ class Engine:
         extra: Mapping[str, Any] | None = None,  # noqa: ARG002 (that of `saving.ABOUT` is saved)
         wait: bool = True,
         then: Callable[[], None] | None = None,
+        copy_behind: bool = False,  # noqa: ARG002 (there are no steps)
         retries: int = 0,
     ) -> None:
         save(self.saver, path, state(self.value), wait=wait, then=then, retries=retries)
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+    def load_saved(self, saved: SavedState) -> dict[str, Any]:
         self.value = float(read(saved, "scalar"))
         return saved.manifest.extra
 

@@ -219,7 +219,7 @@ def test_the_last_checkpoint_is_fetched_once(url: str, fetched: list[str]) -> No
         def save(self, path: str | Path, **_: Any) -> None:
             raise AssertionError(path)
 
-        def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+        def load_saved(self, saved: SavedState) -> dict[str, Any]:
             assert torch.equal(read(saved, "wide"), state()["wide"])
             return saved.manifest.extra
 

@@ -26,7 +26,7 @@ class StandIn:
     def __init__(self, **extras: Any) -> None:
         self._extras, self.mesh = extras, SimpleNamespace(rank=0)
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+    def load_saved(self, saved: SavedState) -> dict[str, Any]:
         step = int(saved.path.name.removeprefix("step-"))
         plain = {"step": step, "next_batch": step, "skipped": [], "losses": None}
         return plain | cast(dict[str, Any], self._extras.get(f"step_{step}", {}))

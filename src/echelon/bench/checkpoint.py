@@ -24,6 +24,7 @@ from echelon.bench.harness import alternate, measuring_ranks, timed
 from echelon.engine import parallelize
 from echelon.engine.engine import Engine
 from echelon.launching import TRAINING_MODULES, preload
+from echelon.ownership import ENGINE, VALUE
 
 _BYTES_PER_PARAMETER = 12  # the weight and both moments of AdamW, in float32
 _WIDTH, _LAYERS, _SAMPLES = 2048, 10, 32
@@ -103,14 +104,13 @@ def _train(engine: Engine, batch: Any, steps: int) -> None:
 
 
 def _state_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """What this rank would give torch: every tensor once, under a name of its own where ranks hold parts."""
-    rank, replicated = engine.mesh.rank, {}
+    """What this rank would give torch: the weights, whole, of which torch writes one copy and every rank
+    loads all; and its own part of the optimizer's state, under a name of its own."""
+    state = {f"{name}/value": tensor.detach() for name, tensor in engine.module.state_dict().items()}
     for each in engine.owned():
-        is_part = not each.slice.is_whole
-        name = f"{each.slice.name}/{each.slice.part}"
-        place = f"@{rank}{each.slice.offsets}" if is_part else ""
-        replicated[f"{name}{place}"] = each.tensor.detach()
-    return replicated
+        if each.slice.part != VALUE and each.slice.name != ENGINE:
+            state[f"{each.slice.name}/{each.slice.part}@{engine.mesh.rank}"] = each.tensor.detach()
+    return state
 
 
 def _saves(

@@ -45,7 +45,7 @@ class Saves(Protocol):
 class Loads(Protocol):
     """An engine, as far as loading needs it."""
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]: ...
+    def load_saved(self, saved: SavedState) -> dict[str, Any]: ...
 
 
 @final
@@ -96,7 +96,7 @@ class CheckpointFolder:
             except UserError as error:
                 raise self._not_passed_over(step, error) from error
             else:
-                extra = engine.load_own_state(saved)
+                extra = engine.load_saved(saved)
                 self._passed_over |= damaged.keys()
                 return extra
         if damaged and after < 0:

@@ -97,7 +97,7 @@ class Checkpointing:
     def load(self, path: str | Path, *, optimizer: bool, options: bool, verify: bool) -> dict[str, Any]:
         return self._load(lambda: open_whole(path, verify=verify), optimizer=optimizer, options=options)
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
+    def load_saved(self, saved: SavedState) -> dict[str, Any]:
         return self._load(lambda: saved, optimizer=True, options=True)
 
     def _load(

@@ -383,9 +383,10 @@ class Engine:
         """
         return self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
 
-    def load_own_state(self, saved: SavedState) -> dict[str, Any]:
-        """As `load`, where each rank has what it owns under this plan in a file of its own."""
-        return self._checkpointing.load_own_state(saved)
+    def load_saved(self, saved: SavedState) -> dict[str, Any]:
+        """As `load`, from a checkpoint that is open: one for all ranks, or, of copies in memory, one file for
+        each."""
+        return self._checkpointing.load_saved(saved)
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""

@@ -74,7 +74,7 @@ class Checkpoints:
         if extra is not None:
             found, self._last_on_disk = None, _step_of(extra)
         elif found is not None:
-            extra = self._engine.load_own_state(found.saved)
+            extra = self._engine.load_saved(found.saved)
             self._last_in_memory = found.step
             self._say(f"step {found.step}: from memory{_whose(found.received)}")
         if self._memory is not None:

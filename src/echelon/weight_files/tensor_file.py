@@ -44,6 +44,8 @@ LENGTH = struct.Struct("<Q")  # of the header, in front of it
 METADATA = "__metadata__"  # the one key of a header that is no tensor
 
 _LONGEST_HEADER = 100_000_000  # as in safetensors itself
+_MOST_VALUES = 1 << 22  # of a header: some hundred thousand tensors
+_MOST_DIMS, _LARGEST = 64, 2**63 - 1  # of a shape, as in torch
 _BLOCK_BYTES = 2**20  # of whole rows, from which parts are cut
 
 
@@ -76,7 +78,10 @@ def _parse_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     if length > min(size - LENGTH.size, _LONGEST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    entries = json.loads(file.read(length))
+    text = file.read(length)
+    if text.count(b",") > _MOST_VALUES:  # small in a file, large in memory
+        raise ValueError(f"a header of more than {_MOST_VALUES} values")
+    entries = json.loads(text)
     if not isinstance(entries, dict):
         raise TypeError(f"the header is a {type(entries).__name__}, must be an object")
     entries.pop(METADATA, None)
@@ -91,7 +96,9 @@ def _place_tensors(path: Path, begin: int, size: int, entries: dict[str, Any]) -
         if entry["dtype"] not in DTYPES:
             raise UserError(f"{path}: {name} is of type {entry['dtype']}; must be one of {', '.join(DTYPES)}")
         tensor = StoredTensor(path, end, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        if any(type(length) is not int or length < 0 for length in tensor.shape):
+        if len(tensor.shape) > _MOST_DIMS:
+            raise ValueError(f"{name} has {len(tensor.shape)} dims")
+        if any(type(length) is not int or not 0 <= length <= _LARGEST for length in tensor.shape):
             raise ValueError(f"{name} has shape {list(tensor.shape)}")
         end += nbytes(tensor.shape, tensor.dtype)
         if entry["data_offsets"] != [tensor.begin - begin, end - begin]:

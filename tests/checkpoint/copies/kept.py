@@ -60,7 +60,7 @@ def _differences(training: Training, folder: Path, hosts: int, *, goes_by_disk: 
         found = open_copies(other, folder, hosts).find(print)
         assert found is not None
         assert found.step == SAVED
-        assert other.load_own_state(found.saved) == {"position": SAVED}
+        assert other.load_saved(found.saved) == {"position": SAVED}
     actual = end(other, case)
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     return [key for key in expected if not same(expected[key], actual[key])]
@@ -99,7 +99,7 @@ def recover(folder: str, hosts: int, faults: list[str], plan: str = PLAN) -> tup
     other = make_engine(case, Plan.parse(plan))
     found = open_copies(other, path, hosts).find(said.append)
     if found is not None:
-        assert other.load_own_state(found.saved) == {"position": found.step}
+        assert other.load_saved(found.saved) == {"position": found.step}
         assert states[found.step] == _local_state(other)
     other.close(restore=False)
     return said, found.step if found else 0, list(found.received) if found else []

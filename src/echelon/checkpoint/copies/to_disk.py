@@ -77,7 +77,7 @@ class HostCopies:
         retries: int = RETRIES,
     ) -> None:
         """Write a checkpoint."""
-        assert wait and not copy_behind, "no step could go on meanwhile"
+        assert (wait, copy_behind) == (True, False), "no step could go on meanwhile"
         assignment = self._assign()
         about = replace(self._about, extra=dict(extra or {}), tensors={}, numbers={}, files={})
         target = target_at(path, new_token())
