@@ -27,7 +27,7 @@ from echelon.launching import TRAINING_MODULES, preload
 from echelon.ownership import ENGINE, VALUE
 
 _BYTES_PER_PARAMETER = 12  # the weight and both moments of AdamW, in float32
-_WIDTH, _LAYERS, _SAMPLES = 2048, 10, 32
+_WIDTH, _LAYERS, _SAMPLES = 2048, 10, 256
 _DD, _SAVE, _TORCH_SAVE = "dd conv=fsync", "engine.save", "torch.distributed.checkpoint.save"
 _LOAD, _TORCH_LOAD = "engine.load", "torch.distributed.checkpoint.load"
 _LOST = "engine.save(wait=False, copy_behind=True): what the steps lose"
