@@ -2,17 +2,22 @@
 
 import contextlib
 import json
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not marked so
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from echelon.errors import DamagedError, UserError
 from echelon.launching.errors import PeerLost
 
 _READ_SECONDS = 10.0
+_LOOK_SECONDS, _PAUSE = (
+    0.1,
+    0.0002,
+)  # how long a rank looks for what others write to a file, and between looks
 
 
 def agree(
@@ -36,6 +41,7 @@ def agree(
         outcome, local_error = _run(lambda: decide(_read_reports(store, ranks)), rank)
     if rank == 0:
         store.set("decision", outcome)
+    _look_for(store, "decision")
     if limit is not None:
         store.wait(["decision"], limit)
     decision = json.loads(store.get("decision"))
@@ -59,8 +65,24 @@ def _run(function: Callable[[], object], rank: int) -> tuple[str, Exception | No
         return json.dumps({"peer lost": f"rank {rank} raised {headline}"}), error
 
 
+def _look_for(store: Store, key: str) -> None:
+    """Return soon after the key is there, or after a while. To wait for a file, torch looks into it every
+    10 ms: longer than all the rest of an agreement."""
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    end = time.monotonic() + _LOOK_SECONDS
+    while isinstance(inner, FileStore) and not store.check([key]) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+
+
+def _read_report(store: Store, rank: int) -> Any:
+    _look_for(store, f"report-{rank}")
+    return json.loads(store.get(f"report-{rank}"))
+
+
 def _read_reports(store: Store, ranks: int) -> list[Any]:
-    reports = [json.loads(store.get(f"report-{rank}")) for rank in range(ranks)]
+    reports = [_read_report(store, rank) for rank in range(ranks)]
     for report in reports:
         if "value" not in report:
             raise _error_of(report)

@@ -55,9 +55,6 @@ class KeyedRounding:
         key = hash_of(self._seed, self._num_updates, placement.name)
         round_stochastically(weight, value, key, placement.runs)
 
-    def counters(self) -> dict[str, int]:
-        return {"rounded updates": self._num_updates}
-
 
 @torch.no_grad()
 def round_stochastically(weight: Tensor, value: Tensor, key: int, runs: Sequence[ElementRuns]) -> None:

@@ -82,9 +82,6 @@ class RoundingStepper(LocalStepper):
         for copy, view in zip(copies, memory, strict=True):
             copy.data = view
 
-    def counters(self) -> dict[str, int]:
-        return self._rounding.counters()
-
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return self._copies[local.tensor]
 

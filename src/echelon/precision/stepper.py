@@ -59,10 +59,6 @@ class Stepper(ABC):
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:  # noqa: B027 (a part is never sparse)
         """Raise if the optimizer cannot take a gradient of a `unit`. Changes nothing."""
 
-    def counters(self) -> dict[str, int]:
-        """What later updates depend on, beside the state of parameters."""
-        return {}
-
     def state(self, local: LocalParameter) -> dict[str, Tensor]:  # noqa: ARG002
         """What belongs to a local parameter beside the weight: the optimizer's state, and a master."""
         return {}

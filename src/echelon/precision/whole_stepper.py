@@ -126,9 +126,6 @@ class WholeStepper(Stepper):
         if self._rounding is not None:
             self._rounding.start_update(number)
 
-    def counters(self) -> dict[str, int]:
-        return {} if self._rounding is None else self._rounding.counters()
-
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         chosen = None if unit is None else {each.tensor for each in unit}
         routes = self._routes.only(

@@ -191,7 +191,6 @@ class SynchronousUpdate(Update):
                 if part not in self.stepper.whole_parts:
                     owned += own_state(part, value, slices)
         counters: dict[str, Number] = {"normaliser": 0.0 if self._last_count is None else self._last_count}
-        counters |= self.stepper.counters()
         if self.loss_scaling is not None:
             counters |= self.loss_scaling.counters()
         return [*owned, *(_own_counter(part, value) for part, value in counters.items())]
