@@ -48,9 +48,6 @@ class ParametersStepper(Stepper):
     def check_gradients(self, unit: Sequence[LocalParameter]) -> None:
         self._stepper.check_gradients(unit)
 
-    def counters(self) -> dict[str, int]:
-        return self._stepper.counters()
-
     def state(self, local: LocalParameter) -> dict[str, Tensor]:
         return self._stepper.state(local)
 
