@@ -174,10 +174,6 @@ class HostTwins:
         torch._foreach_copy_(copies, list(values))
         return copies
 
-    def counters(self) -> dict[str, int]:
-        """What later updates depend on."""
-        return {} if self._rounding is None else self._rounding.counters()
-
     # What it takes.
 
     def parameter_storages(self) -> list[Tensor]:

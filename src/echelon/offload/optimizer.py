@@ -104,10 +104,6 @@ class HostStepper(LocalStepper):
             _check_dense(each)
         super().check_gradients(unit)
 
-    def counters(self) -> dict[str, int]:
-        self._worker.wait()
-        return self._twins.counters()
-
     def step(self, factor: Factor, skip: Skip = False, unit: Sequence[LocalParameter] | None = None) -> None:
         self._worker.check()
         if not self._twins.has_memory:
