@@ -68,6 +68,7 @@ def pictures() -> dict[str, str]:
         "ring.svg": draw_ring(),
         "ring-share.svg": draw_ring_share(),
         "buckets.svg": draw_buckets(),
+        "save.svg": draw_save(),
         "zero.svg": draw_zero(),
         "hybrid.svg": draw_hybrid(),
         "samples.svg": draw_samples(),
@@ -524,6 +525,38 @@ def _draw_backward(
             picture.path(f"M{ready - 8:g} {top + 52:g}L{begin + 2:g} {top + 60:g}")
         free = begin + transfer + 4
     return free
+
+
+# --- a save behind the steps ---------------------------------------------------------------------------
+
+
+def draw_save() -> str:
+    picture = Drawing(
+        900, 250, "A save behind the steps: who copies and writes, and when a step waits for it"
+    )
+    rows = {"training": 74, "copy": 122, "write": 170}
+    for name, top in rows.items():
+        picture.words(24, top + 22, name, 13, bold=True)
+    steps = ((156, "forward, backward", BLUE, 208), (368, "update", ORANGE, 72))
+    for number in range(2):
+        for x, text, colour, width in steps:
+            picture.box(x + number * 300, rows["training"], width, 34, colour, text, size=12)
+    picture.words(768, rows["training"] + 22, "…", 14)
+    picture.line(110, 58, 110, 214, QUIET, "3 3")
+    picture.words(112, 56, "engine.save", 12, colour=QUIET)
+    picture.box(112, rows["copy"], 40, 34, PINK, "buffers", size=9)
+    picture.box(156, rows["copy"], 128, 34, GREEN, "weights, state", size=12)
+    picture.path(f"M286 {rows['copy'] + 17}L362 {rows['training'] + 38}")
+    picture.box(288, rows["write"], 300, 34, GREEN, "hash and write each rank's files", size=12)
+    picture.box(592, rows["write"], 128, 34, PINK, "manifest, name", size=12)
+    picture.words(
+        112,
+        236,
+        "only the copy of buffers comes before the next step; its update waits for the rest",
+        12,
+        colour=QUIET,
+    )
+    return picture.svg()
 
 
 # --- what ZeRO shares out ------------------------------------------------------------------------------
