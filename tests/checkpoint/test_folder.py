@@ -99,7 +99,7 @@ def test_one_of_another_version_is_not_passed_over(tmp_path: Path) -> None:
     engine, folder = Engine(), CheckpointFolder(tmp_path)
     train(engine, folder, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 2', b'"version": 3'))
     with pytest.raises(UserError, match="is of version 2") as caught:
         folder.load_last(engine)
     assert "it may be whole; if it is not, remove" in str(caught.value)

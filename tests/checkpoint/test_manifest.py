@@ -76,7 +76,7 @@ def _piece(**changes: Any) -> Change:
     ("change", "words"),
     [
         (_set("format", value="zip"), "its format must be 'echelon-checkpoint'"),
-        (_set("version", value=2), "is of version 2; this echelon reads version 1"),
+        (_set("version", value=1), "is of version 1; this echelon reads version 2"),
         (_set("version", value=True), "is of version True"),
         (_set("step", value=-1), "step: must be an integer, at least 0, is -1"),
         (_set("step", value=2.0), "step: must be an integer"),

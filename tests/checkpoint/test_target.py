@@ -123,7 +123,7 @@ def test_a_report_that_no_rank_has_written_is_an_error(tmp_path: Path, text: str
     (written.temporary / "report-2.json").symlink_to(written.temporary / "report-0.json")
     with pytest.raises(UserError, match=r"report-1.json: is not what a rank reports"):
         written.find_report(1)
-    with pytest.raises(UserError, match=r"report-2.json: cannot be read: is a link"):
+    with pytest.raises(OSError, match="symbolic links"):  # which the save reports
         written.find_report(2)
     written.abandon()
 

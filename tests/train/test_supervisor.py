@@ -1,6 +1,7 @@
 """SIGTERM and the ranks of this machine, with ranks that are not there."""
 
 import dataclasses
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from echelon.checkpoint import CheckpointFolder
 from echelon.checkpoint.copies import HostCopies, MemoryFolder
 from echelon.errors import UserError
 from echelon.launching import RankFailed
@@ -81,9 +83,13 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
     def no_space(*_: object, **__: object) -> None:
         raise UserError("no space is left for a checkpoint")
 
+    def read_only(_: CheckpointFolder) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
     monkeypatch.setattr(HostCopies, "save", no_space)
 
     def play(_ranks: StandIn, on_message: OnMessage) -> list[int | None]:
+        monkeypatch.setattr(CheckpointFolder, "remove_leftovers", read_only)  # from now on
         for rank in (0, 1):
             on_message(rank, supervisor._LISTENS)
         on_message(0, Started(42, 9000, "stdlib", "cpu"))
@@ -103,7 +109,7 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
     assert len(list((tmp_path / "memory").iterdir())) == 1, "the copies stay"
     (note,) = RunFolder(run).about()["events"]
     assert note["text"].startswith(
-        "the copies in memory stay there, because they cannot be written: no space"
+        "the copies in memory stay there until the next run begins, because they cannot be written: no space"
     )
 
 

@@ -69,12 +69,19 @@ class CheckpointFolder:
         self._storage = storage_at(path)
         self._passed_over: set[int] = set()  # damaged, and later than the one that was loaded
 
-    def save(self, engine: Saves, step: int, extra: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Save after `step`. Without `wait` it is copied and written behind the next steps, and until the
-        first of them has ended nothing else may change weights or the optimizer's state; an error is raised
-        by the next save, or by engine.finish_saving()."""
+    def save(
+        self,
+        engine: Saves,
+        step: int,
+        extra: Mapping[str, Any],
+        *,
+        wait: bool = False,
+        copy_behind: bool = False,
+    ) -> None:
+        """Save after `step`. Without `wait` it is written behind the next steps, and an error is raised by
+        the next save, or by engine.finish_saving(). `copy_behind`: as in engine.save."""
+        behind = {"wait": wait, "copy_behind": copy_behind}
         then = partial(self._is_saved, step)
-        behind = {"wait": wait, "copy_behind": not wait}
         engine.save(self.path_of(step), extra=extra, then=then, retries=self._retries, **behind)
 
     def load_last(

@@ -16,7 +16,7 @@ from typing import Any
 
 from echelon.errors import UserError
 
-FORMAT, VERSION = "echelon-checkpoint", 1
+FORMAT, VERSION = "echelon-checkpoint", 2  # 1: hashes of CRC-32
 
 MOST_BYTES = 2**28
 MOST_VALUES = 2**24  # each takes up to 70 bytes of memory, and as few as 3 in the file

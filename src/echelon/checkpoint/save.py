@@ -152,9 +152,10 @@ class Saver:
                 is_part_done.set()
 
         thread = threading.Thread(target=work, name="echelon-save", daemon=True)
-        running = self._running = _Running(save.place, save.target, snapshot, thread, is_part_done, stop)
+        running = _Running(save.place, save.target, snapshot, thread, is_part_done, stop)
         self._finish_at_exit()
         thread.start()
+        self._running = running
 
     def _finish_at_exit(self) -> None:
         """The thread would end with the program, in silence."""

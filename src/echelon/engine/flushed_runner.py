@@ -15,6 +15,7 @@ from echelon.engine.first_step_checks import FirstStepChecks
 from echelon.engine.step_program import step_program
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.untouched import untouched
+from echelon.engine.weight_changes import renormalises_any
 from echelon.errors import UserError
 from echelon.ownership import LocalParameter
 from echelon.program import Program, without_update
@@ -31,6 +32,8 @@ class FlushedRunner(StepRunner):
         if self._balance is not None:
             self.first_step.check_gates = self._balance.check_gradients
         self._is_rehearsed = self._update.units is None
+        self._has_trained = False  # the first step tries things out
+        self._renormalises = any(map(renormalises_any, self._local.modules))
 
     def _train(self, batch: Batch, step: int) -> StepNumbers:
         self._update.number = step
@@ -77,6 +80,7 @@ class FlushedRunner(StepRunner):
             script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
             with self.first_step.watch():
                 self._run(script, feed)
+            self._has_trained = True
         except UserError:  # a check refuses the step
             self._buffers.restore(refused=True)
             raise
@@ -115,7 +119,9 @@ class FlushedRunner(StepRunner):
     @property
     def updates_last(self) -> bool:
         # With delay=1 a step begins with the weights of the update before the last.
-        return self._update.units is None and not self._mesh.plan.delay
+        is_update_last = self._update.units is None and not self._mesh.plan.delay
+        changes_weights = any(record.is_changed for record in self._change_records)
+        return self._has_trained and is_update_last and not changes_weights and not self._renormalises
 
     def buffer_copies(self) -> list[Tensor]:
         return self._buffers.storages()

@@ -28,7 +28,7 @@ from echelon.engine.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.padding import LocalTargets
 from echelon.engine.samples import Scopes, counting, no_scope
 from echelon.engine.upload import Upload, to_device
-from echelon.engine.weight_changes import WeightChanges, may_change_weights
+from echelon.engine.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
 from echelon.inputs import shared_inputs
 from echelon.memory import Meter
@@ -98,9 +98,14 @@ class StepRunner(ABC):
             update.units.on_unit = meter.sample
         self._measured: dict[nn.Parameter, Tensor] = {}  # gradients of a rehearsal, which are gone
         self.on_loss: Callable[[Tensor], None] | None = None  # sees the loss of each microbatch
-        self.before_update: Callable[[], None] = lambda: None  # where `updates_last`
+        self.before_update: Callable[[], None] = lambda: None  # is called before weights change
+        self._change_records: list[ChangeRecord] = []
         for stage in local.stages.values():
-            stage.first_forward = None if may_change_weights(plan) else WeightChanges(stage.module, plan)
+            if not may_change_weights(plan):
+                stage.first_forward = WeightChanges(stage.module, plan)
+            elif not frees_weights(plan):
+                stage.first_forward = record = ChangeRecord(stage.module, plan)
+                self._change_records.append(record)
         self.wire = Wire(mesh.edges(local.program.pairs), mesh.device)
         self._interpreter = Interpreter(local.stages, self, self.wire, mesh.device, self._prepare())
 
@@ -126,7 +131,8 @@ class StepRunner(ABC):
 
     @property
     def updates_last(self) -> bool:
-        """Whether a step changes weights and the optimizer's state only after all of its backward passes."""
+        """Whether a step is known to change weights and the optimizer's state only after all of its backward
+        passes."""
         return False
 
     def counters(self) -> dict[str, Number]:

@@ -97,6 +97,25 @@ class WeightChanges:
         )
 
 
+@final
+class ChangeRecord:
+    """Remembers whether the first forward pass, which may change weights, does."""
+
+    def __init__(self, stage: nn.Module, plan: Plan) -> None:
+        self._changes = WeightChanges(stage, plan)
+        self.is_changed = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = self._changes.states()
+        yield
+        self.is_changed = self._changes.states() != before
+
+
+def renormalises_any(stage: nn.Module) -> bool:
+    return any(map(_renormalises, stage.modules()))
+
+
 def _renormalises(module: nn.Module) -> bool:
     """Whether it is known to change its rows, and accepted (model_checks.py)."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

@@ -143,7 +143,8 @@ class Checkpoints:
             self._memory.save(step, *self._engine.saved_state(extra))
             self._last_in_memory = step
         if step > self._last_on_disk and (is_last or self._goes_to_disk(step)):
-            self._folder.save(self._engine, step, extra, wait=wait)
+            # Between steps nobody changes weights here.
+            self._folder.save(self._engine, step, extra, wait=wait, copy_behind=not wait)
             self._last_on_disk = step
         if wait:
             self.finish()

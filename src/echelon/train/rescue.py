@@ -31,13 +31,15 @@ class CopyRescue:
 
     def at_end(self) -> None:
         """Write what there is; if that cannot be, the memory stays, and the reason is said."""
-        self._memory.stays = True  # also if this is interrupted
         try:
             copies = self._newest()
             if copies is not None:
                 self._write(copies)
         except UserError as error:
-            self._say(f"the copies in memory stay there, because they cannot be written: {error}")
+            self._say(
+                "the copies in memory stay there until the next run begins, because they cannot be written: "
+                f"{error}; let that run be this one, with --resume"
+            )
         else:
             self._memory.stays = False
 

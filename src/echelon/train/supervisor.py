@@ -7,6 +7,7 @@ Ranks that are lost again and again before the next checkpoint end the run, afte
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
         try:
             last = _train_through_faults(job, run, fit, sigterm, rescue)
         except BaseException as error:
-            checkpoint_folder(job, path).remove_leftovers()
+            memory.stays = True  # until it is on disk, whatever comes
+            with suppress(OSError, UserError):  # and must not hide the error
+                checkpoint_folder(job, path).remove_leftovers()
             rescue.at_end()
             if not sigterm.came or not run.logbook.has_started:
                 raise
