@@ -15,7 +15,7 @@ _TORCH_ADVICE = f'required: pip install "torch>=2.11" ({_TESTED})'
 _OLDEST_PYTHON = (3, 11)
 
 # What echelon depends on, in the order of pyproject.toml, without torch, whose version is judged too.
-REQUIRED = ("numpy", "safetensors", "typer", "rich", "pydantic", "pillow")
+REQUIRED = ("numpy", "safetensors", "typer", "rich", "pydantic", "pillow", "xxhash")
 
 
 class Extra(NamedTuple):
