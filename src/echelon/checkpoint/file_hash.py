@@ -1,4 +1,4 @@
-"""The hash of a file: SHA-256 over the XXH3 (64 bits) of each of its blocks of 1 MiB.
+"""The hash of a file: SHA-256 over the XXH3 (64 bits) of each of its blocks of 4 MiB.
 
 It finds damage; it proves nothing about who wrote a file, who could have written the manifest too. XXH3 is as
 fast as memory, where SHA-256 of all bytes, without instructions for it, is slower than a disk.
@@ -14,8 +14,8 @@ from xxhash import xxh3_64_digest
 
 from echelon.hardware import usable_cores
 
-BLOCK_BYTES = 1 << 20
-_PART_BYTES, _THREADS = 16 * BLOCK_BYTES, 4
+BLOCK_BYTES = 4 << 20
+_PART_BYTES, _THREADS = 4 * BLOCK_BYTES, 4
 
 
 @final

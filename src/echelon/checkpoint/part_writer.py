@@ -20,7 +20,7 @@ from echelon.checkpoint.file_image import FileImage
 from echelon.checkpoint.manifest import FileRecord
 from echelon.launching import beat
 
-CHUNK_BYTES = 16 * BLOCK_BYTES
+CHUNK_BYTES = 4 * BLOCK_BYTES
 _CHUNKS = 3  # one is filled, one is written, one waits
 
 
