@@ -17,6 +17,7 @@ import torch
 from echelon.checkpoint import SaveOptions, assignment, part_writer, storage_errors
 from echelon.checkpoint import save as save_module
 from echelon.checkpoint.direct_file import DirectFile
+from echelon.checkpoint.file_hash import BLOCK_BYTES
 from echelon.checkpoint.save import Saver, Then
 from echelon.checkpoint.target import FolderTarget
 from echelon.errors import UserError
@@ -248,9 +249,9 @@ def test_the_memory_of_a_snapshot_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_save_that_waits_holds_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = 1 << 20
+    chunk = BLOCK_BYTES
     monkeypatch.setattr(part_writer, "CHUNK_BYTES", chunk)
-    tensors = {f"t{number}": torch.full((1 << 19,), number) for number in range(8)}  # of 4 MiB each
+    tensors = {f"t{number}": torch.full((1 << 20,), number) for number in range(8)}  # of 8 MiB each
     with PeakMemory() as measured:
         save(new_saver(), tmp_path / "a", tensors)
     assert chunk <= measured.peak <= 4 * chunk
