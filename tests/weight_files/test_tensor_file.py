@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -157,9 +159,33 @@ def test_a_length_that_is_no_length(tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, tensor=torch.rand(10))
     header = read_header(path)["tensor"]
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match="became shorter while it was read"):
-        read_box(header, (slice(0, 10),), torch.empty(10))
+    for share in (tensor_file._SHARE_BYTES, 12):
+        monkeypatch.setattr(tensor_file, "_SHARE_BYTES", share)
+        with pytest.raises(UserError, match="became shorter while it was read"):
+            read_box(header, (slice(0, 10),), torch.empty(10))
+
+
+def test_threads_read_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that was forked, where the threads of before are not."""
+    monkeypatch.setattr(tensor_file, "_SHARE_BYTES", 1000)
+    monkeypatch.setattr(tensor_file, "usable_cores", lambda: 2)
+    weight = torch.arange(20_001.0)
+    save_file({"a": weight}, tmp_path / "file")
+    stored = read_header(tmp_path / "file")["a"]
+
+    def is_read() -> bool:
+        out = torch.zeros(20_000)
+        read_box(stored, (slice(1, 20_001),), out)
+        return torch.equal(out, weight[1:])
+
+    assert is_read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if is_read() else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -10,6 +10,8 @@ import os
 import stat
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UserError
+from echelon.hardware import usable_cores
 
 DTYPES = {
     "F64": torch.float64,
@@ -47,6 +50,7 @@ _LONGEST_HEADER = 100_000_000  # as in safetensors itself
 _MOST_VALUES = 1 << 22  # of a header: some hundred thousand tensors
 _MOST_DIMS, _LARGEST = 64, 2**63 - 1  # of a shape, as in torch
 _BLOCK_BYTES = 2**20  # of whole rows, from which parts are cut
+_SHARE_BYTES, _MOST_THREADS = 4 * 2**20, 4  # of a large read: what a thread reads at once
 
 
 class StoredTensor(NamedTuple):
@@ -146,13 +150,32 @@ def _read_box(file: FileIO, begin: int, shape: tuple[int, ...], box: tuple[slice
 
 
 def _read_exactly(file: FileIO, begin: int, out: Tensor) -> None:
-    """Fill contiguous memory with the bytes from `begin` on."""
+    """Fill contiguous memory with the bytes from `begin` on; a large one by several threads."""
     flat = out.as_strided((out.numel(),), (1,))  # unlike view(-1), also where one element has any stride
     memory = flat.view(torch.uint8).numpy().data
-    file.seek(begin)
-    filled = 0
-    while filled < len(memory):  # one read returns 2 GiB at most
-        count = file.readinto(memory[filled:])
+    if len(memory) <= _SHARE_BYTES or usable_cores() == 1:
+        _read_share(file, begin, memory)
+        return
+    reading = [
+        _threads().submit(_read_share, file, begin + at, memory[at : at + _SHARE_BYTES])
+        for at in range(0, len(memory), _SHARE_BYTES)
+    ]
+    wait(reading)  # also after an error: the file is closed behind this
+    for share in reading:
+        share.result()
+
+
+def _read_share(file: FileIO, begin: int, memory: memoryview) -> None:
+    while memory:
+        count = os.preadv(file.fileno(), [memory], begin)
         if not count:
             raise UserError(f"{file.name!s}: became shorter while it was read; is it being written?")
-        filled += count
+        memory, begin = memory[count:], begin + count
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MOST_THREADS, usable_cores()), thread_name_prefix="echelon-read")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not come along
