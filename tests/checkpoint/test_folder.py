@@ -88,10 +88,15 @@ def test_if_all_are_damaged_nothing_is_trained_again_in_silence(place: str | Pat
     train(engine, folder, 1, 2)
     for step in (1, 2):
         damage(folder.path_of(step))
+    said = list[str]()
     with pytest.raises(UserError, match="no checkpoint is whole; to train from the start") as caught:
-        folder.load_last(engine, lambda _: None)
+        folder.load_last(engine, said.append)
     assert len(caught.value.errors) == 2
-    assert folder.load_last(engine, lambda _: None, after=0) is None, "there is a state of step 0 elsewhere"
+    assert folder.load_last(engine, said.append, after=0) is None, "there is a state of step 0 elsewhere"
+    assert [line.rpartition("; ")[2] for line in said] == [
+        *("trying the one before", "there is none before it"),
+        *("trying the one before", "there is none between it and step 0"),
+    ]
     assert folder.steps() == [2, 1]
 
 
@@ -100,7 +105,7 @@ def test_one_of_another_version_is_not_passed_over(tmp_path: Path) -> None:
     train(engine, folder, 1, 2)
     manifest = tmp_path / "step-00000002" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"version": 2', b'"version": 3'))
-    with pytest.raises(UserError, match="is of version 2") as caught:
+    with pytest.raises(UserError, match="is of version 3") as caught:
         folder.load_last(engine)
     assert "it may be whole; if it is not, remove" in str(caught.value)
 

@@ -79,7 +79,7 @@ def test_errors_of_the_network_are_tried_again_or_told(
     check_saved(url, state(1.0))
     left[0] = 2
     with pytest.raises(
-        UserError, match="RuntimeError: 503 slow down; the checkpoints before it are as they w"
+        UserError, match="RuntimeError: 503 slow down; checkpoints before it, if any, are as t"
     ):
         save_and_finish(saver, url, state(2.0), wait=wait, retries=1)
     check_saved(url, state(1.0))

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cli.signals import EXIT_CODE, Interrupted, Terminated, ctrl_c_keeps_notes, sigterm_raises
+from echelon.cli.signals import EXIT_CODE, Interrupted, Terminated, ctrl_c_keeps_notes, signals_raise
+from echelon.train.preempted import Preempted
 from tests.cli.commands import training, wait_for
 
 
 def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated, match=r"terminated \(SIGTERM\)"), sigterm_raises():
+    with pytest.raises(Terminated, match=r"terminated \(SIGTERM\)"), signals_raise():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
     assert EXIT_CODE == 143
@@ -26,13 +27,66 @@ def test_sigterm_is_an_exception_inside_and_what_it_was_outside() -> None:
 
 def test_a_second_sigterm_does_not_interrupt_the_clearing_up() -> None:
     cleared = []
-    with pytest.raises(Terminated), sigterm_raises():  # noqa: PT012
+    with pytest.raises(Terminated), signals_raise():  # noqa: PT012
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
             cleared.append("all")
     assert cleared == ["all"]
+
+
+def test_a_sigterm_after_all_is_saved_changes_nothing() -> None:
+    with pytest.raises(Preempted), signals_raise():  # noqa: PT012
+        try:
+            raise Preempted(46)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_ctrl_c_at_once_does_not_interrupt_the_cleanup_but_a_later_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+
+    def clean_up() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("cleanup")
+
+    with pytest.raises(KeyboardInterrupt), signals_raise():
+        clean_up()
+    assert done == ["cleanup"]
+    monkeypatch.setattr("echelon.cli.signals._TWICE_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt), signals_raise():
+        clean_up()
+    assert done == ["cleanup"]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_stays_ignored_where_it_was() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals_raise():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_no_signal_changes_an_exit_code_that_is_decided() -> None:
+    # The interpreter takes a while to exit. A SIGTERM then ended it with 143, although all was saved.
+    code = (
+        "import atexit, os, signal\n"
+        "from echelon.cli.main import main\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        "main(['bench', '--no-such-option'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_keeps_what_was_noted_on_the_way() -> None:
@@ -57,7 +111,7 @@ def test_where_python_hears_no_signals_nothing_is_changed(
     before, inside = signal.getsignal(signal.SIGTERM), []
 
     def enter() -> None:
-        with sigterm_raises():
+        with signals_raise():
             inside.append(signal.getsignal(signal.SIGTERM))
 
     if where == "another thread":

@@ -235,7 +235,8 @@ def test_many_in_a_row_are_an_error() -> None:
     poison = Poison("input", (2, 3, 4, 5, 7, *range(9, 50)))
     text, raised, last = steps_until_error("data=1", poison, most_skipped=5)
     assert (raised, last) == (13, 13)
-    assert "in 5 steps in a row, of which the last was number 13" in text
+    assert "in 5 steps in a row, of which the last was step 14;" in text, "as metrics.jsonl counts, from 1"
+    assert "were not finite in step 14;" in str(NonfiniteError.of(1, 13))
     text, raised, last = steps_until_error("data=1", Poison("input", range(1, 50)))
     assert (raised, last) == (MOST_SKIPPED, MOST_SKIPPED)
 

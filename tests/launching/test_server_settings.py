@@ -14,10 +14,11 @@ def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() ->
         [sys.executable, SCRIPT], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True
     )
     found = json.loads(done.stdout)
-    assert found["server"] == {"NVML": "1", "collects garbage": False}
-    usual = {"NVML": None, "collects garbage": True, "SIGUSR2 is free": True}
+    assert found["server"] == {"NVML": "1", "collects garbage": False, "hears Ctrl-C": False}
+    usual = {"NVML": None, "collects garbage": True, "hears Ctrl-C": True, "SIGUSR2 is free": True}
     for process in ("rank", "user's process"):
         frozen = found[process].pop("frozen")
         assert found[process] == usual, process
         assert frozen > 10_000, "it shares the memory of what the server has imported"
-    assert found["fork of a rank"] == {"NVML": "mine", "collects garbage": False, "SIGUSR2 is free": False}
+    changed = {"NVML": "mine", "collects garbage": False, "SIGUSR2 is free": False}
+    assert found["fork of a rank"] == {**changed, "hears Ctrl-C": True}

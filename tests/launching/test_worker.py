@@ -1,9 +1,11 @@
+import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
 
-from echelon.launching import Ranks, launch
+from echelon.launching import Ranks, launch, pulse, worker
+from echelon.launching.channel import Channel
 
 from . import tasks
 from .processes import needs_proc
@@ -30,6 +32,20 @@ def test_a_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "launched": True,
     }
     assert first["environment"]["RANK"] == "0"
+
+
+def test_a_rank_without_its_parent_ends_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After Ctrl-C while ranks start, their folder is gone, and nobody reads: each printed a traceback."""
+    config = worker.RankConfig(0, 1, tmp_path / "gone", tmp_path, None, None, str(tmp_path), {}, {}, True)
+    near, far = multiprocessing.Pipe()
+    near.close()
+    monkeypatch.setattr(worker.lifeline, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(worker, "open_channel", Channel)
+    monkeypatch.setattr(worker, "_set_up_process", lambda config: pulse.take_slot(config.board, config.rank))
+    with far, pytest.raises(SystemExit) as caught:
+        worker.main(config, far)
+    assert caught.value.code == 1
+    assert isinstance(caught.value.__context__, BrokenPipeError)
 
 
 def test_every_rank_leads_a_session_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,15 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+    before = shutil.copytree(file.parent, file.parent.with_name("step-00000000"))
     for words in (
         ["checkpoint", "show", str(tmp_path / "run")],
         ["export", str(tmp_path / "run"), "--to", "hf"],
     ):
         assert command(words) == 2
-        assert f"{file}: is damaged" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"{file}: is damaged" in error
+        assert f"  - give the one before it: {before}" in error
 
 
 def test_images(tmp_path: Path) -> None:

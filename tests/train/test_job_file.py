@@ -45,7 +45,10 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "is not TOML" in str(error_of(write(tmp_path, "steps = = 3")))
-    assert "cannot be read: Is a directory" in str(error_of(tmp_path))
+    assert str(error_of(tmp_path)) == f"job file {tmp_path} is a folder; give a file"
+    (tmp_path / "run.json").touch()
+    fix = f"is the folder of a run; to go on with it: --resume {tmp_path}"
+    assert str(error_of(tmp_path)) == f"job file {tmp_path} {fix}"
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8" in str(error_of(tmp_path / "b.toml"))
 
@@ -66,6 +69,16 @@ def test_errors_of_settings() -> None:
     assert "must be written key=value" in error_of(None, "steps").errors[0]
     assert "is a value, not a table" in error_of(None, "plan=data=1", "plan.data=2").errors[0]
     assert "did you mean 'layers'?" in error_of(None, "model.layrs=2").errors[0]
+
+
+def test_errors_are_said_to_be_where_they_are(tmp_path: Path) -> None:
+    good, bad = write(tmp_path, "steps = 3"), write(tmp_path, "batch = 'x'", "bad.toml")
+    assert error_of(good, "keep=x").title == "1 error in the settings:"
+    assert error_of(good, "keep=x", "nonsense").title == "2 errors in the settings:"
+    assert error_of(bad, "steps=3").title == f"1 error in job file {bad}:"
+    assert error_of(bad, "keep=x").title == f"2 errors in job file {bad} and the settings:"
+    assert error_of(bad, "nonsense").title == f"2 errors in job file {bad} and the settings:"
+    assert error_of(None, "keep=x", "batch=0").title == "2 errors in the settings:"
 
 
 def keys(error: UserError) -> list[str]:
@@ -130,6 +143,8 @@ def test_a_wrong_type_is_answered_with_the_rule_and_not_with_pydantics_words(
     ("setting", "error"),
     [
         ("steps=true", "steps=true: must be an integer"),
+        ("keep=true", "keep=true: must be an integer, or memory"),
+        ("keep=1.5", "keep=1.5: must be an integer, or memory"),
         ("optimizer.clip=false", "optimizer.clip=false: must be a number"),
         ("model.layers=true", "model.layers=true: must be an integer"),
         ("optimizer.betas=[true, 0.9]", "optimizer.betas=[True, 0.9]: must be two numbers"),

@@ -79,6 +79,8 @@ def test_an_invalid_model_does_not_hide_the_data() -> None:
     [
         (Job(name="a\0b"), "name='a"),
         (Job(name=""), "name='': must not be empty"),
+        (Job(name=".."), "name='..': must not begin with a dot"),
+        (Job(name=".a"), "name='.a': must not begin with a dot"),
         (Job(name="a/b"), "name='a/b': must not contain '/'; use out= for the parent folder"),
         (Job(out="a\0b"), "no NUL character"),
         (Job(out="a\udcff"), "nor bytes that are not text"),
@@ -95,7 +97,7 @@ def test_an_invalid_model_does_not_hide_the_data() -> None:
         (Job(data=DataJob(source="a\0b")), "there is no file or folder"),
     ],
 )
-def test_values_that_ended_in_a_traceback(job: Job, says: str) -> None:
+def test_values_that_ended_in_a_traceback_or_in_a_strange_folder(job: Job, says: str) -> None:
     (error,) = errors_of(job)
     assert says in error
 

@@ -71,6 +71,30 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> N
         resume(None, [f"out={tmp_path}"], None)
 
 
+def test_a_finished_run_and_fewer_steps_are_one_error_with_one_fix(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "finished", saved=600)
+    with pytest.raises(UserError) as caught:
+        resume(run, ["steps=8"], None)
+    (error,) = caught.value.errors
+    assert error.endswith("to train it for longer, set more: --set steps=1200")
+
+
+def test_a_part_of_a_run_names_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, saved=4)
+    for part in (run / "checkpoints", run / "checkpoints" / "step-00000004"):
+        with pytest.raises(UserError) as caught:
+            resume(part, [], None)
+        assert str(caught.value) == f"--resume {part}: is a part of a run; give its folder: --resume {run}"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"job": 1}'])
+def test_a_damaged_run_json_is_said_to_be_damaged(text: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"its run\.json is damaged"):
+        resume(run, [], None)
+
+
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"job": 1}', '{"job": {"steps": "x"}}', "[" * 9999])
 def test_a_folder_that_is_no_run(text: str | None, tmp_path: Path) -> None:
     folder = tmp_path / "folder"

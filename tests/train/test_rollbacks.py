@@ -85,6 +85,16 @@ def test_what_cannot_go_back_is_an_error(checkpoints: StandIn, step: int, reason
     assert checkpoints.asked == []
 
 
+def test_one_rollback_and_one_batch_are_said_in_the_singular() -> None:
+    with pytest.raises(UserError, match=r"gone back to a checkpoint once \(max_rollbacks=1\)"):
+        Rollbacks(Job(spike_factor=3.0, max_rollbacks=1), StandIn(1)).after(SPIKE)
+    console = Console(file=io.StringIO(), width=200)
+    with Display(Job(steps=40), console) as display:
+        display.show(RolledBack(22, 23, "the loss of step 23 jumped", 22, 23, 1, 3))
+    assert isinstance(console.file, io.StringIO)
+    assert "going back to step 22, without batch 22 (1 of 3 rollbacks)" in console.file.getvalue()
+
+
 def test_without_a_factor_steps_that_are_not_finite_end_the_training() -> None:
     error, checkpoints = NonfiniteError.of(10, 130), StandIn()
     with pytest.raises(NonfiniteError) as caught:

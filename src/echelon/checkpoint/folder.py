@@ -94,12 +94,13 @@ class CheckpointFolder:
         version: it may be whole. If all are damaged it is an error, unless there is a state of step `after`.
         """
         damaged: dict[int, str] = {}
-        for step in (step for step in self._steps_of_all() if after < step < before):
+        steps = [step for step in self._steps_of_all() if after < step < before]
+        for step in steps:
             try:
                 saved = open_whole(self.path_of(step))
             except DamagedError as error:
                 damaged[step] = str(error)
-                say(f"{error}; trying the one before")
+                say(f"{error}; {_what_next(step, steps, after)}")
             except UserError as error:
                 raise self._not_passed_over(step, error) from error
             else:
@@ -134,8 +135,8 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Those with a final name, newest first."""
-        found = [_NAME.fullmatch(name) for name in self._storage.names()]
-        return sorted((int(match[1]) for match in found if match is not None), reverse=True)
+        steps = map(step_of, self._storage.names())
+        return sorted((step for step in steps if step is not None), reverse=True)
 
     def _steps_of_all(self) -> list[int]:
         """As rank 0 sees them, on every rank."""
@@ -153,8 +154,21 @@ class CheckpointFolder:
         self._passed_over.clear()
 
 
+def _what_next(step: int, steps: Sequence[int], after: int) -> str:
+    """After the damaged checkpoint of a step: what is tried of the others, newest first."""
+    if step != steps[-1]:
+        return "trying the one before"
+    return "there is none before it" if after < 0 else f"there is none between it and step {after}"
+
+
 def _name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Of the checkpoint that a folder of this name is; None for another name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def removed(

@@ -17,7 +17,7 @@ _FIRST_PAUSE = 0.5  # seconds; each one after it is twice as long
 _FIXES = {
     errno.ENOSPC: "free some space, keep fewer checkpoints, or save elsewhere",
     errno.EDQUOT: "free some of your quota, keep fewer checkpoints, or save elsewhere",
-    errno.EFBIG: "the limit of a file's size is too small (ulimit -f)",
+    errno.EFBIG: "raise the limit of a file's size: ulimit -f unlimited",
     errno.EROFS: "the file system can only be read; save elsewhere",
     errno.EACCES: "make the folder writable for this user, or save elsewhere",
     errno.EPERM: "make the folder writable for this user, or save elsewhere",
@@ -31,7 +31,8 @@ def report_write_errors(place: object) -> AbstractContextManager[None]:
     """The rule, the place and the fix, for whatever the storage raises inside."""
     return _report(
         lambda reason: (
-            f"{place}: the checkpoint cannot be written: {reason}; the checkpoints before it are as they were"
+            f"{place}: the checkpoint cannot be written: {reason}; "
+            "checkpoints before it, if any, are as they were"
         )
     )
 

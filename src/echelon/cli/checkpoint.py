@@ -21,13 +21,15 @@ Place = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a fol
 @app.command("show")
 def show(path: Place, as_json: Json = False) -> None:
     """What is in a checkpoint, and whether it is whole: every hash is compared."""
-    from echelon.checkpoint.finding import find_checkpoint
+    from echelon.checkpoint.finding import find_checkpoint, one_before_is_named
     from echelon.checkpoint.saved import SavedState
     from echelon.checkpoint.summary import summarize
 
     screen = console(as_json)
-    saved = SavedState.open(find_checkpoint(path))
-    _verify(saved, as_json)
+    checkpoint = find_checkpoint(path)
+    with one_before_is_named(checkpoint):
+        saved = SavedState.open(checkpoint)
+        _verify(saved, as_json)
     summary = {**summarize(saved), "whole": True}
     if as_json:
         print_json(summary)

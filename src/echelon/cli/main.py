@@ -61,17 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     make_robust(sys.stdout, sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = run(words)
+    code = run(words, process_ends=True)
     if code in _FAILURES:
         report_failure(f"ended with exit code {code}, for the error that it printed")
     sys.exit(code)
 
 
-def run(arguments: list[str]) -> int:
-    """Run the command line; returns the exit code."""
+def run(arguments: list[str], *, process_ends: bool = False) -> int:
+    """Run the command line; returns the exit code. If the process ends then, no signal changes that code."""
     command = typer.main.get_command(app)
     try:
-        with signals.sigterm_raises():
+        with signals.signals_raise(process_ends=process_ends):
             code = int(command.main(arguments, prog_name="echelon", standalone_mode=False) or 0)
     except UserError as error:
         return _fail(arguments, 2, str(error), error.errors)

@@ -1,14 +1,23 @@
-"""SIGTERM and Ctrl-C as exceptions, so that a command ends its ranks and marks its run before it exits."""
+"""SIGTERM and Ctrl-C as exceptions, so that a command ends its ranks and marks its run before it exits.
+
+Both are often sent twice. The second must neither interrupt what the command does after the first, nor change
+an exit code that is decided.
+"""
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 from echelon.cli.options import is_first_rank
+from echelon.train.preempted import Preempted
 
 EXIT_CODE = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
+_TWICE_SECONDS = 1.0  # a second Ctrl-C within this time is the first; a later one ends the cleanup
 
 
 class Terminated(BaseException):
@@ -32,22 +41,42 @@ def ctrl_c_keeps_notes() -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated in the main thread, the only one where Python handles signals.
+def signals_raise(*, process_ends: bool = False) -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated and Ctrl-C KeyboardInterrupt, in the main thread, the only one where
+    Python handles signals. After it they are what they were before, or ignored if the process ends then.
 
     Ranks of torchrun other than 0 have nothing to clean up, so they end at once, even inside a collective.
     """
-    if threading.current_thread() is not threading.main_thread() or not is_first_rank():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _raise)
-    try:
+    with ExitStack() as stack:
+        for number, handler in ((signal.SIGTERM, _raise), (signal.SIGINT, _interrupt_once())):
+            after = signal.SIG_IGN if process_ends else signal.getsignal(number)
+            stack.callback(signal.signal, number, after)
+            if is_first_rank() and not _is_ignored_ctrl_c(number):
+                signal.signal(number, handler)
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def _is_ignored_ctrl_c(number: int) -> bool:
+    """A shell starts commands in the background so."""
+    return number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _raise(*_: object) -> None:
-    # `timeout` and others send it twice; the second must not interrupt the cleanup after the first.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated("terminated (SIGTERM)")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` and others send it twice
+    if not isinstance(sys.exception(), Preempted):  # on its way out: all is saved, and nothing is left to end
+        raise Terminated("terminated (SIGTERM)")
+
+
+def _interrupt_once() -> Callable[[int, FrameType | None], None]:
+    since: list[float] = []
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        if since and time.monotonic() - since[0] < _TWICE_SECONDS:
+            return
+        since[:] = [time.monotonic()]
+        raise KeyboardInterrupt
+
+    return interrupt

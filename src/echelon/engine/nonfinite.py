@@ -27,9 +27,9 @@ class NonfiniteError(UserError):
 
     @classmethod
     def of(cls, count: int, step: int, found: str = "") -> "NonfiniteError":
-        """`found`: what is known of the last of them."""
-        steps = f"{count} steps in a row, of which the last was" if count > 1 else "a step,"
-        reason = f"the loss or the gradients were not finite in {steps} number {step} (from 0)"
+        """`found`: what is known of the last of them. People count steps from 1."""
+        steps = f"{count} steps in a row, of which the last was " if count > 1 else ""
+        reason = f"the loss or the gradients were not finite in {steps}step {step + 1}"
         error = cls(
             f"{reason}; no weight has changed; {found + '; ' if found else ''}lower the learning rate, set "
             "clip, or look at the batches"

@@ -9,6 +9,9 @@ it again and again, for a quarter of the time.
 Its folder: multiprocessing makes one for the server's socket, and the parent removes it at its end. A parent
 that is killed cannot, and maybe no rank has started that could; so the server does.
 
+Ctrl-C: a terminal sends it to the server too, which would print a traceback while it imports. It is meant for
+the parent.
+
 Every process that the server forks has the usual settings again: ranks, and the user's own processes, because
 multiprocessing has one fork server for all.
 """
@@ -17,12 +20,15 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 from multiprocessing import forkserver
 from pathlib import Path
 
 _SERVER_PID, _PARENT_PID = os.getpid(), os.getppid()
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _is_set_by_user = _NVML_CHECK in os.environ
+# Blocked, not ignored: multiprocessing gives the handlers of this moment to every process that it forks.
+_SIGNALS_BEFORE = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _restore_settings() -> None:
@@ -35,6 +41,7 @@ def _restore_settings() -> None:
         return
     gc.freeze()
     gc.enable()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS_BEFORE)
     if not _is_set_by_user:
         os.environ.pop(_NVML_CHECK, None)
 

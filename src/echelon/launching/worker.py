@@ -56,9 +56,16 @@ def main(config: RankConfig, connection: Connection) -> None:
         _leave()
     except BaseException as error:
         _flush()
-        channel.send(pack(failure.from_exception(config.rank, error)))
+        _report(channel, failure.from_exception(config.rank, error))
         # Stay until the parent ends this process: if its sockets closed now, every peer would fail too.
         threading.Event().wait()
+
+
+def _report(channel: Channel, reason: failure.Failure) -> None:
+    try:
+        channel.send(pack(reason))
+    except OSError:  # the parent has ended this launch, or itself: nobody is left to tell
+        sys.exit(1)
 
 
 def _answer(channel: Channel, call: bytes) -> None:

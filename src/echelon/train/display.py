@@ -107,9 +107,11 @@ class Display:
             self._console.print(f"going on after step {step}, from its checkpoint")
 
     def _roll_back(self, event: RolledBack) -> None:
+        first, last = event.first_batch, event.end_batch - 1
+        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
         self._console.print(
-            f"[yellow]{escape(event.reason)}[/]; going back to step {event.step}, without batches "
-            f"{event.first_batch} to {event.end_batch - 1} ({event.number} of {event.limit} rollbacks)"
+            f"[yellow]{escape(event.reason)}[/]; going back to step {event.step}, without {batches} "
+            f"({event.number} of {event.limit} rollbacks)"
         )
         self._begin_after(event.step)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.checkpoint import SavedState
-from echelon.checkpoint.finding import RUN_FILE, find_checkpoint, find_run
+from echelon.checkpoint.finding import RUN_FILE, find_checkpoint, find_run, one_before_is_named
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.huggingface import config_json, weight_layout
 from echelon.models import ModelConfig, build_without_memory
@@ -55,8 +55,10 @@ def export_run(
     were compared. Without `out`, into the run's folder: export/FORMAT."""
     run = find_run(path)
     raise_errors(f"export of {path}", _argument_errors(path, to, out, dtype, run))
-    saved = SavedState.open(find_checkpoint(path))
-    saved.verify()
+    checkpoint = find_checkpoint(path)
+    with one_before_is_named(checkpoint):
+        saved = SavedState.open(checkpoint)
+        saved.verify()
     folder = (run or Path()) / EXPORTS / to if out is None else out
     weights = _Weights(saved, dtype)
     model = None if run is None else _model(run, weights)

@@ -10,12 +10,15 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from echelon.checkpoint.finding import RUN_FILE
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.plan.fields import FIELDS
 from echelon.text_file import read_text_file
 from echelon.train.job import Job
 from echelon.train.job_keys import is_value, keys_at, remove_lookalikes, rule_of
 from echelon.train.job_rules import job_errors
+
+_SETTINGS = "the settings"
 
 
 def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str | None = None) -> Job:
@@ -24,7 +27,7 @@ def read_job(path: Path | None = None, settings: Iterable[str] = (), plan: str |
     If something cannot be read, the error also lists the errors of everything else. A job that can be read
     may still be invalid; `check` raises that.
     """
-    subject = "the settings" if path is None else f"job file {path}"
+    subject = _SETTINGS if path is None else f"job file {path}"
     return read_values({} if path is None else _load(path), settings, plan, subject)
 
 
@@ -41,8 +44,17 @@ def read_values(values: dict[str, Any], settings: Iterable[str], plan: str | Non
         values["plan"] = plan
     job, unread = _validate(values) if values or errors else (Job(), {})
     if errors or unread:
-        raise_errors(subject, [*errors, *unread.values(), *job_errors(job, unread)])
+        invalid = job_errors(job, unread)
+        by_settings = {setting.partition("=")[0] for setting in settings}
+        has_other_errors = bool(invalid) or not unread.keys() <= by_settings
+        if errors or not unread.keys().isdisjoint(by_settings):
+            subject = _with_settings(subject) if has_other_errors else _SETTINGS
+        raise_errors(subject, [*errors, *unread.values(), *invalid])
     return job
+
+
+def _with_settings(subject: str) -> str:
+    return subject if subject == _SETTINGS else f"{subject} and {_SETTINGS}"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -52,6 +64,10 @@ def _load(path: Path) -> dict[str, Any]:
         near = sorted(other.name for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = did_you_mean(path.name, near) if near else "; without a file, the embedded job runs"
         raise UserError(f"job file {path} does not exist{hint}") from None
+    except IsADirectoryError:
+        is_run = (path / RUN_FILE).is_file()
+        fix = f"the folder of a run; to go on with it: --resume {path}" if is_run else "a folder; give a file"
+        raise UserError(f"job file {path} is {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"job file {path} cannot be read: {reason}") from None

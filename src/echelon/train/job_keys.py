@@ -45,7 +45,7 @@ def remove_lookalikes(values: dict[str, Any]) -> dict[str, str]:
     for path, table in _tables([], values):
         for name in [name for name in keys_at(path) if name in table]:
             place = [*path, name]
-            error = _error(_kind(place), table[name])
+            error = _error(place, table[name])
             if error is not None:
                 key = ".".join(place)
                 errors[key] = f"{key}={_show(table.pop(name))}: must be {error}"
@@ -74,17 +74,18 @@ def _kind(path: list[str]) -> Any:
     return None
 
 
-def _error(kind: Any, value: Any) -> str | None:
-    """What `value` must be, if it only looks like a `kind`."""
+def _error(path: list[str], value: Any) -> str | None:
+    """What the value at `path` must be, if this one only looks like it."""
+    kind, rule = _kind(path), rule_of(path)
     if kind is bool and not isinstance(value, bool):
-        return None if str(value).lower() in ("true", "false") else _RULES[bool]
+        return None if str(value).lower() in ("true", "false") else rule
     if kind not in (int, float, tuple):
         return None
     items = value if kind is tuple and isinstance(value, list) else [value]
     if any(isinstance(item, bool) for item in items):
-        return _RULES[kind]
+        return rule
     if any(isinstance(item, str) and not item.isascii() for item in items):
-        return f"{_RULES[kind]}, written with the digits 0 to 9"
+        return f"{rule}, written with the digits 0 to 9"
     return None
 
 

@@ -125,6 +125,12 @@ def _check_names(job: "Job", findings: Findings) -> None:
         findings.add(f"audit={job.audit!r}: must be one of {', '.join(MODES)}", "audit")
     if "/" in job.name:
         findings.add(f"name={job.name!r}: must not contain '/'; use out= for the parent folder", "name")
+    if job.name.startswith("."):
+        findings.add(
+            f"name={job.name!r}: must not begin with a dot, which hides the folder of a run; begin with a "
+            "letter or a digit",
+            "name",
+        )
     if not job.name:
         findings.add("name='': must not be empty", "name")
     if not job.out:

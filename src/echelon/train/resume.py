@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from echelon.checkpoint.finding import RUN_FILE, find_run
 from echelon.checkpoint.regular_file import read_regular
 from echelon.errors import UserError, raise_errors
 from echelon.train.checkpoints import newest_step
@@ -50,7 +51,7 @@ def runs_of(job: Job) -> Iterator[Path]:
 def read_about(path: Path) -> dict[str, Any] | None:
     """What the run.json of a folder says; None if it cannot be read."""
     try:
-        about = json.loads(read_regular(path / "run.json", _MOST_BYTES))
+        about = json.loads(read_regular(path / RUN_FILE, _MOST_BYTES))
     except (ValueError, RecursionError):  # also a UserError, of a file that cannot be read
         return None
     return about if isinstance(about, dict) else None
@@ -75,11 +76,23 @@ def _newest(job: Job) -> Path:
 def _job_of(path: Path, settings: Sequence[str], plan: str | None) -> Job:
     about = read_about(path)
     if about is None or not isinstance(about.get("job"), dict):
-        raise UserError(
-            f"--resume {path}: is not the folder of a run: it must have a run.json with the job; "
+        raise UserError(f"--resume {path}: {_why_no_job(path)}")
+    return read_values(about["job"], settings, plan, str(path / RUN_FILE))
+
+
+def _why_no_job(path: Path) -> str:
+    run = find_run(path) if path.exists() else None
+    if run is None:
+        return (
+            f"is not the folder of a run: it must have a {RUN_FILE} with the job; "
             "give a folder like runs/train-20300102-030405"
         )
-    return read_values(about["job"], settings, plan, f"{path / 'run.json'} and the settings")
+    if run != path.absolute():
+        return f"is a part of a run; give its folder: --resume {run}"
+    return (
+        f"its {RUN_FILE} is damaged, or this user may not read it: it must be a JSON object with the job; "
+        "put it back from a copy, or train a new run"
+    )
 
 
 def _continued(path: Path, job: Job) -> Continued:
@@ -88,14 +101,14 @@ def _continued(path: Path, job: Job) -> Continued:
     began = _job_of(path, (), None)
     saved = newest_step(job, path)
     errors = [*_changes(began, job), *link_errors(path)]
-    if job.steps < saved:
-        errors.append(
-            f"steps={job.steps}: the run has a checkpoint of step {saved}; set steps={saved} or more"
-        )
     if about.get("state") == FINISHED and job.steps <= began.steps:
         errors.append(
             f"the run has finished, after {began.steps} steps; to train it for longer, set more: "
             f"--set steps={2 * began.steps}"
+        )
+    elif job.steps < saved:
+        errors.append(
+            f"steps={job.steps}: the run has a checkpoint of step {saved}; set steps={saved} or more"
         )
     raise_errors(f"--resume {path}", errors)
     return Continued(path, job)

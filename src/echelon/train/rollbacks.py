@@ -78,7 +78,8 @@ class Rollbacks:
     def _why_not(self, trouble: Trouble) -> str | None:
         limit = self._job.max_rollbacks
         if self._checkpoints.num_rollbacks >= limit:
-            return f"the run has gone back to a checkpoint {limit} times (max_rollbacks={limit})"
+            times = "once" if limit == 1 else f"{limit} times"
+            return f"the run has gone back to a checkpoint {times} (max_rollbacks={limit})"
         if not self._checkpoints.can_go_back(trouble.first):
             return (
                 f"there is no checkpoint from before step {trouble.first} (save_every={self._job.save_every})"

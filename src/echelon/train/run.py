@@ -59,7 +59,9 @@ class Run:
             self._preempt(error)
             return
         self.folder.fail(f"{type(error).__name__}: {error}")
-        error.add_note(f"step {self.logbook.last_step} was the last; the run is in {self.folder.path}")
+        last = self.logbook.last_step
+        done = f"step {last} was the last" if last else "no step was made"
+        error.add_note(f"{done}; the run is in {self.folder.path}")
 
     def _preempt(self, error: Preempted) -> None:
         with suppress(UserError):

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
 
 answer = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
 collects_garbage = gc.isenabled()
+hears_ctrl_c = signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -16,6 +16,8 @@ def settings() -> dict[str, object]:
     return {
         "NVML": os.environ.get(NAME),
         "collects garbage": gc.isenabled(),
+        "hears Ctrl-C": signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "SIGUSR2 is free": signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL,
     }
 
@@ -23,7 +25,11 @@ def settings() -> dict[str, object]:
 def inspect_rank() -> dict[str, object]:
     import asking_module
 
-    server = {"NVML": asking_module.answer, "collects garbage": asking_module.collects_garbage}
+    server = {
+        "NVML": asking_module.answer,
+        "collects garbage": asking_module.collects_garbage,
+        "hears Ctrl-C": asking_module.hears_ctrl_c,
+    }
     rank = settings() | {"frozen": gc.get_freeze_count()}
     gc.disable()
     os.environ[NAME] = "mine"
