@@ -6,7 +6,16 @@ from rich.console import Console
 
 from echelon.audit import held, skipped
 from echelon.train.display import Display, print_summary
-from echelon.train.events import Audited, Evaluated, Sampled, Started, Starting, Stepped
+from echelon.train.events import (
+    Audited,
+    Evaluated,
+    Restarting,
+    RolledBack,
+    Sampled,
+    Started,
+    Starting,
+    Stepped,
+)
 from echelon.train.job import Job
 
 
@@ -36,6 +45,23 @@ def test_plain_lines_elsewhere() -> None:
     assert "80.0 MiB per rank" in lines[0]
     assert lines[-1].endswith("validation loss 2.2500")
     assert "\x1b" not in text
+
+
+def test_a_restart_says_once_where_its_state_is_from() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Display(Job(), console) as display:
+        display.show(Restarting("rank 1 was killed", 1, 3))
+        display.show(Started(1, 2, "stdlib", "cpu", after_step=60, source="from memory"))
+        display.show(Started(1, 2, "stdlib", "cpu", after_step=80))
+        display.show(RolledBack(40, 90, "the loss has jumped", 40, 90, 1, 3))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [line for line in lines if "parameters on" not in line] == [
+        "rank 1 was killed; restarting (1 of 3 restarts since the last checkpoint)",
+        "going on after step 60, from memory",
+        "going on after step 80, from its checkpoint on disk",
+        "the loss has jumped; going back to step 40, without batches 40 to 89 (1 of 3 rollbacks)",
+    ]
 
 
 def test_what_the_audit_skipped_is_said_once() -> None:

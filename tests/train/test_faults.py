@@ -13,7 +13,7 @@ import pytest
 
 from echelon.launching import RankFailed
 from echelon.train import loop, supervisor
-from echelon.train.events import Event, Restarting, Started, Stepped
+from echelon.train.events import Event, Noted, Restarting, Started, Stepped
 from echelon.train.job import Job, OptimizerJob
 from echelon.train.preempted import Preempted
 from echelon.train.trainer import train
@@ -113,13 +113,19 @@ def test_ranks_that_hang_are_started_again(how: str, tmp_path: Path, monkeypatch
 
 
 def test_a_rank_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    events: list[Event] = []
+
     def show(event: Event) -> None:
+        events.append(event)
         if isinstance(event, Stepped) and event.step == 1:
             kill_rank(0)
 
     with pytest.raises(RankFailed, match="rank 0 was killed by SIGKILL") as caught:
         train(small_job(tmp_path, save_every=0, restarts=1), show)
     assert "1 restart since the last checkpoint did not help" in caught.value.__notes__[0]
+    assert [event.text for event in events if isinstance(event, Noted)] == [
+        "no checkpoint was whole yet: training begins again at step 1"
+    ]
     (run,) = tmp_path.iterdir()
     assert about(run)["state"] == "failed"
 

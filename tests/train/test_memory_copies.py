@@ -2,18 +2,23 @@
 
 import dataclasses
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from echelon.checkpoint.copies import MemoryFolder
 from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.train import elastic
-from echelon.train.events import Event, Noted, Restarting, Started
+from echelon.train.events import FROM_DISK, Event, Noted, Restarting, Started
 from echelon.train.job import Job, OptimizerJob, check
-from echelon.train.memory_copies import loss_warning
+from echelon.train.memory_copies import loss_warning, memory_of_run
 from echelon.train.preempted import Preempted
+from echelon.train.run_folder import RunFolder
 from echelon.train.trainer import train
 from tests.train.test_faults import at_step, kill_rank, step_lines, weights
 from tests.train.test_trainer import small_job
@@ -39,7 +44,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, ram_disk: Path) -> No
     assert len([event for event in events if isinstance(event, Restarting)]) == 1
     _, after = (event.after_step for event in events if isinstance(event, Started))
     assert after in (3, 4, 5), "the copy after step 5 may be under way, and that after step 4"
-    assert notes(events) == [f"step {after}: from memory"]
+    assert [event.source for event in events if isinstance(event, Started)][1] == "from memory"
     assert weights(run) == weights(undisturbed)
     assert step_lines(run) == step_lines(undisturbed)
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000007"]
@@ -66,6 +71,23 @@ def test_after_the_last_restart_the_newest_copy_is_on_disk(tmp_path: Path, ram_d
     undisturbed = Path(train(dataclasses.replace(job, out=str(tmp_path / "b")), lambda _: None)["run"])
     assert weights(run) == weights(undisturbed)
     assert step_lines(run) == step_lines(undisturbed)
+
+
+@pytest.mark.parametrize("keep", [2, "memory"])
+def test_another_run_leaves_the_copies_of_a_killed_one(
+    keep: int | str, tmp_path: Path, ram_disk: Path
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    folders = {}
+    for state in ("running", "failed", "finished", "deleted"):
+        run = RunFolder.create(tmp_path, state, {"job": {}})
+        run.mark(state, {})
+        folders[state] = MemoryFolder(run.path)
+        folders[state].make(ended.pid)
+    shutil.rmtree(run.path)
+    ended.wait()
+    with memory_of_run(small_job(tmp_path, keep=keep, save_every=1), tmp_path / "another"):
+        assert [state for state in folders if folders[state].path.exists()] == ["running", "failed"]
 
 
 @pytest.mark.slow
@@ -131,7 +153,7 @@ def test_damaged_copies_are_passed_over_for_the_disk(tmp_path: Path, ram_disk: P
     _, after = (event.after_step for event in events if isinstance(event, Started))
     assert after in (0, 3, 6), "on disk"
     assert any("rank-00000.safetensors: is damaged" in text for text in notes(events))
-    assert not any("from memory" in text for text in notes(events))
+    assert all(event.source == FROM_DISK for event in events if isinstance(event, Started))
     assert weights(run) == weights(undisturbed)
     assert step_lines(run) == step_lines(undisturbed)
     assert list(ram_disk.iterdir()) == []

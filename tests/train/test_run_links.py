@@ -9,9 +9,10 @@ import pytest
 from echelon.errors import UserError
 from echelon.train.export_run import export_run
 from echelon.train.job import Job, as_plain
-from echelon.train.resume import read_about, resume
+from echelon.train.resume import resume
 from echelon.train.rollbacks import SkippedBatches
 from echelon.train.run_links import link_errors
+from echelon.train.run_state import read_about
 
 
 @pytest.fixture

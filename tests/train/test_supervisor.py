@@ -16,14 +16,14 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed
 from echelon.train import stop_request, supervisor
 from echelon.train.events import Started
-from echelon.train.job import Job
+from echelon.train.job import Job, as_plain
 from echelon.train.logbook import Logbook
 from echelon.train.preempted import Preempted
 from echelon.train.run import open_run
 from echelon.train.run_folder import RunFolder
 from echelon.train.sigterm import Sigterm
 from echelon.train.supervisor import supervise
-from tests.checkpoint.copies.host_files import write_copies
+from tests.checkpoint.copies.host_files import make_other_version, write_copies
 
 OnMessage = Callable[[int, Any], None]
 
@@ -109,8 +109,52 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
     assert len(list((tmp_path / "memory").iterdir())) == 1, "the copies stay"
     (note,) = RunFolder(run).about()["events"]
     assert note["text"].startswith(
-        "the copies in memory stay there until the next run begins, because they cannot be written: no space"
+        "the copies in memory stay there for 7 days, because they cannot be written: no space"
     )
+
+
+def _resume(run: Path, job: Job, play: Callable[[StandIn, OnMessage], list[int | None]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandIn, "play", play, raising=False)
+        patch.setattr(supervisor, "Ranks", StandIn)
+        with Sigterm() as sigterm, open_run(job, lambda _: None, run) as opened:
+            supervise(job, opened, lambda job: job, sigterm)
+
+
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Job]:
+    """A run that was killed; its state after step 5 is in memory alone."""
+    monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    job = Job(name="a", out=str(tmp_path / "runs"), plan="data=2", keep="memory")
+    run = RunFolder.create(tmp_path / "runs", "a", {"job": as_plain(job)}).path
+    write_copies(MemoryFolder(run), 5)
+    return run, job
+
+
+def test_copies_of_another_version_are_refused_before_ranks_start(killed: tuple[Path, Job]) -> None:
+    run, job = killed
+    make_other_version(MemoryFolder(run))
+
+    def play(_ranks: StandIn, _on_message: OnMessage) -> list[int | None]:
+        raise AssertionError("ranks would begin at step 1")
+
+    with pytest.raises(UserError, match="is of version 1; this echelon reads version 2"):
+        _resume(run, job, play)
+    assert len(MemoryFolder(run).entries()) == 2, "the echelon that made them can go on"
+
+
+def test_a_run_whose_keep_was_memory_goes_on_from_its_copies(killed: tuple[Path, Job]) -> None:
+    run, job = killed
+    on_disk: list[str] = []
+
+    def play(_ranks: StandIn, _on_message: OnMessage) -> list[int | None]:
+        on_disk.extend(path.name for path in (run / "checkpoints").glob("step-*"))
+        return [None, None]
+
+    _resume(run, dataclasses.replace(job, keep=2), play)
+    assert on_disk == ["step-00000005"]
+    assert not MemoryFolder(run).path.exists()
 
 
 def test_a_second_sigterm_after_all_is_saved_changes_nothing(

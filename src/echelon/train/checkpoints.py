@@ -18,7 +18,7 @@ from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
 from echelon.launching.group import decide_on_rank_0
 from echelon.train.data_position import DataPosition
-from echelon.train.events import RolledBack
+from echelon.train.events import FROM_DISK, RolledBack
 from echelon.train.job import Job
 from echelon.train.memory_copies import NUM_ON_DISK, is_in_memory, open_copies
 from echelon.train.metrics_file import METRICS
@@ -44,6 +44,7 @@ class Checkpoints:
         self.unwritten = UnwrittenLines(run / METRICS)
         self._memory = open_copies(job, run, engine)
         self._last_on_disk = self._last_in_memory = 0
+        self.source = FROM_DISK  # of the state that was loaded last
 
     def check_room(self, rank_bytes: float) -> None:
         """Refuse copies in memory for which there is no room: states of so many bytes at least."""
@@ -72,11 +73,11 @@ class Checkpoints:
         after = -1 if found is None else found.step
         extra = self._folder.load_last(self._engine, self._say, after=after, before=before)
         if extra is not None:
-            found, self._last_on_disk = None, _step_of(extra)
+            found, self._last_on_disk, self.source = None, _step_of(extra), FROM_DISK
         elif found is not None:
             extra = self._engine.load_saved(found.saved)
             self._last_in_memory = found.step
-            self._say(f"step {found.step}: from memory{_whose(found.received)}")
+            self.source = f"from memory{_whose(found.received)}"
         if self._memory is not None:
             self._memory.keep_only(found)
         return extra

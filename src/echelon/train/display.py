@@ -72,10 +72,12 @@ class Display:
                 )
                 self._unit = event.unit
                 self._begin_after(event.after_step)
+                if event.after_step:
+                    self._console.print(f"going on after step {event.after_step}, {event.source}")
             case Restarting():
                 self._console.print(
-                    f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting from the last checkpoint "
-                    f"({event.number} of {event.limit} restarts without a new one)"
+                    f"[yellow]{escape(event.reason.splitlines()[0])}[/]; restarting "
+                    f"({event.number} of {event.limit} restarts since the last checkpoint)"
                 )
             case RolledBack():
                 self._roll_back(event)
@@ -104,7 +106,6 @@ class Display:
         del self._losses[step:]
         if step:
             self._progress.update(self._task, completed=step)
-            self._console.print(f"going on after step {step}, from its checkpoint")
 
     def _roll_back(self, event: RolledBack) -> None:
         first, last = event.first_batch, event.end_batch - 1

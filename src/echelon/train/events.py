@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from echelon.audit.report import AuditResult
 
+FROM_DISK = "from its checkpoint on disk"
+
 
 @dataclass(frozen=True)
 class Starting:
@@ -22,6 +24,7 @@ class Started:
     after_step: int = 0  # of the checkpoint that training goes on from; later steps are made again
     lines: tuple[str, ...] = ()  # of metrics.jsonl, up to there: it may lack them
     rollbacks: tuple["RolledBack", ...] = ()  # of the run so far: metrics.jsonl may lack them
+    source: str = FROM_DISK  # or 'from memory': the state after that step
 
 
 @dataclass(frozen=True)

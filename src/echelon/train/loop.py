@@ -24,6 +24,7 @@ from echelon.train.divergence import refuse_divergence
 from echelon.train.events import Audited, Evaluated, Event, GateLoad, Noted, Sampled, Started, Stepped
 from echelon.train.job import Job
 from echelon.train.memory_fit import refuse_small_device, state_bytes
+from echelon.train.metrics_file import METRICS, last_step
 from echelon.train.rollbacks import LossSpikeError, Rollbacks
 from echelon.train.stop_request import StopRequest
 from echelon.train.task import Task
@@ -70,9 +71,9 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     checkpoints.check_room(state_bytes(job, task.config))
     step = checkpoints.load_last()
     if first:
-        device = _device_name(engine)
-        data, lines = (task.data_size, task.data_name), checkpoints.unwritten.lines
-        report(Started(task.num_parameters, *data, device, task.unit, step, lines, checkpoints.rollbacks))
+        if step == 0 and last_step(folder / METRICS):
+            report(Noted("no checkpoint was whole yet: training begins again at step 1"))
+        report(_started(task, engine, checkpoints, step))
     training = _Training(job, engine, task, checkpoints, report)
     while step < job.steps:
         step += 1
@@ -167,6 +168,20 @@ class _Training:
         if self._first:
             self._report(event)
         return event.step
+
+
+def _started(task: Task, engine: Engine, checkpoints: Checkpoints, step: int) -> Started:
+    return Started(
+        parameters=task.num_parameters,
+        train_tokens=task.data_size,
+        corpus=task.data_name,
+        device=_device_name(engine),
+        unit=task.unit,
+        after_step=step,
+        lines=checkpoints.unwritten.lines,
+        rollbacks=checkpoints.rollbacks,
+        source=checkpoints.source,
+    )
 
 
 def _whole(job: Job, task: Task) -> nn.Module:

@@ -5,16 +5,18 @@ The process that starts the ranks owns it: this one, or the agent of torchrun on
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from echelon.checkpoint.copies import MemoryCopies, MemoryFolder, newest_step_here, remove_dead_folders
+from echelon.checkpoint.manifest_text import OtherVersionError
 from echelon.engine import Engine
 from echelon.engine.auto import ranks_here
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.train.job import Job
 from echelon.train.preempted import Preempted
+from echelon.train.run_state import is_unfinished
 
 MEMORY = "memory"
 NUM_ON_DISK = 2  # checkpoints that stay on disk beside the copies in memory
@@ -29,6 +31,22 @@ def open_copies(job: Job, run: Path, engine: Engine) -> MemoryCopies | None:
     if not is_in_memory(job):
         return None
     return MemoryCopies(MemoryFolder(run), str(engine.plan), engine.mesh.group("all"), engine.mesh.device)
+
+
+def folder_of(job: Job, run: Path) -> MemoryFolder | None:
+    """Where the copies of a run are, or were before its job had another `keep`; None without a RAM disk."""
+    try:
+        return MemoryFolder(run)
+    except UserError:
+        if is_in_memory(job):
+            raise
+        return None
+
+
+def has_copies(job: Job, run: Path) -> bool:
+    """Whether this host has a file of any rank."""
+    folder = folder_of(job, run)
+    return folder is not None and bool(folder.entries())
 
 
 def newest_in_memory(job: Job, run: Path) -> int:
@@ -70,7 +88,8 @@ def memory_of_rank(job: Job, run: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if folder is not None and (isinstance(error, Preempted | KeyboardInterrupt) or _is_last_attempt()):
+        ends = isinstance(error, Preempted | KeyboardInterrupt) or _is_last_attempt()
+        if folder is not None and ends and not isinstance(error, OtherVersionError):
             folder.remove()
         raise
     if folder is not None:
@@ -78,13 +97,13 @@ def memory_of_rank(job: Job, run: Path) -> Iterator[None]:
 
 
 def _make(job: Job, run: Path, owner: int) -> MemoryFolder | None:
-    """Also removes what runs that were killed have left."""
-    if not is_in_memory(job):
-        with suppress(UserError):  # no RAM disk, so there is nothing
-            remove_dead_folders()
+    """Also removes what other runs have left that nobody will go on with."""
+    folder = folder_of(job, run)
+    if folder is None:
         return None
-    folder = MemoryFolder(run)
-    remove_dead_folders(keep=folder.path)
+    remove_dead_folders(is_unfinished, keep=folder.path)
+    if not is_in_memory(job) and not folder.path.exists():
+        return None
     folder.make(owner)
     return folder
 

@@ -44,6 +44,11 @@ def read_metrics(path: Path) -> list[Stepped | Evaluated]:
     return events
 
 
+def last_step(path: Path) -> int:
+    """The last step that a file tells of, or 0."""
+    return max((event.step for event in read_metrics(path)), default=0)
+
+
 def metrics_until(path: Path, step: int) -> str:
     """The lines of a file, but for those of later steps and those that cannot be read. A rollback stays: what
     it leaves out is left out also by a training that goes on from an earlier step."""

@@ -1,18 +1,19 @@
 """keep='memory': copies that no rank will go on from become a checkpoint on disk, which any plan can load.
 
-So it is when a run ends by faults, by Ctrl-C or by an error, and when ranks start again with another plan.
+So it is when a run ends by faults, by Ctrl-C or by an error, and when ranks start again with another plan, or
+with another `keep`.
 """
 
 from contextlib import suppress
 from typing import final
 
-from echelon.checkpoint.copies import HostCopies, MemoryFolder, forget_all
+from echelon.checkpoint.copies import DAYS_KEPT, HostCopies, MemoryFolder, forget_all
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.train.checkpoints import checkpoint_folder, newest_step
 from echelon.train.events import Noted
 from echelon.train.job import Job
-from echelon.train.memory_copies import RunMemory, is_in_memory
+from echelon.train.memory_copies import RunMemory, folder_of, is_in_memory
 from echelon.train.run import Run
 
 
@@ -24,9 +25,11 @@ class CopyRescue:
         self._job, self._run, self._memory = job, run, memory
 
     def before_start(self, fitted: Job) -> None:
-        """Write copies of another plan than that of the ranks to come, which could not use them."""
+        """Write copies that the ranks to come would not use: they have another plan, or another `keep`."""
         copies = self._newest()
-        if copies is not None and Plan.parse(copies.plan) != Plan.parse(fitted.plan):
+        if copies is None:
+            return
+        if not is_in_memory(fitted) or Plan.parse(copies.plan) != Plan.parse(fitted.plan):
             self._write(copies)
 
     def at_end(self) -> None:
@@ -37,18 +40,17 @@ class CopyRescue:
                 self._write(copies)
         except UserError as error:
             self._say(
-                "the copies in memory stay there until the next run begins, because they cannot be written: "
-                f"{error}; let that run be this one, with --resume"
+                f"the copies in memory stay there for {DAYS_KEPT} days, because they cannot be written: "
+                f"{error}; go on with --resume before that"
             )
         else:
             self._memory.stays = False
 
     def _newest(self) -> HostCopies | None:
         """The copies in memory that are newer than all checkpoints on disk."""
-        if not is_in_memory(self._job):
-            return None
         run = self._run.folder.path
-        return HostCopies.newest(MemoryFolder(run), newest_step(self._job, run), self._say)
+        folder = folder_of(self._job, run)
+        return None if folder is None else HostCopies.newest(folder, newest_step(self._job, run), self._say)
 
     def _write(self, copies: HostCopies) -> None:
         run = self._run.folder.path

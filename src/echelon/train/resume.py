@@ -3,21 +3,19 @@
 The job is that of the run, in its run.json. The plan may change, and what does not change what is trained.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.checkpoint.finding import RUN_FILE, find_run
-from echelon.checkpoint.regular_file import read_regular
 from echelon.errors import UserError, raise_errors
 from echelon.train.checkpoints import newest_step
 from echelon.train.job import Job, as_plain
 from echelon.train.job_file import read_job, read_values
+from echelon.train.lost_checkpoints import lost_errors
 from echelon.train.run_links import link_errors
+from echelon.train.run_state import FINISHED, read_about
 
-FINISHED = "finished"
-_MOST_BYTES = 10**8  # of run.json
 MAY_CHANGE = (
     *("plan", "steps", "save_every", "keep", "keep_every", "restarts", "audit"),
     *("evaluate_every", "evaluate_batches"),
@@ -46,15 +44,6 @@ def runs_of(job: Job) -> Iterator[Path]:
     """The run folders of a job's name, newest first."""
     folders = [path.parent for path in Path(job.out).glob(f"{_escaped(job.name)}-*/run.json")]
     yield from sorted(folders, key=lambda path: (_started(path), path.name), reverse=True)
-
-
-def read_about(path: Path) -> dict[str, Any] | None:
-    """What the run.json of a folder says; None if it cannot be read."""
-    try:
-        about = json.loads(read_regular(path / RUN_FILE, _MOST_BYTES))
-    except (ValueError, RecursionError):  # also a UserError, of a file that cannot be read
-        return None
-    return about if isinstance(about, dict) else None
 
 
 def _newest(job: Job) -> Path:
@@ -110,6 +99,8 @@ def _continued(path: Path, job: Job) -> Continued:
         errors.append(
             f"steps={job.steps}: the run has a checkpoint of step {saved}; set steps={saved} or more"
         )
+    if not saved and not errors:
+        errors += lost_errors(path, str(about.get("state")), began, job)
     raise_errors(f"--resume {path}", errors)
     return Continued(path, job)
 

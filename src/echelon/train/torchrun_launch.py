@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from echelon.launching.byte_collectives import all_gather_bytes
 from echelon.train.job import Job, as_plain
-from echelon.train.resume import FINISHED, read_about, runs_of
+from echelon.train.resume import runs_of
+from echelon.train.run_state import FINISHED, read_about
 
 
 class LaunchedRun(NamedTuple):

@@ -39,6 +39,13 @@ def write_copies(folder: MemoryFolder, step: int, ranks: tuple[int, ...] = (0, 1
         write_small(folder.manifest(entry), manifest.as_bytes())
 
 
+def make_other_version(folder: MemoryFolder) -> None:
+    """All copies are as another echelon would write them."""
+    for entry in folder.entries():
+        path = folder.manifest(entry)
+        path.write_bytes(path.read_bytes().replace(b'"version": 2', b'"version": 1', 1))
+
+
 def _owned(step: int, rank: int) -> list[OwnedSlice]:
     whole = tensors(step)
     rows, b = whole["w"][2 * rank : 2 * rank + 2], whole["b"]

@@ -12,10 +12,12 @@ from unittest import mock
 import torch.distributed as dist
 
 from echelon.checkpoint.copies import HostCopies, MemoryCopies, MemoryFolder, keeper
+from echelon.checkpoint.manifest_text import OtherVersionError
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.plan import Plan
 from echelon.verify.contract import make_engine
+from tests.checkpoint.copies.host_files import make_other_version
 from tests.checkpoint.same_plan import SAVED, Training, case_of, end, same
 from tests.checkpoint.trainings import train
 
@@ -81,7 +83,7 @@ PLAN = "data=2 zero=1 precision=bf16"
 
 def recover(folder: str, hosts: int, faults: list[str], plan: str = PLAN) -> tuple[list[str], int, list[int]]:
     """Two saves, then faults, then another engine: what is said, the step that is found, and who had lost its
-    file. Checks that this step's state is found in every bit."""
+    file. Checks that this step's state is found in every bit. Step -1: copies are refused."""
     path, case = Path(folder), case_of(Training(PLAN))
     engine = make_engine(case, Plan.parse(PLAN))
     copies = open_copies(engine, path, hosts)
@@ -97,7 +99,10 @@ def recover(folder: str, hosts: int, faults: list[str], plan: str = PLAN) -> tup
     dist.barrier()
     said: list[str] = []
     other = make_engine(case, Plan.parse(plan))
-    found = open_copies(other, path, hosts).find(said.append)
+    try:
+        found = open_copies(other, path, hosts).find(said.append)
+    except OtherVersionError as error:
+        return [str(error)], -1, []
     if found is not None:
         assert other.load_saved(found.saved) == {"position": found.step}
         assert states[found.step] == _local_state(other)
@@ -129,7 +134,14 @@ def _damage(pattern: str, folder: Path) -> None:
             path.write_bytes(data)
 
 
+def _lower_version(folder: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:  # of one rank; all must be told
+        make_other_version(MemoryFolder(folder, folder / "host-1"))
+
+
 FAULTS = {
+    "copies of host 1 are of another version": _lower_version,
     "host 1 is lost": _lose_host_1,
     "file of rank 1 is damaged": partial(_damage, "host-1/*/*/rank-00001"),
     "copy of rank 1 is damaged": partial(_damage, "host-0/*/*/rank-00001"),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,26 @@ def test_what_a_dead_process_has_left_is_removed(tmp_path: Path) -> None:
     own.make(ended.pid)
     alive.make(os.getpid())
     ended.wait()
-    remove_dead_folders(tmp_path, keep=own.path)
+    remove_dead_folders(lambda _: False, tmp_path, keep=own.path)
     assert not dead.path.exists()
     assert alive.path.exists()
     assert own.path.exists()
+
+
+def test_copies_of_a_run_that_can_be_resumed_stay_for_a_week(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    names = ("killed", "finished", "old", "readable by others", "of another run", "line\nbreak\udcff")
+    folders = {name: MemoryFolder(tmp_path / name, tmp_path) for name in names}
+    for folder in folders.values():
+        folder.make(ended.pid)
+    ended.wait()
+    eight_days_ago = time.time() - 8 * 24 * 3600
+    for slot in (0, 1):
+        os.utime(folders["old"].slot(slot), (eight_days_ago, eight_days_ago))
+    folders["readable by others"].path.chmod(0o755)
+    (folders["of another run"].path / "owner").write_bytes((folders["killed"].path / "owner").read_bytes())
+    remove_dead_folders(lambda run: run.parent == tmp_path and run.name != "finished", tmp_path)
+    assert [name for name in names if folders[name].path.exists()] == ["killed", "line\nbreak\udcff"]
 
 
 def test_the_last_whole_generation_is_not_written_over(tmp_path: Path) -> None:

@@ -31,6 +31,13 @@ def test_a_damaged_file_is_passed_over(warm_ranks: WarmRanks, tmp_path: Path) ->
     assert "rank-00001.safetensors: is damaged: its hash is" in damaged
 
 
+def test_copies_of_another_version_are_refused_by_all_ranks(warm_ranks: WarmRanks, tmp_path: Path) -> None:
+    said, step, _ = run(warm_ranks(2), tmp_path, 2, "copies of host 1 are of another version")
+    assert step == -1
+    assert "is of version 1; this echelon reads version 2" in said[0]
+    assert len(list(tmp_path.glob("host-1/*/*/*.json"))) == 4, "nothing is forgotten"
+
+
 @pytest.mark.slow
 def test_a_host_that_cannot_write_tells_its_neighbour(warm_ranks: WarmRanks, tmp_path: Path) -> None:
     (told,) = set(warm_ranks(2).run(save_where_rank_1_cannot_write, str(tmp_path)))

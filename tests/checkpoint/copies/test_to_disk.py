@@ -11,7 +11,7 @@ from echelon.checkpoint.copies import HostCopies, MemoryFolder
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from echelon.ownership import Slice
-from tests.checkpoint.copies.host_files import PLAN, tensors, write_copies
+from tests.checkpoint.copies.host_files import PLAN, make_other_version, tensors, write_copies
 from tests.checkpoint.copies.kept import differences_on_disk
 from tests.checkpoint.copies.test_own_files import FOUR_RANKS, check
 from tests.checkpoint.test_same_plan import FEW
@@ -66,6 +66,15 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     copies, (text,) = newest(folder)
     assert copies is None
     assert text.startswith(f"{path}: is damaged")
+
+
+def test_copies_of_another_version_are_an_error_and_stay(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    write_copies(folder, 7)
+    make_other_version(folder)
+    with pytest.raises(UserError, match=rf"is of version 1; .*\n.*or remove {folder.path} to go on without"):
+        newest(folder)
+    assert len(folder.entries()) == 2
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:

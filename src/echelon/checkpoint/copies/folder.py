@@ -1,7 +1,7 @@
 """The folder of a run's copies on one host, on a RAM disk: memory that outlives the ranks.
 
-It belongs to the process that started them, and goes with its run. What a killed process leaves is removed by
-the next run of the same user.
+It belongs to the process that started them, and goes with its run. What a killed process leaves stays for
+--resume, and is removed by a later run of the same user.
 """
 
 import hashlib
@@ -10,13 +10,15 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
 from echelon.errors import UserError
 
+DAYS_KEPT = 7  # after the last copy, those of a run that was killed and not resumed
 VARIABLE = "ECHELON_MEMORY_FOLDER"
 _RAM_DISK = "/dev/shm"
 _PREFIX = "echelon-memory-"
@@ -48,7 +50,8 @@ class MemoryFolder:
     """Where the copies of a run are on this host. `root` is the RAM disk, or another folder."""
 
     def __init__(self, run: Path, root: Path | None = None) -> None:
-        name = hashlib.sha256(os.fsencode(run.absolute())).hexdigest()[:16]
+        self._run = os.fsencode(run.absolute())
+        name = hashlib.sha256(self._run).hexdigest()[:16]
         self.path = (root or memory_root()) / f"{_PREFIX}{os.getuid()}-{name}"
 
     def make(self, owner: int) -> None:
@@ -60,7 +63,7 @@ class MemoryFolder:
             self._refuse_strangers()
             for slot in range(_NUM_SLOTS):
                 self.slot(slot).mkdir(mode=0o700, exist_ok=True)
-            write_small(self.path / _OWNER, _describe_process(owner).encode())
+            write_small(self.path / _OWNER, _describe_process(owner).encode() + b"\n" + self._run)
         except OSError as error:
             raise UserError(
                 f"keep='memory': cannot make {self.path}: {error.strerror or error}; set {VARIABLE} to a "
@@ -68,12 +71,21 @@ class MemoryFolder:
             ) from error
 
     def _refuse_strangers(self) -> None:
-        found = self.path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        if not self.is_private():
             raise UserError(
                 f"keep='memory': {self.path} must be a folder of this user, which no other can read; "
                 f"remove it, or set {VARIABLE} to another place"
             )
+
+    def is_private(self) -> bool:
+        """Whether it is a folder of this user, for this user alone."""
+        found = self.path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+    def changed(self) -> float:
+        """When a copy was last begun or made, in seconds since 1970."""
+        slots = (self.slot(slot) for slot in range(_NUM_SLOTS))
+        return max((slot.stat().st_mtime for slot in slots if slot.is_dir()), default=0.0)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -160,12 +172,25 @@ def write_small(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def remove_dead_folders(root: Path | None = None, keep: Path | None = None) -> None:
-    """Remove what runs of this user have left whose process is gone; but that of the run `keep`."""
+def remove_dead_folders(
+    is_unfinished: Callable[[Path], bool], root: Path | None = None, keep: Path | None = None
+) -> None:
+    """Remove what runs of this user have left whose process is gone; but the folder `keep`, and for some days
+    those of runs that `is_unfinished` says may be resumed."""
     for path in (root or memory_root()).glob(f"{_PREFIX}{os.getuid()}-*"):
         with suppress(OSError):
-            if path != keep and path.lstat().st_uid == os.getuid() and _is_dead((path / _OWNER).read_text()):
+            if path == keep or path.lstat().st_uid != os.getuid():
+                continue
+            process, _, run = (path / _OWNER).read_bytes().partition(b"\n")
+            if _is_dead(os.fsdecode(process)) and not _is_needed(path, Path(os.fsdecode(run)), is_unfinished):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_needed(path: Path, run: Path, is_unfinished: Callable[[Path], bool]) -> bool:
+    folder = MemoryFolder(run, path.parent)
+    if folder.path != path or not folder.is_private():
+        return False
+    return time.time() - folder.changed() < DAYS_KEPT * 24 * 3600 and is_unfinished(run)
 
 
 def _names(folder: Path) -> Iterator[str]:

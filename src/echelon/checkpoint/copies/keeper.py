@@ -37,6 +37,7 @@ from echelon.checkpoint.copies.mapped_file import MappedFile
 from echelon.checkpoint.copies.room import num_files, refuse_small_disk
 from echelon.checkpoint.file_image import FileLayout
 from echelon.checkpoint.manifest import Manifest
+from echelon.checkpoint.manifest_text import OtherVersionError
 from echelon.checkpoint.saved import SavedState
 from echelon.collectives import Group
 from echelon.errors import UserError
@@ -46,6 +47,8 @@ from echelon.launching.group import agree_on_every_rank, check_on_every_rank
 from echelon.ownership import OwnedSlice
 
 Say = Callable[[str], None]
+
+_DAMAGED, _OTHER_PLAN, _OTHER_VERSION = "damaged", "other plan", "other version"
 
 
 class FoundCopies(NamedTuple):
@@ -199,7 +202,8 @@ class MemoryCopies:
         """The newest generation from before a step that is whole, with every hash compared; None if there is
         none.
 
-        Nothing is loaded by this. What is damaged, or of another plan, is named to `say`.
+        Nothing is loaded by this. What is damaged, or of another plan, is named to `say`. Copies of another
+        version are an error: they may be whole.
         """
         given_up: set[str] = set()
         received: tuple[int, ...] = ()
@@ -258,11 +262,14 @@ class MemoryCopies:
             try:
                 saved = rank_file.open_rank_file(self._folder.manifest(entry), self._plan, self._group.size)
             except rank_file.OtherPlanError as error:
-                attempt.errors.append([str(error), True])
+                attempt.errors.append([str(error), _OTHER_PLAN])
+                return attempt
+            except OtherVersionError as error:
+                attempt.errors.append([str(error), _OTHER_VERSION])
                 return attempt
             except UserError as error:
                 self._folder.forget(entry)
-                attempt.errors.append([str(error), False])
+                attempt.errors.append([str(error), _DAMAGED])
                 continue
             if rank == self._group.rank:
                 attempt.saved = saved
@@ -288,17 +295,20 @@ class MemoryCopies:
                 attempt = self._open(generation, ())
             except UserError as error:
                 attempt = _Attempt()
-                attempt.errors.append([str(error), False])
+                attempt.errors.append([str(error), _DAMAGED])
         for work in sent:
             work.wait()
         return attempt
 
     def _is_refused(self, generation: str, attempt: "_Attempt", given_up: set[str], say: Say) -> bool:
-        """Whether any rank has found an error; each is said once."""
+        """Whether any rank has found an error; each is said once. Another version is raised on all ranks."""
         errors = [error for row in self._gather(attempt.errors) for error in row]
-        for text in dict.fromkeys(text for text, _ in errors[:1] + [e for e in errors[1:] if not e[1]]):
+        for text in (text for text, kind in errors if kind == _OTHER_VERSION):
+            raise OtherVersionError(text)
+        said = errors[:1] + [error for error in errors[1:] if error[1] != _OTHER_PLAN]
+        for text in dict.fromkeys(text for text, _ in said):
             say(text)
-        if any(is_other_plan for _, is_other_plan in errors):
+        if any(kind == _OTHER_PLAN for _, kind in errors):
             given_up.add(generation)
         return bool(errors)
 
@@ -310,9 +320,9 @@ class MemoryCopies:
 
 
 class _Attempt:
-    """What a rank has opened of a generation, and what was wrong: texts, and whether it is the plan."""
+    """What a rank has opened of a generation, and what was wrong: each text with its kind."""
 
     def __init__(self) -> None:
         self.saved: SavedState | None = None
         self.sent: dict[int, RankCopy] = {}
-        self.errors: list[tuple[str, bool] | list[Any]] = []
+        self.errors: list[list[str]] = []

@@ -17,7 +17,7 @@ from echelon.checkpoint.file_checks import check_hash, check_size
 from echelon.checkpoint.file_hash import FileHash
 from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.checkpoint.manifest import FileRecord, Manifest, Number, PieceRecord, TensorRecord
-from echelon.checkpoint.manifest_text import MOST_BYTES
+from echelon.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
 from echelon.checkpoint.regular_file import read_regular
 from echelon.checkpoint.saved import SavedState
 from echelon.errors import UserError
@@ -99,6 +99,9 @@ def _read_manifest(path: Path) -> Manifest:
     data = read_regular(path, MOST_BYTES)
     try:
         return Manifest.from_bytes(data, is_whole=False)
+    except OtherVersionError as error:
+        fix = f"or remove {path.parent.parent} to go on without these copies in memory"
+        raise OtherVersionError(f"{path}: {error.title}", [*error.errors, fix]) from error
     except UserError as error:
         raise UserError(f"{path}: {error.title}", error.errors) from error
 

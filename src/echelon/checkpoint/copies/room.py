@@ -27,7 +27,9 @@ def refuse_small_disk(folder: MemoryFolder, rank_bytes: float, files: int) -> No
         raise UserError(
             f"keep='memory': {files} states of {show_bytes(rank_bytes)} are kept twice, which takes "
             f"{show_bytes(needed)}, and {folder.path.parent} has {show_bytes(free)} free; make that RAM disk "
-            f"larger (mount -o remount,size=…), set {VARIABLE} to another, or keep=2 for checkpoints on disk"
+            f"larger (mount -o remount,size=…), remove folders echelon-memory-* there of runs that nobody "
+            f"will resume (the file `owner` names the run), set {VARIABLE} to another, or keep=2 for "
+            "checkpoints on disk"
         )
 
 

@@ -19,6 +19,7 @@ from echelon.checkpoint.copies.folder import Entry, MemoryFolder, step_of
 from echelon.checkpoint.file_image import FileImage, FileLayout, lay_out
 from echelon.checkpoint.manifest import FileRecord, Manifest
 from echelon.checkpoint.manifest_reader import dtype_of
+from echelon.checkpoint.manifest_text import OtherVersionError
 from echelon.checkpoint.part import share_out
 from echelon.checkpoint.part_writer import FilledChunks
 from echelon.checkpoint.saved import SavedState
@@ -46,10 +47,12 @@ class HostCopies:
     @classmethod
     def newest(cls, folder: MemoryFolder, after: int, say: Callable[[str], None]) -> "HostCopies | None":
         """Those of the newest step after `after` of which all files are here and whole, hash by hash; None if
-        there are none. What is damaged is named to `say`."""
+        there are none. What is damaged is named to `say`; copies of another version are an error."""
         for entries in _generations(folder, after):
             try:
                 states = [rank_file.open_file(folder.manifest(each)) for each in entries]
+            except OtherVersionError:
+                raise
             except UserError as error:
                 say(str(error))
                 continue
