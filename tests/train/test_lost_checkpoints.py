@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from echelon.checkpoint.copies import MemoryFolder
+from echelon.errors import UserError
 from echelon.train.events import Stepped
 from echelon.train.metrics_file import METRICS, line_of
 from echelon.train.resume import resume
 from tests.checkpoint.copies.host_files import write_copies
-from tests.cli.commands import output
 from tests.train.test_resume import make_run
 
 
@@ -23,24 +23,20 @@ def make_trained(out: Path, state: str, steps: int, save_every: int, keep: int |
 @pytest.mark.parametrize(
     ("state", "steps", "save_every"), [("running", 21, 10), ("failed", 21, 10), ("preempted", 1, 0)]
 )
-def test_checkpoints_that_are_gone(
-    state: str, steps: int, save_every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_are_gone(state: str, steps: int, save_every: int, tmp_path: Path) -> None:
     run = make_trained(tmp_path, state, steps, save_every)
-    code, _, err = output(capsys, "train", "--resume", str(run))
-    said = "".join(err.split())
-    assert code == 2
-    assert f"the run has made {steps} steps and has saved its state".replace(" ", "") in said
-    assert f"remove {run / METRICS} to train this one from step 1 again".replace(" ", "") in said
+    with pytest.raises(UserError) as refusal:  # exit code 2
+        resume(run, [], None)
+    assert f"the run has made {steps} steps and has saved its state" in str(refusal.value)
+    assert f"remove {run / METRICS} to train this one from step 1 again" in str(refusal.value)
     (run / METRICS).unlink()
     assert resume(run, [], None).path == run, "as the error says"
 
 
-def test_a_finished_run_without_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_without_its_checkpoints(tmp_path: Path) -> None:
     run = make_trained(tmp_path, "finished", 500, 0)
-    code, _, err = output(capsys, "train", "--resume", str(run), "--set", "steps=600")
-    assert code == 2
-    assert "put the checkpoints back, or train a new run without --resume" in " ".join(err.split())
+    with pytest.raises(UserError, match=r"put the checkpoints back, or train a new run without --resume$"):
+        resume(run, ["steps=600"], None)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +52,11 @@ def test_a_run_that_may_never_have_saved_begins_again(
 
 @pytest.mark.parametrize("settings", [[], ["keep=2"]])
 def test_copies_in_memory_are_enough(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path))
     run = make_trained(tmp_path, "running", 21, 10, "memory")
-    assert output(capsys, "train", "--resume", str(run))[0] == 2
+    with pytest.raises(UserError, match="and no copy in memory"):
+        resume(run, settings, None)
     write_copies(MemoryFolder(run), 20)
     assert resume(run, settings, None).path == run
