@@ -247,7 +247,7 @@ def test_stop_is_an_error_at_once_and_changes_nothing() -> None:
         for step in range(2):
             engine.step(training.batch(step, INPUT))
         before = full_state(engine)
-        with pytest.raises(NonfiniteError, match="in a step, number 2"):
+        with pytest.raises(NonfiniteError, match="in step 3"):
             engine.step(training.batch(2, INPUT))
         after = full_state(engine)
         assert all(torch.equal(before[name], after[name]) for name in before)
