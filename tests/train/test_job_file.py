@@ -8,7 +8,7 @@ import pytest
 
 from echelon.errors import UserError
 from echelon.train.job import Job
-from echelon.train.job_file import read_job
+from echelon.train.job_file import read_job, read_values
 from echelon.train.job_rules import job_errors
 
 
@@ -255,3 +255,8 @@ def test_a_table_where_one_of_several_kinds_of_values_must_be(tmp_path: Path, ke
     path.write_text(f"{key} = {{a = 1}}\n")
     with pytest.raises(UserError, match=f"{key}="):
         read_job(path)
+
+
+def test_a_key_that_is_half_a_character_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the key '\\ud800' is not Unicode text"):
+        read_values({"steps": 3, chr(0xD800): 1}, (), None, "run.json")

@@ -117,6 +117,9 @@ def _validate(values: dict[str, Any]) -> tuple[Job, dict[str, str]]:
         return reader.validate_python(values), unread
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
+    for error in errors:
+        if not _path(error):  # JSON can hold a key that is half a character
+            raise UserError(f"the key {error['input']!a} is not Unicode text; remove it")
     unread |= {_key(error): _explain(error, values) for error in errors}
     for error in errors:
         _remove(values, _path(error))
