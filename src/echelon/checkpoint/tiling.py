@@ -18,10 +18,8 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # offsets and sizes
 
 MOST_CORNERS = 2**20  # of one tensor: they are in memory together
-_FREE_CORNERS, _CORNERS_PER_BOX = (
-    2**18,
-    32,
-)  # of all tensors: boxes are cut along 5 dims at most, but for a few
+_FREE_CORNERS = 2**18  # of all tensors, beside those of each box
+_CORNERS_PER_BOX = 32  # boxes are cut along 5 dims at most, but for a few
 
 
 @final

@@ -106,30 +106,15 @@ class Checkpointing:
         failed, self._unfinished_load = self._unfinished_load, ""
         try:
             self._synchronize()
-            loading = self._loading(open_saved())
+            loading = Loading(open_saved(), self._state, self._temporary_buffers.all())
             loading.check(optimizer=optimizer, options=options)
-            loading.compare_seed(self._state.seed_number)
+            loading.compare_seed()
             failed = str(loading.saved.path)
             self._take(loading, optimizer=optimizer, options=options)
             failed = ""
         finally:
             self._unfinished_load = failed
         return loading.saved.manifest.extra
-
-    def _loading(self, saved: SavedState) -> Loading:
-        state = self._state
-        return Loading(
-            saved,
-            state.mesh,
-            state.module,
-            state.names,
-            state.local,
-            state.in_whole,
-            state.update,
-            state.values(),
-            state.buffers(),
-            self._temporary_buffers.all(),
-        )
 
     def _take(self, loading: Loading, *, optimizer: bool, options: bool) -> None:
         self._saver.before_changes()

@@ -19,12 +19,12 @@ _MOST = 20  # names in one list
 def name_errors(saved: SavedState, names: StateNames) -> list[str]:
     """Tensors that the checkpoint lacks, and those that the model lacks."""
     needed = {*names.parameters.values(), *names.state.values()}
-    there = {
+    stored = {
         name
         for name, parts in saved.manifest.tensors.items()
         if parts.keys() - {TEMPORARY} and not name.startswith("(")
     }
-    missing, unexpected = sorted(needed - there), sorted(there - needed)
+    missing, unexpected = sorted(needed - stored), sorted(stored - needed)
     return [
         *_listed(f"{name} is missing in the checkpoint{_hint(name, unexpected)}" for name in missing),
         *_listed(f"{name} is in the checkpoint, and not in the model" for name in unexpected),
@@ -72,8 +72,8 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
     by_keys: dict[tuple[tuple[str, ...], tuple[str, ...], str], list[str]] = {}
     forms: dict[object, set[str] | None] = {}
     for name, tensor in update.updated_tensors():
-        there = _state_keys(saved, name)
-        if not there:  # never updated
+        stored = _state_keys(saved, name)
+        if not stored:  # never updated
             continue
         # Statistics have the dims of the whole parameter, of which a flat part may be here.
         kind, group = _group_of(update.optimizer, tensor)
@@ -82,13 +82,13 @@ def optimizer_errors(saved: SavedState, update: Update) -> list[str]:
             made = state_forms(update.optimizer, tensor)
             forms[place] = None if made is None else set(made)
         here = forms[place]
-        if here is not None and here != there:
-            by_keys.setdefault((tuple(sorted(there)), tuple(sorted(here)), kind), []).append(name)
+        if here is not None and here != stored:
+            by_keys.setdefault((tuple(sorted(stored)), tuple(sorted(here)), kind), []).append(name)
     return [
-        f"the checkpoint has {_and(there)} of {names[0]}{_more(names)}, and the optimizer here, {kind}, "
+        f"the checkpoint has {_and(stored)} of {names[0]}{_more(names)}, and the optimizer here, {kind}, "
         f"keeps {_and(here)}; use the optimizer that saved it, or let this one begin: "
         "load(path, optimizer=False)"
-        for (there, here, kind), names in by_keys.items()
+        for (stored, here, kind), names in by_keys.items()
     ]
 
 

@@ -34,10 +34,10 @@ class SpreadExperts(Wrapper):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         slots = sort_slots(top_k_index, self.num_experts)
         dispatch = plan_dispatch(counts_of(slots), self.group)
-        there, back = dispatch.journey, dispatch.journey.reversed()
-        arriving = there.start(take_rows(hidden_states, slots, dispatch.sent))
+        out, back = dispatch.journey, dispatch.journey.reversed()
+        arriving = out.start(take_rows(hidden_states, slots, dispatch.sent))
         run_beside()
-        arriving = back.start(self._compute(there.wait(arriving), dispatch))
+        arriving = back.start(self._compute(out.wait(arriving), dispatch))
         return mix_rows(back.wait(arriving), top_k_weights, slots)
 
     def _compute(self, rows: Tensor, dispatch: Dispatch) -> Tensor:

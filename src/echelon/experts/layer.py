@@ -42,9 +42,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def _errors(gate: nn.Module, experts: nn.Module) -> Iterator[str]:
-    chosen, there = (getattr(module, "num_experts", None) for module in (gate, experts))
-    if None not in (chosen, there) and chosen != there:
+    routed, held = (getattr(module, "num_experts", None) for module in (gate, experts))
+    if None not in (routed, held) and routed != held:
         yield (
-            f"the gate has num_experts={chosen}, the experts num_experts={there}: what is routed to an "
+            f"the gate has num_experts={routed}, the experts num_experts={held}: what is routed to an "
             "expert that is not there would be dropped; give both the same number"
         )

@@ -14,10 +14,8 @@ from echelon.errors import DamagedError, UserError
 from echelon.launching.errors import PeerLost
 
 _READ_SECONDS = 10.0
-_LOOK_SECONDS, _PAUSE = (
-    0.1,
-    0.0002,
-)  # how long a rank looks for what others write to a file, and between looks
+_LOOK_SECONDS = 0.1  # a rank looks so long for what others write to a file,
+_PAUSE = 0.0002  # with pauses of so many seconds
 
 
 def agree(

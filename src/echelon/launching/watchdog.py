@@ -160,8 +160,8 @@ class Watchdog:
         if self._store.check([f"ended/{self._neighbour}"]):
             self._neighbour, self._last_beat = (self._neighbour + 1) % self._ranks, now
             return ""
-        what = "has been silent" if heart else "has not joined"
-        return f"rank {self._neighbour} {what} for {limit:g} s"
+        trouble = "has been silent" if heart else "has not joined"
+        return f"rank {self._neighbour} {trouble} for {limit:g} s"
 
     def _raise_alarm(self, reason: str) -> None:
         self._store.compare_set("alarm", "", reason)  # the first counts

@@ -37,8 +37,8 @@ def config_from_json(raw: Mapping[str, Any]) -> ImageConfig:
     labels = raw.get("id2label", {})
     numbers = [str(number) for number in range(len(labels))] if isinstance(labels, dict) else None
     if missing or numbers is None or any(number not in labels for number in numbers):
-        what = f"{', '.join(missing)} is missing" if missing else "id2label must name classes 0, 1, 2, …"
-        raise UserError(f"{CONFIG}: {what}; take the file that was written with the weights")
+        reason = f"{', '.join(missing)} is missing" if missing else "id2label must name classes 0, 1, 2, …"
+        raise UserError(f"{CONFIG}: {reason}; take the file that was written with the weights")
     names = tuple(str(labels[number]) for number in numbers)
     return ImageConfig(**{name: raw[name] for name in _FIELDS}, class_names=names)
 

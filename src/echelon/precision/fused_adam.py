@@ -94,7 +94,7 @@ class FusedAdam:
     def _addresses(
         self, weights: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]
     ) -> list[int] | None:
-        """Of all that belongs to the masters, read anew in each step: it costs little of a step's time."""
+        """Of all that belongs to the masters, read again in each step: it costs little of a step's time."""
         addresses = []
         for weight, master in zip(weights, masters, strict=True):
             state, gradient = self._optimizer.state.get(master), weight.grad

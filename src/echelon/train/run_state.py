@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from echelon.checkpoint.finding import RUN_FILE
 from echelon.checkpoint.regular_file import read_regular
 
 FINISHED = "finished"
@@ -14,7 +15,7 @@ _MOST_BYTES = 10**8  # of run.json
 def read_about(path: Path) -> dict[str, Any] | None:
     """What the run.json of a folder says; None if it cannot be read."""
     try:
-        about = json.loads(read_regular(path / "run.json", _MOST_BYTES))
+        about = json.loads(read_regular(path / RUN_FILE, _MOST_BYTES))
     except (ValueError, RecursionError):  # also a UserError, of a file that cannot be read
         return None
     return about if isinstance(about, dict) else None

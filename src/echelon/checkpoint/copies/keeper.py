@@ -303,8 +303,9 @@ class MemoryCopies:
     def _is_refused(self, generation: str, attempt: "_Attempt", given_up: set[str], say: Say) -> bool:
         """Whether any rank has found an error; each is said once. Another version is raised on all ranks."""
         errors = [error for row in self._gather(attempt.errors) for error in row]
-        for text in (text for text, kind in errors if kind == _OTHER_VERSION):
-            raise OtherVersionError(text)
+        other_versions = [text for text, kind in errors if kind == _OTHER_VERSION]
+        if other_versions:
+            raise OtherVersionError(other_versions[0])
         said = errors[:1] + [error for error in errors[1:] if error[1] != _OTHER_PLAN]
         for text in dict.fromkeys(text for text, _ in said):
             say(text)
