@@ -78,7 +78,7 @@ class Wrapping:
         An entry of the same name, of an engine that was not closed or of a copied model, makes way.
         """
         module, place = wrapper.module, STACK.index(wrapper.entry)
-        for earlier in list(_chain(module)):
+        for earlier in list(stack_of(module)):
             if earlier.entry == wrapper.entry:
                 unwrap(earlier)
         outer: Wrapper | None = None
@@ -104,6 +104,10 @@ class Wrapping:
         self._attributes.append((owner, attribute, getattr(owner, attribute)))
         setattr(owner, attribute, value)
 
+    def assigned(self) -> list[tuple[Any, str, object]]:
+        """The attributes that have another value now: their owner, name, and the value before."""
+        return list(self._attributes)
+
     def remove(self) -> None:
         """Take all of it away: modules are called as they were before."""
         for owner, attribute, value in reversed(self._attributes):
@@ -125,24 +129,24 @@ class Wrapping:
 
 def find_wrapper(module: nn.Module, kind: type[W]) -> W | None:
     """The entry of this kind in the stack of a module."""
-    return next((wrapper for wrapper in _chain(module) if isinstance(wrapper, kind)), None)
+    return next((wrapper for wrapper in stack_of(module) if isinstance(wrapper, kind)), None)
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether anything of ours is in place of the module's forward."""
-    return any(True for _ in _chain(module))
+    return any(True for _ in stack_of(module))
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that somebody else has given to this very module; None where its class's is in force."""
     forward: Callable[..., Any] | None = vars(module).get("forward")
-    for wrapper in _chain(module):
+    for wrapper in stack_of(module):
         forward = wrapper._next
     return forward
 
 
-def _chain(module: nn.Module) -> Iterator[Wrapper]:
-    """The stack of a module, outermost first."""
+def stack_of(module: nn.Module) -> Iterator[Wrapper]:
+    """The entries around a module, outermost first."""
     current = _wrapper_of(vars(module).get("forward"))
     while current is not None:
         yield current
@@ -167,7 +171,7 @@ def _link(module: nn.Module, outer: Wrapper | None, forward: Callable[..., Any] 
 def unwrap(wrapper: Wrapper) -> None:
     """Take one entry out of the stack of its module, if it is still in it."""
     outer: Wrapper | None = None
-    for current in _chain(wrapper.module):
+    for current in stack_of(wrapper.module):
         if current is wrapper:
             _link(wrapper.module, outer, wrapper._next)
             return

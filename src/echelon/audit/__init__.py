@@ -1,16 +1,7 @@
-"""The audit of the first step: comparisons, on the user's own batch, of what a plan computes with what one
-device would, before any weight changes. What it needs of an engine is given to it.
+"""What audits stand on: the plain form of a model, agreement of ranks, what was found. The audit itself,
+which runs an engine's steps, is in `echelon.engine`; drift compares copies of weights in later steps.
 """
 
-from echelon.audit.report import MODES, AuditEntry, AuditResult, Mode, held, skipped
-from echelon.audit.skeleton import make_skeleton
+from echelon.audit.report import MODES, AuditResult, Mode, held, skipped
 
-__all__ = [
-    "MODES",
-    "AuditEntry",
-    "AuditResult",
-    "Mode",
-    "held",
-    "make_skeleton",
-    "skipped",
-]
+__all__ = ["MODES", "AuditResult", "Mode", "held", "skipped"]

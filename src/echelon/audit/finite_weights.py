@@ -1,7 +1,7 @@
 """Whether a training starts from numbers: weights that are NaN or infinite are named before it begins."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -23,7 +23,7 @@ class FiniteWeights:
     ) -> None:
         self._owned, self._trained, self._agreement = owned, trained, agreement
 
-    def __call__(self, batch: Any) -> AuditResult:  # noqa: ARG002
+    def __call__(self) -> AuditResult:
         names = self._not_finite()
         self._agreement.check(lambda: _refuse(names, self._agreement.rank))
         return held(NAME)

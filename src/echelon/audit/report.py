@@ -1,10 +1,9 @@
 """What an entry of the audit found out: that it held, or why it could not be asked."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-Mode = Literal["first", "off", "always"]
-MODES: tuple[Mode, ...] = ("first", "off", "always")
+Mode = Literal["first", "sampled", "always", "off"]
+MODES: tuple[Mode, ...] = ("first", "sampled", "always", "off")
 
 
 class AuditResult(NamedTuple):
@@ -21,11 +20,6 @@ class AuditResult(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.outcome}" + (f" ({self.reason})" if self.reason else "")
-
-
-# Called on all ranks together with this replica's batch, between steps: before the first microbatch of a
-# step. It leaves no trace in the model, and raises a UserError on every rank where it finds a difference.
-AuditEntry = Callable[[Any], AuditResult]
 
 
 def held(name: str, reason: str = "") -> AuditResult:

@@ -13,6 +13,7 @@ from echelon.engine.step_program import continuous_steps
 from echelon.engine.step_runner import StepRunner
 from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
+from echelon.program import Program, build
 from echelon.runtime import Microbatch, Number, Script, Slot, StepNumbers, SynchronousUpdate, Versions
 
 
@@ -77,6 +78,11 @@ class ContinuousRunner(StepRunner):
             overflows, is_empty = summed[3] > 0, summed[1] == 0
             update.loss_scaling.after_step(overflows=overflows, refused=is_empty)
         return StepNumbers(torch.cat([summed[:2], summed[2:3].sqrt(), scale, summed[3:]]))
+
+    def _pass_program(self, number: int) -> Program:
+        plan = self._mesh.plan
+        copies = "activations" in plan.offload
+        return build("gpipe", plan.replicas, number, gather=plan.frees_weights, copies=copies, ties=False)
 
     @property
     def is_empty(self) -> bool:

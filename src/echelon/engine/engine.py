@@ -20,6 +20,7 @@ from echelon.audit import AuditResult
 from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
+from echelon.engine.auditing import make_audit
 from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
 from echelon.engine.batch_checks import check_batch
@@ -29,8 +30,8 @@ from echelon.engine.continuous_runner import ContinuousRunner
 from echelon.engine.drift_check import make_drift_check
 from echelon.engine.engine_state import EngineState
 from echelon.engine.export import check_pretrained, export
-from echelon.engine.first_step import make_audit
 from echelon.engine.flushed_runner import FlushedRunner
+from echelon.engine.gradient_audit import Parts
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.layer_wrapping import MemorySavers
 from echelon.engine.measuring import Measure, check_measure
@@ -102,7 +103,8 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
-        self._audit = make_audit(audit, self._runner, mesh, local, layers, scopes, module, self._state.values)
+        parts = Parts(module, mesh, local, update, self._runner, scopes, layers.in_whole, self._state.values)
+        self._audit = make_audit(audit, parts, layers, wrapping)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
         self._search: NonfiniteSearch | None = None
@@ -158,7 +160,7 @@ class Engine:
 
     @property
     def audit(self) -> list[AuditResult]:
-        """What the audit of the first step has found, one result per entry; empty before the step."""
+        """What the last audit has found, one result per entry; empty before the first step."""
         return list(self._audit.results)
 
     @property
@@ -218,13 +220,11 @@ class Engine:
 
     def _ask_audit(self, batch: Batch) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
-        if not self._audit.is_over and self._runner.is_empty:
+        if self._audit.is_on:
             check_batch(batch)
-            check_same_batch(batch, self.mesh)
-            self._audit.ask(batch)
-        elif self._audit.target_check is not None:
-            check_batch(batch)
-            self._audit.target_check.check(batch)
+            if not self._audit.results:
+                check_same_batch(batch, self.mesh)
+            self._audit.ask(batch, self._counter.begun, is_empty=self._runner.is_empty)
 
     def _check_steps(self, *, but: int = 0) -> None:
         """Raise if an earlier step was refused; the last `but` are left for later.

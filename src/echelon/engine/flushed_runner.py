@@ -77,7 +77,7 @@ class FlushedRunner(StepRunner):
         try:
             feed = self._training_feed(batch, step, count_before)
             self._record_statistics(feed)
-            script = self._script(("step", len(feed)), lambda: self._program(len(feed)))
+            script = self._script(("step", len(feed)), lambda: self._pass_program(len(feed)))
             with self.first_step.watch():
                 self._run(script, feed)
             self._has_trained = True
@@ -96,7 +96,7 @@ class FlushedRunner(StepRunner):
             self._balance.start_step()
         feed = self._training_feed(batch, step, count_before)
         self._record_statistics(feed)
-        script = self._script(("replay", len(feed)), lambda: without_update(self._program(len(feed))))
+        script = self._script(("replay", len(feed)), lambda: without_update(self._pass_program(len(feed))))
         self._run(script, feed)
 
     def _record_statistics(self, feed: Mapping[int, Microbatch]) -> None:
@@ -139,7 +139,7 @@ class FlushedRunner(StepRunner):
             self._balance.after_step(self._update.skips)
         super().publish()
 
-    def _program(self, number: int) -> Program:
+    def _pass_program(self, number: int) -> Program:
         """The plan's program; a replica with few samples may have fewer microbatches than the plan."""
         if number == self._local.program.microbatches:
             return self._local.program

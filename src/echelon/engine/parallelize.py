@@ -51,7 +51,7 @@ def parallelize(
     tensor_table: Table | None = None,
     weights: str | Path | None = None,
     resident_bytes: int = 0,
-    audit: Mode = "first",
+    audit: Mode = "sampled",
     check_every: int = 200,
     nonfinite: Nonfinite = "allow",
     most_skipped: int = MOST_SKIPPED,
@@ -69,10 +69,11 @@ def parallelize(
     does with modules that it does not know: {"blocks.*.up": "column", "blocks.*.down": "row"}. `weights` is a
     Hugging Face folder, of which each rank reads what it holds; the model's own values are not needed
     (`deferred`). `resident_bytes`: with offload=parameters, how many bytes of weights stay on the device, the
-    first units that fit. `audit`: whether the "first" step is compared with one device before it changes a
-    weight, or every one ("always"), or none ("off"). Every `check_every` steps ranks compare what all must
-    hold alike; 0: never. `nonfinite`: a step whose loss or gradients are NaN or infinite is made ("allow"),
-    changes nothing ("skip") until `most_skipped` in a row are an error, or is that error ("stop").
+    first units that fit. `audit`: which steps are compared with one device before they change a weight:
+    "sampled" (1, 2, 4, 8, …), the "first", every one ("always"), or none ("off"). Every `check_every` steps
+    ranks compare what all must hold alike; 0: never. `nonfinite`: a step whose loss or gradients are NaN or
+    infinite is made ("allow"), changes nothing ("skip") until `most_skipped` in a row are an error, or is
+    that error ("stop").
     """
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     model, plan, loss = accept_model(model, supported_plan(plan), loss, clip, loss_scale)

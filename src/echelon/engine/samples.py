@@ -76,6 +76,12 @@ class Scopes:
         before = samples_before(self._counts(samples), self._replica)
         return lambda place: scope(seed=self.seed or 0, step=step, first_sample=before + place)
 
+    def at_place(self, step: int, place: int) -> AbstractContextManager[None]:
+        """The scope of samples from a place of the global batch on, whoever has those before."""
+        if not self._has_noise and not any(module.p > 0 for module in self._modules):
+            return nullcontext()
+        return scope(seed=self.seed or 0, step=step, first_sample=place)
+
 
 def no_scope(_: object) -> AbstractContextManager[None]:
     return nullcontext()

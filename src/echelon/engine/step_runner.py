@@ -5,6 +5,7 @@
 finishes what is under way.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,7 +36,16 @@ from echelon.memory import Meter
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.precision import DTYPES
-from echelon.program import Instruction, Program, Span, add_gathers, add_transfers, check, forward_only
+from echelon.program import (
+    Instruction,
+    Program,
+    Span,
+    add_gathers,
+    add_transfers,
+    check,
+    forward_only,
+    without_update,
+)
 from echelon.recompute.selective import selective_of
 from echelon.runtime import (
     Interpreter,
@@ -167,6 +177,34 @@ class StepRunner(ABC):
         check(program, training=False)
         return program
 
+    def differentiate(
+        self, batch: Batch, step: int, scope: Callable[[int], AbstractContextManager[None]]
+    ) -> Tensor:
+        """Run the passes of a step on some samples, without its update, and with nothing of gates; returns
+        the tally. Gradients are summed over ranks; the next step clears them. All ranks must call this, with
+        nothing under way."""
+        normaliser, balance = self._normaliser, self._balance
+        watches = {stage: stage.first_forward for stage in self._local.stages.values()}
+        self._normaliser, self._balance = copy.copy(normaliser), None
+        try:
+            self._update.start_step()
+            for stage in watches:
+                stage.start_step()
+                stage.first_forward = None
+            feed = self._training_feed(batch, step, scope=scope)
+            program = ("gradients", len(feed))
+            return self._run(
+                self._script(program, lambda: without_update(self._pass_program(len(feed)))), feed
+            )
+        finally:
+            self._normaliser, self._balance = normaliser, balance
+            for stage, watch in watches.items():
+                stage.first_forward = watch
+
+    @abstractmethod
+    def _pass_program(self, number: int) -> Program:
+        """Of a step with so many microbatches, from an empty pipeline to an empty one."""
+
     def storages(self) -> list[Tensor]:
         """Memory of weights beside the newest."""
         return []
@@ -216,14 +254,19 @@ class StepRunner(ABC):
     # Microbatches.
 
     def _training_feed(
-        self, batch: Batch, step: int, count_before: Number | None = None, begin: int = 0
+        self,
+        batch: Batch,
+        step: int,
+        count_before: Number | None = None,
+        begin: int = 0,
+        scope: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> dict[int, Microbatch]:
         check_batch(batch)
         if not self._same_batch:
             check_same_batch(batch, self._mesh)
             self._same_batch = True
         samples = num_samples(batch)
-        feed = self._feed(batch, "training", self._scopes.of_step(step, samples), begin)
+        feed = self._feed(batch, "training", scope or self._scopes.of_step(step, samples), begin)
         normaliser = self._normaliser.of_step(batch, samples, count_before)
         if self._update.units is not None:
             self._update.units.skip = lambda: self._skips_units(normaliser)

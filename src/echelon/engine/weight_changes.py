@@ -36,10 +36,12 @@ def kept_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What is done to the weights of `modules` inside is undone."""
     weights = [weight for module in modules for weight in module.parameters()]
     copies = [weight.detach().clone() for weight in weights]
-    yield
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(weights)):
-        for weight, copy in zip(weights, copies, strict=True):
-            weight.copy_(copy)
+    try:
+        yield
+    finally:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(weights)):
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)
 
 
 @final

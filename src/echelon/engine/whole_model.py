@@ -5,8 +5,8 @@ from typing import NamedTuple
 from torch import nn
 
 from echelon.audit import Mode
+from echelon.engine.auditing import AuditSettings
 from echelon.engine.balance import GateList
-from echelon.engine.first_step import AuditSettings
 from echelon.ownership import StateNames
 from echelon.plan import Plan
 
@@ -20,5 +20,5 @@ class WholeModel(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, audit: Mode, check_every: int) -> "WholeModel":
-        settings = AuditSettings.of(model, audit, check_every)
-        return cls(StateNames.of(model), GateList.of(model, plan), settings)
+        names = StateNames.of(model)
+        return cls(names, GateList.of(model, plan), AuditSettings.of(model, names, audit, check_every))

@@ -191,7 +191,7 @@ class Job:
     restarts: int = 3
     out: str = "runs"
     name: str = "train"
-    audit: str = "first"
+    audit: str = "sampled"
     loss_scale: float | Literal["dynamic"] | None = None  # of fp16
     nonfinite: str | None = None  # "skip", where the plan can
     most_skipped: int = 10

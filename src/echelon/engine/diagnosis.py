@@ -1,0 +1,141 @@
+"""Why the gradients of a plan are not those of one device, in words for the user.
+
+Rank 0 runs the plain model once more, on the parts into which the plan cuts the batch. Where these give other
+gradients than all samples together, the cut is the cause: of the outputs, of the loss, or of a backward pass
+that mixes samples. Else it is what the plan does inside of the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from echelon.engine.audit_batch import AuditBatch, take
+from echelon.engine.gradient_comparison import TOLERANCES, Difference, compare_gradients
+from echelon.engine.reference import Reference, Result
+from echelon.ownership import OwnedSlice, whole_slice
+from echelon.plan import Plan
+
+_NAMED = 3
+
+
+def explain(
+    found: Sequence[Difference],
+    whole: Result,
+    samples: AuditBatch,
+    reference: Reference,
+    weights: Mapping[str, Tensor],
+    plan: Plan,
+    step: int,
+) -> str:
+    """An error for the user. `found`: the parameters whose gradients differ by more than rounding."""
+    head = (
+        f"plan '{plan}': step {step + 1} would not train as on one device. For {samples.bounds[-1][1]} "
+        f"samples of its batch, {_described(found)}"
+    )
+    cause = ""
+    if len(samples.bounds) > 1:
+        try:
+            parts = [
+                reference.run(take(samples.whole, range(*bounds)), weights, step, place=bounds[0])
+                for bounds in samples.bounds
+            ]
+        except Exception as error:
+            cause = f" A part of the batch alone raises {type(error).__name__}: {error}"
+        else:
+            cause = _cause_in_cut(whole, parts, samples, reference)
+    return head + (cause or _cause_in_plan(plan)) + "; audit='off' trains without this comparison"
+
+
+def _described(found: Sequence[Difference]) -> str:
+    worst = sorted(found, key=lambda each: -each.relative)[:_NAMED]
+    texts = [
+        f"{each.name} by {each.relative:.0%} of its norm"
+        if each.norm
+        else f"{each.name}, which has none there,"
+        for each in worst
+    ]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"gradients differ: {', '.join(texts)}{more}."
+
+
+def _cause_in_cut(whole: Result, parts: Sequence[Result], samples: AuditBatch, reference: Reference) -> str:
+    count = sum(part.counted for part in parts)
+    summed = {
+        name: sum(part.gradients[name] * (part.counted / count) for part in parts if name in part.gradients)
+        for name in {name for part in parts for name in part.gradients}
+    }
+    owned = [
+        OwnedSlice(whole_slice(name, value), value)
+        for name, value in summed.items()
+        if isinstance(value, Tensor)
+    ]
+    likes = reference.form.gradients_like(reference.dtype)
+    gaps = compare_gradients(owned, whole.gradients, likes, 1.0, None, reference.device)
+    tolerance = TOLERANCES[reference.dtype]
+    if all(each.relative <= tolerance for each in gaps):
+        return ""
+    sample = _first_mixed(whole, parts, samples, tolerance)
+    if sample is not None:
+        return (
+            f" The model mixes samples: its output for sample {sample} is another when only "
+            f"{samples.per_part} of them are computed together (a mean, norm, softmax or sort over dim 0, "
+            "the size of the batch, or something kept from call to call); let forward compute each sample "
+            "by itself, or use data=1 and microbatches=1"
+        )
+    mean, of_parts = whole.total / whole.counted, sum(part.total for part in parts) / count
+    if abs(mean - of_parts) > tolerance * max(abs(mean), abs(of_parts)) or whole.counted != count:
+        return (
+            f" The loss does not add up over samples: it is {mean:.6g} for all of them, and the mean over "
+            f"parts is {of_parts:.6g} (it is a mean over what it counts, as targets that are not masked or "
+            "weights of classes, or it compares samples); return (total, count), the sum and what it is the "
+            "sum of, or use data=1 and microbatches=1"
+        )
+    return (
+        " The backward pass mixes samples: outputs and losses of parts are right, and gradients are not (an "
+        "autograd.Function or a backward hook that computes over dim 0, or a second loss by autograd.grad); "
+        "let it treat each sample by itself, or use data=1 and microbatches=1"
+    )
+
+
+def _first_mixed(whole: Result, parts: Sequence[Result], samples: AuditBatch, tolerance: float) -> int | None:
+    leaves = _tensors(whole.output)
+    for (begin, end), part in zip(samples.bounds, parts, strict=True):
+        of_part = _tensors(part.output)
+        if len(of_part) != len(leaves):
+            return begin
+        for leaf, own in zip(leaves, of_part, strict=True):
+            if leaf.dim() == 0 or len(leaf) != samples.bounds[-1][1] or not leaf.is_floating_point():
+                continue
+            if leaf[begin:end].shape != own.shape or _is_far(leaf[begin:end], own, tolerance):
+                return begin
+    return None
+
+
+def _is_far(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    one, other = one.double(), other.double()
+    gap = torch.where((one == other) | (one.isnan() & other.isnan()), 0, one - other).nan_to_num(torch.inf)
+    return bool(gap.norm() > tolerance * one.nan_to_num().norm())
+
+
+def _cause_in_plan(plan: Plan) -> str:
+    causes = []
+    if plan.stages > 1 or plan.sequence or plan.context > 1:
+        causes.append(
+            "layers() is not what forward does (a step between layers, a loss that is kept on a module and "
+            "read from another stage, a detach)"
+        )
+    if plan.tensor > 1:
+        causes.append("tensor_table splits a module whose matrix is used otherwise than as a product")
+    if plan.expert > 1:
+        causes.append("experts are called otherwise than by their gate")
+    causes.append(
+        "a forward draws numbers, or keeps something from call to call, in a way that ranks cannot repeat"
+    )
+    return f" Likely causes: {'; '.join(causes)}"
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]

@@ -1,0 +1,136 @@
+"""One device: the plain model, the plain loss and autograd, on whole weights, for the samples of an audit."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map
+
+from echelon.audit.plain_form import PlainForm
+from echelon.engine.attribute_snapshot import AttributeSnapshot
+from echelon.engine.batch import Loss, cast, num_samples, total_and_count
+from echelon.engine.samples import Scopes, counting
+from echelon.engine.upload import to_device
+from echelon.generators import GeneratorStates
+from echelon.inputs import call
+
+_REENTRANT = "Checkpointing is not compatible with"  # .grad(), says torch.utils.checkpoint
+
+
+class Result(NamedTuple):
+    """Of a plain run: what the model returned, its loss as a total of what it counts, and the gradients of
+    the mean."""
+
+    output: Any
+    total: float
+    counted: float
+    gradients: dict[str, Tensor]
+
+
+@final
+class Reference:
+    """Runs the plain form of a model on this rank, and leaves no trace in it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        form: PlainForm,
+        loss: Loss,
+        scopes: Scopes,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self.form, self._loss, self._scopes = model, form, loss, scopes
+        self.device, self.dtype = device, dtype
+
+    def run(
+        self, batch: Any, whole: Mapping[str, Tensor], step: int, *, place: int = 0, rounding: float = 0.0
+    ) -> Result:
+        """`whole`: what of the weights is not here. `place`: of the first sample among all that are compared.
+        `rounding`: every output of a module is changed by about so much of itself, as rounding might."""
+        around = _rounded(rounding) if rounding else nullcontext()
+        with self._without_trace(), around:
+            try:
+                return self._differentiate(batch, whole, self._scopes.at_place(step, place), fresh=False)
+            except RuntimeError as error:
+                if _REENTRANT not in str(error):
+                    raise
+                return self._differentiate(batch, whole, self._scopes.at_place(step, place), fresh=True)
+
+    def _differentiate(
+        self, batch: Any, whole: Mapping[str, Tensor], scope: AbstractContextManager[None], *, fresh: bool
+    ) -> Result:
+        inputs, targets = tree_map(_copied, to_device(batch, self.device))
+        samples = num_samples(batch)
+        with self.form.installed(whole, self.device, fresh=fresh) as parameters, self._kept_attributes():
+            with counting(samples, lambda: scope):
+                output = call(self._model, cast(inputs, self.dtype))
+                total, count = total_and_count(self._loss(output, targets), samples)
+            mean = total / count
+            if fresh:
+                mean.backward()
+                gradients = {name: parameter.grad for name, parameter in parameters.items()}
+            else:
+                found = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
+                gradients = dict(zip(parameters, found, strict=True))
+        return Result(
+            tree_map(_detached, output),
+            float(total),
+            float(count),
+            {name: _dense(each) for name, each in gradients.items() if each is not None},
+        )
+
+    @contextmanager
+    def _kept_attributes(self) -> Iterator[None]:
+        """What the forward changes in place inside of attributes is put back."""
+        attributes = AttributeSnapshot(list(self._model.modules()))
+        try:
+            yield
+        finally:
+            attributes.restore()
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        generators = GeneratorStates(self.device, self._model.modules())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            generators.restore()
+
+
+@contextmanager
+def _rounded(size: float) -> Iterator[None]:
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def disturb(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
+        wide = torch.promote_types(leaf.dtype, torch.float32)
+        noise = torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=wide)
+        return (leaf * (1 + size * (2 * noise - 1))).to(leaf.dtype)
+
+    hook: Callable[..., Any] = lambda _module, _args, output: tree_map(disturb, output)  # noqa: E731
+    handle = register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.layout != torch.strided else gradient).detach()
