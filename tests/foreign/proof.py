@@ -28,6 +28,10 @@ class Foreign(NamedTuple):
     loss: Callable[[Any, Any], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     table: Mapping[str, str] | None = None  # tensor_table
+    # What the user does by hand after each step but the last, in both loops: (model, optimizer, number).
+    between: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None
+    options: Mapping[str, Any] | None = None  # further ones of parallelize
+    steps: int = STEPS
 
 
 class Trained(NamedTuple):
@@ -58,7 +62,7 @@ def plain_training(case: Foreign) -> Trained:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = case.optimizer(trained)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         loss = plain_loss(case, model, case.batch(step))
         optimizer.zero_grad()
         loss.backward()
@@ -66,6 +70,7 @@ def plain_training(case: Foreign) -> Trained:
         norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
         optimizer.step()
         losses.append(loss.item())
+        _touch(case, model, optimizer, step)
     return Trained(losses, norms, {name: value.detach() for name, value in model.state_dict().items()})
 
 
@@ -85,18 +90,28 @@ def plain_loss(case: Foreign, model: nn.Module, batch: Any) -> Tensor:
 def engine_training(case: Foreign, plan: str) -> Trained | str:
     """In each rank; the text of the refusal, if there is one."""
     try:
+        model = make_model(case)
         engine = parallelize(
-            make_model(case),
+            model,
             f"{plan} precision=fp64",
             optimizer=case.optimizer,
             loss=case.loss,
             tensor_table=case.table,
+            **(case.options or {}),
         )
-        metrics = [engine.step(engine.local(case.batch(step))) for step in range(STEPS)]
+        metrics = []
+        for step in range(case.steps):
+            metrics.append(engine.step(engine.local(case.batch(step))))
+            _touch(case, model, engine.optimizer, step)
     except UserError as refusal:
         return str(refusal)
     losses = [each.loss for each in metrics]
     return Trained(losses, [each.grad_norm for each in metrics], engine.full_state_dict())
+
+
+def _touch(case: Foreign, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if case.between is not None and step < case.steps - 1:
+        case.between(model, optimizer, step)
 
 
 def difference(one: Trained, other: Trained, *, loss_tolerance: float) -> tuple[float, str]:
