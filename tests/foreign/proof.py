@@ -3,7 +3,7 @@
 The plain loop knows nothing of echelon: the whole batch, `loss.backward()`, `optimizer.step()`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,11 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def prove(case: Foreign, plan: str, ranks: Ranks) -> str | None:
     """None if every rank's training is equal to the plain one, else why it was refused, on every rank."""
-    results = ranks.run(engine_training, case, plan)
+    return judge(case, ranks.run(engine_training, case, plan))
+
+
+def judge(case: Foreign, results: Sequence[Trained | str]) -> str | None:
+    """The same, of what ranks returned."""
     refusals = [result for result in results if isinstance(result, str)]
     assert len(refusals) in (0, len(results)), f"some ranks refuse, others train: {refusals[0]}"
     if refusals:

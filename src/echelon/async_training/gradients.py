@@ -11,6 +11,7 @@ from echelon.data_parallel import LocalSum, ParameterSet, Storages
 from echelon.data_parallel.buckets import Bucket, move_in
 from echelon.data_parallel.grad_accumulation import hook_gradient
 from echelon.data_parallel.grad_dtype import weight_dtype
+from echelon.data_parallel.sharing import whole_parameters
 from echelon.ownership import LocalParameter, OwnedSlice
 
 
@@ -37,6 +38,9 @@ class WorkerGradients(LocalSum):
 
     def local_parameters(self) -> list[LocalParameter]:
         return []
+
+    def summed_parameters(self) -> list[LocalParameter]:
+        return whole_parameters(self.parameter_set)
 
     def start_step(self) -> None:
         super().start_step()

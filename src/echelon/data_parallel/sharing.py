@@ -69,6 +69,10 @@ class Sharing(ABC):
     def local_parameters(self) -> list[LocalParameter]:
         """What this rank's optimizer updates."""
 
+    def summed_parameters(self) -> list[LocalParameter]:
+        """Those whose `.grad` is there after `reduce`: what this rank updates, or sends to a server."""
+        return self.local_parameters()
+
     def kept_whole(self) -> list[LocalParameter]:
         """Those that stay whole on the device, where no message brings what an update makes: whoever uses
         one first waits for new weights that are on their way (offload)."""

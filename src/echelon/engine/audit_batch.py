@@ -37,12 +37,23 @@ class AuditBatch(NamedTuple):
         samples = num_samples(self.whole)
         return [(begin, begin + self.per_part) for begin in range(0, samples, self.per_part)]
 
+    def part(self, number: int) -> Any:
+        return take(self.whole, range(*self.bounds[number]))
+
 
 def choose_samples(
-    batch: Any, traits: Tensor | None, known: int, source: int, mesh: Mesh, agreement: RankAgreement
+    batch: Any,
+    traits: Tensor | None,
+    known: int,
+    source: int,
+    mesh: Mesh,
+    agreement: RankAgreement,
+    *,
+    is_small: bool = True,
 ) -> AuditBatch | None:
     """The samples of an audit, on all ranks together; None where a replica has none. `source` is the replica
-    that gives them, if it has enough; `known`: traits that were compared already."""
+    that gives them, if it has enough; `known`: traits that were compared already. `is_small`: parts are
+    smaller than microbatches."""
     plan, samples = mesh.plan, num_samples(batch)
     (least,) = agreement.least(samples)
     if least == 0:
@@ -50,7 +61,8 @@ def choose_samples(
     is_alone = plan.data == 1 or plan.sync == "async"
     replicas = 1 if is_alone else smallest_factor(plan.data)
     parts = min(plan.microbatches, least)
-    period, per_part = smallest_factor(parts), min(_PER_PART, least // parts)
+    period, per_part = smallest_factor(parts), least // parts
+    per_part = min(_PER_PART, per_part) if is_small else per_part
     share = period * per_part
     if is_alone:
         replicas, wholes = 1, [_choose(batch, traits, share, known)]
@@ -80,7 +92,7 @@ def take(batch: Any, numbers: Sequence[int]) -> Any:
 
 
 def _choose(batch: Any, traits: Tensor | None, count: int, known: int) -> Any:
-    return take(batch, most_different(traits, count, num_samples(batch), known))
+    return take(batch, most_different(batch, traits, count, known))
 
 
 def _joined(*leaves: Any) -> Any:

@@ -5,20 +5,22 @@ as long as all samples are alike. So the audit looks at samples that are as diff
 and again at the first batch that shows a trait which no audited batch has shown. A trait is a bit:
 
     0 … 39    an integer target whose remainder by 40 this is: rare classes are new for some time
-    40 … 47   a negative number, zero (False), NaN; other numbers of these than the first sample has; a number
+    40 … 47   zero (False), a negative number, NaN; other numbers of these than the first sample has; a number
               that is at least as large as the second dim of an input (a position past the end)
 
 Targets are looked at, and integer and bool inputs (masks). Everything stays on the device of the tensors.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from echelon.engine.batch import num_samples
+
 _CLASSES = 40
+_FLAGS = 0b111111 << _CLASSES
 _LARGEST = 2**24  # elements of a tensor: a larger one is no target of a loss that counts
 
 
@@ -39,56 +41,83 @@ def sample_traits(batch: Any) -> Tensor | None:
 
 def union(traits: Tensor) -> Tensor:
     """The bits that any sample has."""
+    if not len(traits):
+        return traits.new_zeros(())
     bits = torch.arange(_CLASSES + 8, device=traits.device)
     return (((traits[:, None] >> bits) & 1).amax(0) << bits).sum()
 
 
-def most_different(traits: Tensor | None, count: int, samples: int, known: int = 0) -> list[int]:
-    """`count` samples, those with traits that are not `known` first, then each the most unlike the others."""
-    if traits is None or samples <= count:
-        return list(range(min(count, samples)))
+def most_different(batch: Any, traits: Tensor | None, count: int, known: int = 0) -> list[int]:
+    """`count` samples, in the order of how much they have of traits that are not `known`, or of zeros,
+    negative numbers and NaNs: the first and the last. Parts of them have different amounts."""
+    if traits is None:
+        return list(range(min(count, num_samples(batch))))
     rows: list[int] = traits.tolist()
-    chosen: list[int] = []
-    seen = known
-    left = list(range(samples))
-    while len(chosen) < count:
-        best = max(
-            left, key=lambda number: ((rows[number] & ~seen).bit_count(), _distance(rows, number, chosen))
+    new = int(union(traits)) & ~known
+    amounts = _amounts(batch, new or _FLAGS)
+    ordered = sorted(range(len(rows)), key=lambda number: (amounts[number], rows[number]))
+    most = [number for number in reversed(ordered) if rows[number] & new][: -(-count // 2)]
+    left = [number for number in ordered if number not in most]
+    chosen = most + left[: max(0, count - len(most))]
+    return [number for number in ordered if number in chosen]
+
+
+@torch.no_grad()
+def _amounts(batch: Any, wanted: int) -> list[int]:
+    """How many numbers of each sample have one of the `wanted` traits."""
+    inputs, targets = batch
+    leaves = [*_tensors(targets), *(leaf for leaf in _tensors(inputs) if not _is_real(leaf))]
+    amounts = [0] * num_samples(batch)
+    for leaf in leaves:
+        if not _is_seen(leaf):
+            continue
+        values = leaf.reshape(len(leaf), -1)
+        counts = sum(
+            flag.sum(1) for place, flag in enumerate(_flags(values)) if wanted >> (_CLASSES + 2 * place) & 3
         )
-        chosen.append(best)
-        left.remove(best)
-        seen |= rows[best]
-    return sorted(chosen)
-
-
-def _distance(rows: Sequence[int], number: int, chosen: Sequence[int]) -> int:
-    """How many bits tell a sample from the chosen one that is most like it."""
-    return min(((rows[number] ^ rows[other]).bit_count() for other in chosen), default=0)
+        if _has_classes(values):
+            table = torch.tensor([wanted >> bucket & 1 for bucket in range(_CLASSES)], device=leaf.device)
+            counts = counts + table[values.long() % _CLASSES].sum(1)
+        if isinstance(counts, Tensor):
+            amounts = [one + other for one, other in zip(amounts, counts.tolist(), strict=True)]
+    return amounts
 
 
 @torch.no_grad()
 def _traits(leaf: Tensor, wide: int | None, *, is_target: bool) -> Tensor:
-    if leaf.numel() == 0 or leaf.numel() > _LARGEST or leaf.is_complex() or leaf.layout != torch.strided:
-        return torch.zeros(len(leaf), dtype=torch.int64, device=leaf.device)
-    values = leaf.reshape(len(leaf), -1)
-    flags = [values == 0]
-    if values.dtype != torch.bool:
-        flags.append(values < 0)
-    if values.is_floating_point():
-        flags.append(values.isnan())
     traits = torch.zeros(len(leaf), dtype=torch.int64, device=leaf.device)
-    for place, flag in enumerate(flags):
+    if not _is_seen(leaf):
+        return traits
+    values = leaf.reshape(len(leaf), -1)
+    for place, flag in enumerate(_flags(values)):
         counts = flag.sum(1)
         traits |= (counts > 0).long() << (_CLASSES + 2 * place)
         traits |= (counts != counts[0]).long() << (_CLASSES + 2 * place + 1)
-    is_class = not values.is_floating_point() and values.dtype != torch.bool
-    if is_class and is_target:
+    if is_target and _has_classes(values):
         present = torch.zeros(len(leaf), _CLASSES, dtype=torch.int64, device=leaf.device)
         present.scatter_(1, values.long() % _CLASSES, 1)
         traits |= (present << torch.arange(_CLASSES, device=leaf.device)).sum(1)
         if wide is not None and values.shape[1] < wide:
             traits |= (values >= wide).any(1).long() << (_CLASSES + 7)
     return traits
+
+
+def _flags(values: Tensor) -> list[Tensor]:
+    """Which numbers are zero, negative, not a number."""
+    flags = [values == 0]
+    if values.dtype != torch.bool:
+        flags.append(values < 0)
+    if values.is_floating_point():
+        flags.append(values.isnan())
+    return flags
+
+
+def _has_classes(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype != torch.bool
+
+
+def _is_seen(leaf: Tensor) -> bool:
+    return 0 < leaf.numel() <= _LARGEST and not leaf.is_complex() and leaf.layout == torch.strided
 
 
 def _is_real(leaf: Tensor) -> bool:

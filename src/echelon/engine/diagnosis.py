@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from echelon.engine.audit_batch import AuditBatch, take
+from echelon.engine.audit_batch import AuditBatch
 from echelon.engine.gradient_comparison import TOLERANCES, Difference, compare_gradients
 from echelon.engine.reference import Reference, Result
 from echelon.ownership import OwnedSlice, whole_slice
@@ -39,8 +39,8 @@ def explain(
     if len(samples.bounds) > 1:
         try:
             parts = [
-                reference.run(take(samples.whole, range(*bounds)), weights, step, place=bounds[0])
-                for bounds in samples.bounds
+                reference.run(samples.part(number), weights, step, place=begin)
+                for number, (begin, _) in enumerate(samples.bounds)
             ]
         except Exception as error:
             cause = f" A part of the batch alone raises {type(error).__name__}: {error}"

@@ -22,12 +22,20 @@ from echelon.audit.report import AuditResult, held, skipped
 from echelon.engine.audit_batch import AuditBatch, choose_samples
 from echelon.engine.diagnosis import explain
 from echelon.engine.free_memory import free_bytes
-from echelon.engine.gradient_comparison import TIMES_ROUNDING, TOLERANCES, Difference, compare_gradients
+from echelon.engine.gradient_comparison import (
+    TIMES_DRAWS,
+    TIMES_ROUNDING,
+    TOLERANCES,
+    Difference,
+    compare_gradients,
+)
+from echelon.engine.missing_operation import missing_operation
 from echelon.engine.reference import Reference, Result
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.untouched import untouched
 from echelon.errors import UserError
+from echelon.generators import GeneratorStates
 from echelon.gist import uncompressed
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, LocalParameter, OwnedSlice, own_run
@@ -35,6 +43,10 @@ from echelon.quantities import show_bytes
 from echelon.runtime import InWhole, LocalStages, Update
 
 NAME = "gradients"
+_DRAWN = (
+    "in evaluation mode alone: the forward draws numbers of its own, which parts of a batch cannot repeat "
+    "(docs/data-parallel.md says which they can)"
+)
 
 
 class Parts(NamedTuple):
@@ -48,6 +60,24 @@ class Parts(NamedTuple):
     scopes: Scopes
     in_whole: InWhole
     values: Callable[[], list[OwnedSlice]]  # weights and buffers
+
+
+class _CannotCompareError(Exception):
+    """Why nothing was compared, on every rank alike. `is_final`: another batch would change nothing."""
+
+    def __init__(self, reason: str, *, is_final: bool = True) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+
+
+class _Compared(NamedTuple):
+    """One comparison. `whole`, `weights` and their causes are known on rank 0."""
+
+    samples: AuditBatch
+    whole: Result | None
+    weights: Mapping[str, Tensor]
+    found: list[Difference]
+    has_drawn: bool
 
 
 @final
@@ -69,130 +99,162 @@ class GradientAudit:
         self, batch: Any, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
-        mesh = self._parts.mesh
-        samples = choose_samples(batch, traits, known, source, mesh, self._agreement)
-        if samples is None:
-            return skipped(NAME, "a replica has no sample", is_final=False)
-        with self._quiet(), uncompressed():
-            weights = self._whole_weights()
-            if isinstance(weights, str):
-                return skipped(NAME, weights)
-            result = self._run_reference(samples, weights, step)
-            failure = self._first_text(result if isinstance(result, str) else "")
-            if failure:
-                return skipped(NAME, f"the model cannot be run by itself: {failure}")
-            whole = None if isinstance(result, str) else result
-            return self._compare(samples, whole, weights, step)
+        choose = partial(choose_samples, batch, traits, known, source, self._parts.mesh, self._agreement)
+        try:
+            with self._quiet(), uncompressed():
+                compared = self._compare(choose, step)
+                self._raise_if(compared, step)
+                if compared.found and compared.has_drawn:
+                    self._raise_if(self._compare(choose, step, training=False), step)
+                    return skipped(NAME, _DRAWN)
+        except _CannotCompareError as reason:
+            return skipped(NAME, str(reason), is_final=reason.is_final)
+        return held(NAME)
 
     def _compare(
-        self, samples: AuditBatch, whole: Result | None, weights: Mapping[str, Tensor], step: int
-    ) -> AuditResult:
-        owned, factor, failure = self._run_plan(samples, step)
-        failure = self._first_text(failure)
-        if failure:
-            return skipped(NAME, f"the plan does not take so few samples: {failure}")
-        reference = {} if whole is None else whole.gradients
-        likes = self._reference.form.gradients_like(self._reference.dtype)
-        differences = compare_gradients(owned, reference, likes, factor, self._group, self._reference.device)
-        del owned
+        self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool = True
+    ) -> _Compared:
+        weights = self._whole_weights()
+        samples, whole, has_drawn = self._run_reference(choose, weights, step, training=training)
+        generators = GeneratorStates(self._parts.mesh.device, self._modules) if has_drawn else None
+        owned, factor = self._run_plan(samples, step, generators, training=training)
+        gradients = {} if whole is None else whole.gradients
+        likes, device = self._reference.form.gradients_like(self._reference.dtype), self._reference.device
+        differences = compare_gradients(owned, gradients, likes, factor, self._group, device)
         tolerance = TOLERANCES[self._reference.dtype]
         found = [each for each in differences if not each.relative <= tolerance]
         if found and self._parts.update.loss_scaling is not None and _overflows(found):
-            return skipped(NAME, "gradients overflow at this loss scale", is_final=False)
-        error = self._judge(found, samples, whole, weights, step) if found and whole is not None else ""
+            raise _CannotCompareError("gradients overflow at this loss scale", is_final=False)
+        return _Compared(samples, whole, weights, found, has_drawn)
+
+    def _raise_if(self, compared: _Compared, step: int) -> None:
+        error = self._judge(compared, step) if compared.whole is not None and compared.found else ""
         error = self._first_text(error)
         if error:
             raise UserError(error)
-        return held(NAME)
+
+    def _judge(self, compared: _Compared, step: int) -> str:
+        """On rank 0: an error, if neither rounding nor other draws can be what makes gradients differ."""
+        samples, whole, weights, found, has_drawn = compared
+        assert whole is not None
+        run = partial(self._reference.run, samples.whole, weights, step)
+        others = [(TIMES_ROUNDING, run(rounding=torch.finfo(self._reference.dtype).eps))]
+        others += [(TIMES_DRAWS, run(is_second=True))] if has_drawn else []
+        beyond = [each for each in found if not each.distance <= _explained(each.name, whole, others)]
+        if not beyond:
+            return ""
+        return explain(beyond, whole, samples, self._reference, weights, self._parts.mesh.plan, step)
 
     # One device.
 
-    def _whole_weights(self) -> dict[str, Tensor] | str:
+    def _whole_weights(self) -> dict[str, Tensor]:
         """On rank 0: the weights and buffers that it does not have whole. All ranks give their parts."""
         form, device = self._reference.form, self._reference.device
         missing = form.missing(device) if self._agreement.rank == 0 else []
         needed = form.num_bytes(missing, self._reference.dtype)
-        (names, reason) = self._agreement.gather([missing, _reason_not(needed, device)])[0]
+        names, reason = self._agreement.gather([missing, _reason_not(needed, device)])[0]
         if reason:
-            return str(reason)
-        if not names or self._group is None:
-            return {}
+            raise _CannotCompareError(reason)
         wanted = set(names)
+        if not wanted:
+            return {}
         owned = [
             each for each in self._parts.values() if each.slice.part == VALUE and each.slice.name in wanted
         ]
+        if self._group is None:
+            return {each.slice.name: each.tensor.detach().to(device) for each in owned}
         assembly = Assembly(owned, self._group, device)
         whole = {key[0]: assembly.tensor(key, to=0) for key in sorted(assembly)}
         return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
     def _run_reference(
-        self, samples: AuditBatch, weights: Mapping[str, Tensor], step: int
-    ) -> Result | str | None:
-        """On rank 0: what one device computes, or why it cannot."""
-        if self._agreement.rank != 0:
-            return None
-        try:
-            return self._reference.run(samples.whole, weights, step)
-        except Exception as error:
-            return _headline(error)
-
-    def _judge(
         self,
-        found: Sequence[Difference],
-        samples: AuditBatch,
-        whole: Result,
+        choose: Callable[..., AuditBatch | None],
         weights: Mapping[str, Tensor],
         step: int,
-    ) -> str:
-        """On rank 0: an error, if rounding cannot be what makes gradients differ."""
-        eps = torch.finfo(self._reference.dtype).eps
-        disturbed = self._reference.run(samples.whole, weights, step, rounding=eps).gradients
-        beyond = []
-        for each in found:
-            one, other = whole.gradients.get(each.name), disturbed.get(each.name)
-            rounding = 0.0 if one is None or other is None else float((one - other).double().norm())
-            if not each.distance <= TIMES_ROUNDING * rounding:
-                beyond.append(each)
-        if not beyond:
+        *,
+        training: bool,
+    ) -> tuple[AuditBatch, Result | None, bool]:
+        """The samples, what one device computes of them (on rank 0), and whether it drew random numbers. A
+        model that does not take a small part of a microbatch is given whole ones."""
+        failure = ""
+        for is_small in (True, False):
+            samples = choose(is_small=is_small)
+            if samples is None:
+                raise _CannotCompareError("a replica has no sample", is_final=False)
+            result = self._try_reference(samples, weights, step, training=training)
+            is_result = isinstance(result, Result)
+            said = (
+                [result.counted, result.has_drawn, ""] if isinstance(result, Result) else [0, False, result]
+            )
+            counted, has_drawn, failure = self._agreement.gather(said)[0]
+            if not failure:
+                if not counted:
+                    raise _CannotCompareError("the loss counts none of its samples", is_final=False)
+                return samples, result if is_result else None, has_drawn  # type: ignore[return-value]
+        missing = missing_operation(failure, self._parts.mesh.plan, self._reference.device)
+        if missing is not None:
+            raise missing
+        raise _CannotCompareError(f"the model cannot be run by itself: {failure}")
+
+    def _try_reference(
+        self, samples: AuditBatch, weights: Mapping[str, Tensor], step: int, *, training: bool
+    ) -> Result | str:
+        """On rank 0: what one device computes, or why it cannot; the plan would fail in the middle of it."""
+        if self._agreement.rank != 0:
             return ""
-        return explain(beyond, whole, samples, self._reference, weights, self._parts.mesh.plan, step)
+        scale = float(self._parts.update.loss_scale)
+        try:
+            if len(samples.bounds) > 1:
+                self._reference.check_takes(samples.part(0), weights, step)
+            return self._reference.run(samples.whole, weights, step, training=training, scale=scale)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
 
     # The plan.
 
-    def _run_plan(self, samples: AuditBatch, step: int) -> tuple[list[OwnedSlice], float, str]:
+    def _run_plan(
+        self, samples: AuditBatch, step: int, generators: GeneratorStates | None, *, training: bool
+    ) -> tuple[list[OwnedSlice], float]:
         """This rank's gradients as boxes of whole ones, and what makes them those of the mean."""
-        local, runner, units = self._parts.local, self._parts.runner, self._parts.update.units
+        local, units, device = self._parts.local, self._parts.update.units, self._parts.mesh.device
         captured: dict[Tensor, Tensor] = {}
-        scope = lambda number: self._parts.scopes.at_place(step, samples.places[number])  # noqa: E731
         with ExitStack() as stack:
-            stack.enter_context(untouched(local.modules, self._modules, self._parts.mesh.device))
+            stack.enter_context(untouched(local.modules, self._modules, device))
+            if not training:
+                for module in self._modules:
+                    module.training = False
             if units is not None:  # else gradients are gone when their unit is updated
                 stack.enter_context(units.rehearse(partial(_capture, captured)))
-            try:
-                tally = runner.differentiate(samples.local, step, scope)
-            except UserError:
-                raise
-            except Exception as error:
-                if runner.is_broken or self._parts.mesh.plan.ranks > self._parts.mesh.plan.data:
-                    raise
-                return [], 0.0, _headline(error)
-            finally:
-                if units is not None:
-                    units.finish_passes()
+            scope = partial(self._scope, samples, step, generators)
+            tally = self._parts.runner.differentiate(samples.local, step, scope)
+            if units is not None:
+                units.finish_passes()
         if self._group is not None:
             with self._group.ledger.about("checks"):
                 self._group.all_reduce(tally)
         _, count, weighted = tally[:3].tolist()
-        return self._owned(captured), weighted / count / count if count else 0.0, ""
+        return self._owned(captured), weighted / count / count if count else 0.0
+
+    @contextmanager
+    def _scope(
+        self, samples: AuditBatch, step: int, generators: GeneratorStates | None, number: int
+    ) -> Iterator[None]:
+        """Of a microbatch: where its samples are among those of one device, whose first draws are its own."""
+        if generators is not None:
+            generators.restore()
+        with self._parts.scopes.at_place(step, samples.places[number % len(samples.places)]):
+            yield
 
     def _owned(self, captured: Mapping[Tensor, Tensor]) -> list[OwnedSlice]:
         owned = []
-        for sharing, each in self._parts.local.slices():
-            gradient = captured.get(each.tensor, each.tensor.grad)
-            if gradient is not None:
-                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                boxes = own_run(dense, sharing.slices(each))
-                owned += [box for own in boxes for box in self._parts.in_whole(own)]
+        for sharing in self._parts.local.sharings:
+            for each in sharing.summed_parameters():
+                gradient = captured.get(each.tensor, each.tensor.grad)
+                if gradient is not None:
+                    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                    boxes = own_run(dense, sharing.slices(each))
+                    owned += [box for own in boxes for box in self._parts.in_whole(own)]
         return owned
 
     @contextmanager
@@ -200,9 +262,9 @@ class GradientAudit:
         """What is moved counts as checks; compiled layers stay compiled for the sizes of the steps."""
         mesh = self._parts.mesh
         is_compiled = mesh.plan.compile or any(module._compiled_call_impl for module in self._modules)
-        eager: AbstractContextManager[Any] = (
-            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-        )
+        eager: AbstractContextManager[Any] = nullcontext()
+        if is_compiled:
+            eager = torch.compiler.set_stance("force_eager")
         with mesh.ledger.only_about("checks"), eager:
             yield
 
@@ -212,6 +274,16 @@ class GradientAudit:
 
 def _capture(captured: dict[Tensor, Tensor], local: Sequence[LocalParameter]) -> None:
     captured |= {each.tensor: each.tensor.grad.clone() for each in local if each.tensor.grad is not None}
+
+
+def _explained(name: str, whole: Result, others: Sequence[tuple[float, Result]]) -> float:
+    """How far gradients of one device are from each other, times what is allowed."""
+    distances = [
+        times * float((whole.gradients[name] - other.gradients[name]).double().norm())
+        for times, other in others
+        if name in whole.gradients and name in other.gradients
+    ]
+    return max(distances, default=0.0)
 
 
 def _overflows(found: Sequence[Difference]) -> bool:
@@ -226,7 +298,3 @@ def _reason_not(needed: int, device: torch.device) -> str:
         f"whole weights and gradients take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} "
         "free, half of it for the audit"
     )
-
-
-def _headline(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +19,7 @@ from echelon.engine.upload import to_device
 from echelon.generators import GeneratorStates
 from echelon.inputs import call
 
+Scope = Callable[[], AbstractContextManager[None]]
 _REENTRANT = "Checkpointing is not compatible with"  # .grad(), says torch.utils.checkpoint
 
 
@@ -29,6 +31,7 @@ class Result(NamedTuple):
     total: float
     counted: float
     gradients: dict[str, Tensor]
+    has_drawn: bool  # whether the forward or the loss drew numbers that no sample has for its own
 
 
 @final
@@ -48,41 +51,77 @@ class Reference:
         self.device, self.dtype = device, dtype
 
     def run(
-        self, batch: Any, whole: Mapping[str, Tensor], step: int, *, place: int = 0, rounding: float = 0.0
+        self,
+        batch: Any,
+        whole: Mapping[str, Tensor],
+        step: int,
+        *,
+        place: int = 0,
+        rounding: float = 0.0,
+        training: bool = True,
+        scale: float = 1.0,
+        is_second: bool = False,
     ) -> Result:
         """`whole`: what of the weights is not here. `place`: of the first sample among all that are compared.
-        `rounding`: every output of a module is changed by about so much of itself, as rounding might."""
-        around = _rounded(rounding) if rounding else nullcontext()
-        with self._without_trace(), around:
+        `rounding`: every output of a module is changed by about so much of itself, as rounding might.
+        `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward,
+        so that generators have moved on."""
+        scope = partial(self._scopes.at_place, step, place)
+        with self._without_trace(), _rounded(rounding) if rounding else nullcontext():
+            if is_second:
+                self._forward(batch, whole, scope)
+            differentiate = partial(self._differentiate, batch, whole, scope, training, scale)
             try:
-                return self._differentiate(batch, whole, self._scopes.at_place(step, place), fresh=False)
+                return differentiate(fresh=False)
             except RuntimeError as error:
                 if _REENTRANT not in str(error):
                     raise
-                return self._differentiate(batch, whole, self._scopes.at_place(step, place), fresh=True)
+                return differentiate(fresh=True)
 
-    def _differentiate(
-        self, batch: Any, whole: Mapping[str, Tensor], scope: AbstractContextManager[None], *, fresh: bool
-    ) -> Result:
+    def check_takes(self, batch: Any, whole: Mapping[str, Tensor], step: int) -> None:
+        """Raise what the model or the loss raises for these samples."""
+        with self._without_trace():
+            self._forward(batch, whole, partial(self._scopes.at_place, step, 0))
+
+    def _forward(self, batch: Any, whole: Mapping[str, Tensor], scope: Scope) -> None:
+        with self.form.installed(whole, self.device), self._kept_attributes():
+            self._mean(batch, scope)
+
+    def _mean(self, batch: Any, scope: Scope) -> tuple[Any, Tensor, Tensor | int]:
+        """What the model returns, and its loss as (total, count)."""
         inputs, targets = tree_map(_copied, to_device(batch, self.device))
         samples = num_samples(batch)
+        with counting(samples, scope):
+            output = call(self._model, cast(inputs, self.dtype))
+            total, count = total_and_count(self._loss(output, targets), samples)
+        return output, total, count
+
+    def _differentiate(
+        self,
+        batch: Any,
+        whole: Mapping[str, Tensor],
+        scope: Scope,
+        training: bool,
+        scale: float,
+        *,
+        fresh: bool,
+    ) -> Result:
+        before = GeneratorStates(self.device, self._model.modules())
         with self.form.installed(whole, self.device, fresh=fresh) as parameters, self._kept_attributes():
-            with counting(samples, lambda: scope):
-                output = call(self._model, cast(inputs, self.dtype))
-                total, count = total_and_count(self._loss(output, targets), samples)
-            mean = total / count
+            if not training:
+                self._model.eval()
+            output, total, count = self._mean(batch, scope)
+            mean = total * scale / count
             if fresh:
                 mean.backward()
                 gradients = {name: parameter.grad for name, parameter in parameters.items()}
             else:
                 found = torch.autograd.grad(mean, list(parameters.values()), allow_unused=True)
                 gradients = dict(zip(parameters, found, strict=True))
-        return Result(
-            tree_map(_detached, output),
-            float(total),
-            float(count),
-            {name: _dense(each) for name, each in gradients.items() if each is not None},
-        )
+        plain = {name: _dense(each) for name, each in gradients.items() if each is not None}
+        if scale != 1:
+            plain = {name: each.float() / scale for name, each in plain.items()}
+        return Result(tree_map(_detached, output), float(total), float(count), plain, before.moved())
 
     @contextmanager
     def _kept_attributes(self) -> Iterator[None]:
@@ -109,7 +148,10 @@ def _rounded(size: float) -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        is_input = (
+            isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf
+        )  # of a loss's autograd.grad
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or is_input:
             return leaf
         generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
         wide = torch.promote_types(leaf.dtype, torch.float32)

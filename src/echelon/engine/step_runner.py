@@ -85,7 +85,7 @@ class StepRunner(ABC):
     ) -> None:
         self._mesh, self._local, self._update = mesh, local, update
         self._layers, self._meter, self._scopes, self._carrier = layers, meter, scopes, carrier
-        self._balance = balance
+        self._balance, self._records_gates = balance, True
         self._rank = mesh.group("pipeline").rank
         plan = mesh.plan
         self._pipelined = local.program.stages > 1 or plan.schedule in ASYNCHRONOUS_SCHEDULES
@@ -185,7 +185,7 @@ class StepRunner(ABC):
         nothing under way."""
         normaliser, balance = self._normaliser, self._balance
         watches = {stage: stage.first_forward for stage in self._local.stages.values()}
-        self._normaliser, self._balance = copy.copy(normaliser), None
+        self._normaliser, self._balance, self._records_gates = copy.copy(normaliser), None, False
         try:
             self._update.start_step()
             for stage in watches:
@@ -197,7 +197,7 @@ class StepRunner(ABC):
                 self._script(program, lambda: without_update(self._pass_program(len(feed)))), feed
             )
         finally:
-            self._normaliser, self._balance = normaliser, balance
+            self._normaliser, self._balance, self._records_gates = normaliser, balance, True
             for stage, watch in watches.items():
                 stage.first_forward = watch
 
@@ -354,7 +354,7 @@ class StepRunner(ABC):
 
     def _recording(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """In training, gates tell what they have seen."""
-        if microbatch.normaliser is None:
+        if microbatch.normaliser is None or not self._records_gates:
             return nullcontext()
         return recording_of(self._balance, microbatch.weight)
 
