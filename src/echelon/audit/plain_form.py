@@ -12,8 +12,9 @@ of the plain form. What a forward assigns goes into the copies, and is forgotten
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,7 +26,7 @@ from echelon.wrapping import Wrapper, Wrapping, stack_of
 
 _ABSENT = object()
 # Tensors are given by `installed`; a mode is the user's.
-_NOT_RECORDED = frozenset({"training", "_parameters", "_buffers", "_flat_weights"})
+_NOT_RECORDED = frozenset({"training", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 
 Owner = nn.Module | Wrapper
 
@@ -105,7 +106,8 @@ class PlainForm:
     ) -> Iterator[dict[str, nn.Parameter]]:
         """Inside, the model is plain; `whole` has what is `missing`. Yields the trained parameters by name.
 
-        `fresh`: parameters are other objects in the same memory, so that `backward` fills other gradients.
+        `fresh`: parameters are other objects in the same memory, so that `backward` fills other gradients. A
+        loss that holds a parameter itself then trains it no more.
         """
         parameters = self._parameters(whole, device, fresh=fresh)
         clones: dict[int, Tensor] = {}
@@ -210,4 +212,19 @@ def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     for hook in (parameter._backward_hooks or {}).values():
         twin.register_hook(hook)
+    for hook in late_hooks(parameter):
+        twin.register_post_accumulate_grad_hook(hook)
     return twin
+
+
+def late_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
+    """The user's hooks on accumulated gradients, which `torch.autograd.grad` does not call."""
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return [hook for hook in hooks.values() if not is_own_hook(hook)]
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a hook is one of an engine's."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("echelon.")

@@ -19,6 +19,7 @@ from echelon.engine.batch import num_samples
 from echelon.engine.batch_traits import most_different
 from echelon.mesh import Mesh
 
+_UPDATE_PER_MICROBATCH = ("pipedream", "pipedream-vertical")  # each is a batch of its own
 _PER_PART = 2  # samples of a microbatch, if it has so many: a model may treat one sample differently
 
 
@@ -61,7 +62,8 @@ def choose_samples(
     is_alone = plan.data == 1 or plan.sync == "async"
     replicas = 1 if is_alone else smallest_factor(plan.data)
     parts = min(plan.microbatches, least)
-    period, per_part = smallest_factor(parts), least // parts
+    period = 1 if plan.schedule in _UPDATE_PER_MICROBATCH else smallest_factor(parts)
+    per_part = least // parts
     per_part = min(_PER_PART, per_part) if is_small else per_part
     share = period * per_part
     if is_alone:

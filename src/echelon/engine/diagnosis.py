@@ -95,7 +95,7 @@ def _cause_in_cut(whole: Result, parts: Sequence[Result], samples: AuditBatch, r
         )
     return (
         " The backward pass mixes samples: outputs and losses of parts are right, and gradients are not (an "
-        "autograd.Function or a backward hook that computes over dim 0, or a second loss by autograd.grad); "
+        "autograd.Function or a hook that computes over dim 0, or clips, or a second loss by autograd.grad); "
         "let it treat each sample by itself, or use data=1 and microbatches=1"
     )
 
@@ -127,13 +127,18 @@ def _cause_in_plan(plan: Plan) -> str:
             "layers() is not what forward does (a step between layers, a loss that is kept on a module and "
             "read from another stage, a detach)"
         )
+    if plan.context > 1:
+        causes.append(
+            "the loss does not add up over the positions of a sequence, which ranks share (return (total, "
+            "count) of the targets that count; to predict the next token, shift targets before you pass the "
+            "batch, and not in the loss)"
+        )
     if plan.tensor > 1:
         causes.append("tensor_table splits a module whose matrix is used otherwise than as a product")
     if plan.expert > 1:
         causes.append("experts are called otherwise than by their gate")
-    causes.append(
-        "a forward draws numbers, or keeps something from call to call, in a way that ranks cannot repeat"
-    )
+    causes.append("a hook on a weight is not linear")
+    causes.append("a forward draws numbers, or keeps something from call to call, as no rank can repeat it")
     return f" Likely causes: {'; '.join(causes)}"
 
 

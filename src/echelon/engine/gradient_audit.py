@@ -121,6 +121,7 @@ class GradientAudit:
         gradients = {} if whole is None else whole.gradients
         likes, device = self._reference.form.gradients_like(self._reference.dtype), self._reference.device
         differences = compare_gradients(owned, gradients, likes, factor, self._group, device)
+        self._parts.local.start_step()  # no gradient is left
         tolerance = TOLERANCES[self._reference.dtype]
         found = [each for each in differences if not each.relative <= tolerance]
         if found and self._parts.update.loss_scaling is not None and _overflows(found):

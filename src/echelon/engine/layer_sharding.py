@@ -18,7 +18,6 @@ from echelon.dropout import keyed_modules, set_global_indices
 from echelon.engine.batch import Loss, num_samples
 from echelon.engine.float32_loss import in_float32
 from echelon.engine.hidden_padding import HiddenPadding, SplitOutput
-from echelon.engine.loss_check import LossCheck
 from echelon.engine.padding import LocalTargets, Padding, has_positions
 from echelon.engine.sequence_checks import (
     check_gate_padding,
@@ -77,8 +76,6 @@ class LayerSharding:
             check_split(model, before, self.sharded, mesh.plan)
         self.user_loss, self.whole_loss = loss, in_float32(loss, DTYPES[mesh.plan.precision])
         self.loss, self._ignores = self._loss(loss), split_loss(loss) is not None
-        unknown = mesh.plan.context > 1 and split_loss(loss) is None  # whether it adds up over parts
-        self.loss_check = LossCheck(loss, self._context) if unknown else None
         self._place_dropout(model, before)
         self._padding, self._view = Padding(mesh.plan, self._context.rank), self._make_view()
         self._hidden_padding = self._pad_hidden(not_causal)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map
 
-from echelon.audit.plain_form import PlainForm
+from echelon.audit.plain_form import PlainForm, late_hooks
 from echelon.engine.attribute_snapshot import AttributeSnapshot
 from echelon.engine.batch import Loss, cast, num_samples, total_and_count
 from echelon.engine.samples import Scopes, counting
@@ -71,6 +71,8 @@ class Reference:
             if is_second:
                 self._forward(batch, whole, scope)
             differentiate = partial(self._differentiate, batch, whole, scope, training, scale)
+            if any(map(late_hooks, self._model.parameters())):
+                return differentiate(fresh=True)
             try:
                 return differentiate(fresh=False)
             except RuntimeError as error:

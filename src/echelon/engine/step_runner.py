@@ -181,13 +181,13 @@ class StepRunner(ABC):
         self, batch: Batch, step: int, scope: Callable[[int], AbstractContextManager[None]]
     ) -> Tensor:
         """Run the passes of a step on some samples, without its update, and with nothing of gates; returns
-        the tally. Gradients are summed over ranks; the next step clears them. All ranks must call this, with
-        nothing under way."""
+        the tally. Gradients are summed over ranks, until `local.start_step` clears them. All ranks must call
+        this, with nothing under way."""
         normaliser, balance = self._normaliser, self._balance
         watches = {stage: stage.first_forward for stage in self._local.stages.values()}
         self._normaliser, self._balance, self._records_gates = copy.copy(normaliser), None, False
         try:
-            self._update.start_step()
+            self._local.start_step()  # and not that of the update, which may bring other weights
             for stage in watches:
                 stage.start_step()
                 stage.first_forward = None
@@ -197,6 +197,7 @@ class StepRunner(ABC):
                 self._script(program, lambda: without_update(self._pass_program(len(feed)))), feed
             )
         finally:
+            self._interpreter.forget_losses()
             self._normaliser, self._balance, self._records_gates = normaliser, balance, True
             for stage, watch in watches.items():
                 stage.first_forward = watch
@@ -307,8 +308,6 @@ class StepRunner(ABC):
         if 0 in self._local.stages:
             inputs = cast(to_device(inputs, self._mesh.device), DTYPES[self._mesh.plan.precision])
         if self._local.program.stages - 1 in self._local.stages:
-            if self._layers.loss_check is not None:
-                self._layers.loss_check.check_targets(part[1])
             targets = targets._replace(values=to_device(targets.values, self._mesh.device))
         shared = to_device(shared_inputs(inputs), self._mesh.device)
         around = partial(self._layers.around, true_length, shared, scope)
@@ -327,8 +326,6 @@ class StepRunner(ABC):
             result = self._layers.loss(*seen)
             self._measuring.add(*seen, microbatch.weight)
         check_loss(result)
-        if self._layers.loss_check is not None:
-            self._layers.loss_check.check_result(output, targets.values, result)
         total, count = total_and_count(result, targets.num_samples)
         if self.on_loss is not None:
             self.on_loss(total)

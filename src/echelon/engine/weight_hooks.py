@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from echelon.audit.plain_form import is_own_hook
 from echelon.errors import UserError
 from echelon.plan import Plan
 
@@ -34,7 +35,7 @@ class WeightHooks:
         for name, parameter in self._parameters:
             for watched, hooks in zip((self._watched, self._late), _hooks(parameter), strict=True):
                 for key, hook in list(hooks.items()):
-                    if not _is_own(hook):
+                    if not is_own_hook(hook):
                         hooks[key] = partial(watched, name, hook)
                         replaced.append((hooks, key, hook))
         try:
@@ -76,12 +77,6 @@ class WeightHooks:
 def _hooks(parameter: nn.Parameter) -> tuple[MutableMapping[int, _Hook], MutableMapping[int, _Hook]]:
     """Those that are called with a gradient, and those that are called when it is accumulated."""
     return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
-
-
-def _is_own(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith("echelon.")
 
 
 @torch.no_grad()

@@ -131,6 +131,10 @@ class Interpreter:
     def _no_losses(self) -> Tensor:
         return torch.zeros(TALLY.shape, dtype=TALLY.dtype, device=self._device)
 
+    def forget_losses(self) -> None:
+        """No update is made of what has run since the last one."""
+        self._since_update = self._no_losses()
+
     def forget(self) -> None:
         """Let go of all that is in flight: a step has failed, or the pipeline starts again."""
         for kept in (self._inputs, self._outputs, self._flights, self._gradients, self._returning):
