@@ -21,13 +21,13 @@ def entry(**weights: Tensor) -> FiniteWeights:
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_trained_weight_must_be_finite(number: float) -> None:
     with pytest.raises(UserError, match=r"NaN or infinite before the first step: trained, on rank 0; init"):
-        entry(trained=torch.tensor([1.0, number]), frozen=torch.ones(2))(None)
+        entry(trained=torch.tensor([1.0, number]), frozen=torch.ones(2))()
 
 
 def test_a_frozen_mask_may_be_infinite_but_is_a_number() -> None:
     infinite = torch.tensor([-float("inf"), 0.0])
-    assert entry(trained=torch.ones(2), frozen=infinite, index=torch.ones(1, dtype=torch.int64))(
-        None
-    ) == held("finite weights")
+    assert entry(trained=torch.ones(2), frozen=infinite, index=torch.ones(1, dtype=torch.int64))() == held(
+        "finite weights"
+    )
     with pytest.raises(UserError, match="frozen"):
-        entry(frozen=infinite * 0)(None)
+        entry(frozen=infinite * 0)()

@@ -120,18 +120,16 @@ NAMES: dict[str, Callable[[], Example]] = {
     "right": lambda: Example(Blocks(""), RIGHT),
     "right layers": lambda: Example(Listed(""), RIGHT),
     "right row of layers": lambda: Example(Row(nn.GELU()), IN_A_ROW),
-    "not divided": lambda: Example(Blocks(""), NOT_DIVIDED, (": blocks.0 ", "attention.out.weight")),
-    "fused as one": lambda: Example(
-        Blocks(""), {**RIGHT, "*attention.qkv": "column"}, (": blocks.0 ", "its output")
-    ),
-    "softmax": lambda: Example(Blocks("softmax"), RIGHT, (": blocks.1 ", "blocks.1.down.weight")),
-    "norm": lambda: Example(Blocks("norm"), RIGHT, (": blocks.1 ", "blocks.1.down.weight")),
-    "mean": lambda: Example(Listed("mean"), RIGHT, (": blocks.1 ", "blocks.1.down.weight")),
-    "softmax in a row": lambda: Example(Row(nn.Softmax(-1)), IN_A_ROW, (": Row ", "2.weight")),
+    "not divided": lambda: Example(Blocks(""), NOT_DIVIDED, ("from blocks.0.", "tensor_table")),
+    "fused as one": lambda: Example(Blocks(""), {**RIGHT, "*attention.qkv": "column"}, ("from ",)),
+    "softmax": lambda: Example(Blocks("softmax"), RIGHT, ("from ", "tensor_table")),
+    "norm": lambda: Example(Blocks("norm"), RIGHT, ("from ", "tensor_table")),
+    "mean": lambda: Example(Listed("mean"), RIGHT, ("from ", "tensor_table")),
+    "softmax in a row": lambda: Example(Row(nn.Softmax(-1)), IN_A_ROW, ("from 2.weight",)),
     "shift": lambda: Example(
         Shifted(),
         {"up": "column", "down": "row", "shift": "inner"},
-        (": Shifted ", "gradient of down.weight"),
+        ("from shift.",),
     ),
 }
 

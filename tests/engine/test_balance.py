@@ -232,9 +232,8 @@ def model_without_experts() -> nn.Module:
 def make_alone(plan: str = "data=1") -> Engine:
     """An engine of this process, after one step."""
     alone = case(model_without_experts)
-    engine = parallelize(
-        alone.build(), f"{plan} precision=fp64", optimizer=alone.make_optimizer, loss=alone.loss
-    )
+    options: Any = {"optimizer": alone.make_optimizer, "loss": alone.loss, "audit": "first"}
+    engine = parallelize(alone.build(), f"{plan} precision=fp64", **options)
     assert engine.step(tokens(0)).loss > 0  # which the second step after it would do
     return engine
 

@@ -55,7 +55,8 @@ def empty_batch() -> tuple[Tensor, Tensor]:
 
 def engine_of(plan: str) -> Engine:
     clip = None if "pipedream" in plan else 0.5
-    return echelon.parallelize(model(), plan, optimizer=adamw, loss=counted, clip=clip, smallest_unit=0)
+    options = {"clip": clip, "smallest_unit": 0, "audit": "first"}  # an audit reads
+    return echelon.parallelize(model(), plan, optimizer=adamw, loss=counted, **options)
 
 
 def train(plan: str, *, deferred: bool, steps: int = 6) -> tuple[list[tuple[float, float, int]], Weights]:
@@ -231,7 +232,7 @@ def refused_in_the_middle(plan: str, *, deferred: bool, first: int = 2) -> tuple
     torch.manual_seed(0)
     with deferring() if deferred else nullcontext():
         engine = echelon.parallelize(
-            Normalised(), plan, optimizer=adamw, loss=counted, schedule=schedule, seed=3
+            Normalised(), plan, optimizer=adamw, loss=counted, schedule=schedule, seed=3, audit="first"
         )
     batches = [*map(batch, range(first)), empty_batch(), *map(batch, range(first, 5))]
     errors = 0
@@ -298,7 +299,8 @@ def test_a_refused_step_changes_no_buffer(deferred: bool) -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_step_that_a_check_refuses_changes_no_buffer(deferred: bool) -> None:
     with deferring() if deferred else nullcontext():
-        engine = echelon.parallelize(Normalised(), "data=1", optimizer=adamw, loss=lambda *_: "no loss")
+        options = {"optimizer": adamw, "loss": lambda *_: "no loss", "audit": "off"}
+        engine = echelon.parallelize(Normalised(), "data=1", **options)
     with pytest.raises(UserError, match="loss"):
         engine.step(batch(0))
     assert engine.module[1].num_batches_tracked == 0

@@ -1,9 +1,9 @@
-"""Models and losses that are right on one device, and look right in the first batch of a plan that they break.
+"""Models and losses that are right on one device, and look right in the first batch of a plan they break.
 
-    A   the loss's denominator varies in later batches only
-    C   gradients alone differ
-    D   what a comparison of forwards must skip: autograd inside of the loss, state, statistics beside draws
-    H   a loss that is kept on a module, and read by the user's loss
+A   the loss's denominator varies in later batches only
+C   gradients alone differ
+D   what a comparison of forwards must skip: autograd inside of the loss, state, statistics beside draws
+H   a loss that is kept on a module, and read by the user's loss
 """
 
 from collections.abc import Callable
@@ -19,7 +19,9 @@ WIDTH, SAMPLES, LENGTH, CLASSES = 6, 8, 5, 7
 
 
 def body() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES)
+    )
 
 
 def random(step: int, *shape: int) -> Tensor:
@@ -75,7 +77,9 @@ def nan_mean(output: Tensor, targets: Tensor) -> Tensor:
 
 def hidden_batch(ignored: int, first: int) -> Callable[[int], Any]:
     def batch(step: int) -> Any:
-        return random(step, SAMPLES, LENGTH, WIDTH), classes(step, SAMPLES, LENGTH).masked_fill(~later(step, first), ignored)
+        return random(step, SAMPLES, LENGTH, WIDTH), classes(step, SAMPLES, LENGTH).masked_fill(
+            ~later(step, first), ignored
+        )
 
     return batch
 
@@ -117,11 +121,11 @@ def span_mean(output: Tensor, starts: Tensor) -> Tensor:
 
 class Centred(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(_: Any, values: Tensor) -> Tensor:
         return values.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(_: Any, gradient: Tensor) -> Any:
         return gradient - gradient.mean(0, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""Deceptive models under plans that they might break: equal to the plain loop, or refused; never silently else."""
+"""Deceptive models under plans that they might break: equal to the plain loop, or refused."""
 
 import warnings
 from typing import Any

@@ -45,6 +45,7 @@ class PlainForm:
     def __init__(self, model: nn.Module, names: StateNames) -> None:
         self._names = names
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.order = list(self._shapes)  # of parameters in the model
         self._complex = {name for name, parameter in model.named_parameters() if parameter.is_complex()}
         self._tensors = {module: _tensors(path, module, names) for path, module in model.named_modules()}
         # Buffers in no state dict: no rank can give those that another one has dropped.

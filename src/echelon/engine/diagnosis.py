@@ -33,7 +33,7 @@ def explain(
     """An error for the user. `found`: the parameters whose gradients differ by more than rounding."""
     head = (
         f"plan '{plan}': step {step + 1} would not train as on one device. For {samples.bounds[-1][1]} "
-        f"samples of its batch, {_described(found)}"
+        f"samples of its batch, {_described(found, reference.form.order)}"
     )
     cause = ""
     if len(samples.bounds) > 1:
@@ -49,16 +49,15 @@ def explain(
     return head + (cause or _cause_in_plan(plan)) + "; audit='off' trains without this comparison"
 
 
-def _described(found: Sequence[Difference]) -> str:
+def _described(found: Sequence[Difference], order: Sequence[str]) -> str:
+    """Backward passes go from the last parameters to the first: the last one is next to the cause."""
+    last = max(found, key=lambda each: order.index(each.name)).name
     worst = sorted(found, key=lambda each: -each.relative)[:_NAMED]
     texts = [
-        f"{each.name} by {each.relative:.0%} of its norm"
-        if each.norm
-        else f"{each.name}, which has none there,"
+        f"{each.name} by {each.relative:.2g} of its norm" if each.norm else f"{each.name} where it has none"
         for each in worst
     ]
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"gradients differ: {', '.join(texts)}{more}."
+    return f"gradients differ from {last} backward, {len(found)} in all: {', '.join(texts)}."
 
 
 def _cause_in_cut(whole: Result, parts: Sequence[Result], samples: AuditBatch, reference: Reference) -> str:
@@ -122,7 +121,7 @@ def _is_far(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 def _cause_in_plan(plan: Plan) -> str:
     causes = []
-    if plan.stages > 1 or plan.sequence or plan.context > 1:
+    if plan.stages > 1 or plan.schedule_is_file or plan.sequence or plan.context > 1:
         causes.append(
             "layers() is not what forward does (a step between layers, a loss that is kept on a module and "
             "read from another stage, a detach)"

@@ -40,20 +40,20 @@ def answer_of(name: str, plan: str, audit: str = "first") -> str:
         after = engine.full_state_dict()
         assert all(torch.equal(before[key], after[key]) for key in before)
         return str(error)
-    return next((str(result) for result in engine.audit if result.name == "layers"), "no audit")
+    return next((str(result) for result in engine.audit if result.name == "gradients"), "no audit")
 
 
 def answers_of(names: list[str], plan: str) -> dict[str, str]:
     return {name: answer_of(name, plan) for name in names}
 
 
-def test_wrong_tables_are_refused_by_the_name_of_the_layer(warm_ranks: Warm) -> None:
+def test_wrong_tables_are_refused_by_the_name_of_the_weight(warm_ranks: Warm) -> None:
     plan = "tensor=2 precision=fp64"
     first, other = warm_ranks(2).run(answers_of, list(NAMES), plan)
     assert first == other
     for name, answer in first.items():
         says = example(name).says
-        assert all(part in answer for part in says) if says else answer == "layers: held", (name, answer)
+        assert all(part in answer for part in says) if says else answer == "gradients: held", (name, answer)
 
 
 def test_without_an_audit_the_wrong_table_trains(warm_ranks: Warm) -> None:
@@ -64,7 +64,7 @@ def results_of(model: str, plan: str) -> list[str]:
     torch.manual_seed(0)
     engine = echelon.parallelize(MODELS[model](), plan, optimizer=adamw, loss=cross_entropy)
     engine.step(engine.local(tokens(0, 4)))
-    return [str(result) for result in engine.audit if result.name == "layers"]
+    return [str(result) for result in engine.audit if result.name == "gradients"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def results_of(model: str, plan: str) -> list[str]:
     ],
 )
 def test_right_plans_hold(warm_ranks: Warm, model: str, plan: str) -> None:
-    assert warm_ranks(2).run(results_of, model, plan) == [["layers: held"]] * 2
+    assert warm_ranks(2).run(results_of, model, plan) == [["gradients: held"]] * 2
 
 
 @pytest.mark.slow
@@ -97,4 +97,4 @@ def test_right_plans_hold(warm_ranks: Warm, model: str, plan: str) -> None:
     ],
 )
 def test_right_plans_of_four_ranks_hold(warm_ranks: Warm, model: str, plan: str) -> None:
-    assert warm_ranks(4).run(results_of, model, plan) == [["layers: held"]] * 4
+    assert warm_ranks(4).run(results_of, model, plan) == [["gradients: held"]] * 4
