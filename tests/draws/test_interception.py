@@ -51,7 +51,7 @@ def test_one_module_draws_other_numbers_each_time() -> None:
 def test_a_hook_and_a_function_in_place_of_forward_draw_for_their_module() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     for layer in model:
-        layer.register_forward_hook(lambda layer, args, output: output + torch.randn_like(output))
+        layer.register_forward_hook(lambda *call: call[2] + torch.randn_like(call[2]))
         layer.forward = lambda x: x + torch.randn_like(x)
     draws = SampleDraws(model)
     first, second = (run(layer, draws) for layer in model)
@@ -73,9 +73,9 @@ def test_a_second_run_draws_the_same() -> None:
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
-        (lambda x: torch.from_numpy(numpy.random.randn(4, 3)), "numpy.random in 0"),
+        (lambda _: torch.from_numpy(numpy.random.randn(4, 3)), "numpy.random in 0"),
         (lambda x: x + random.random(), "random in 0"),
-        (lambda x: torch.randn(4, 3, generator=torch.Generator()), "torch's randn with a generator in 0"),
+        (lambda _: torch.randn(4, 3, generator=torch.Generator()), "torch's randn with a generator in 0"),
         (lambda x: nn.init.normal_(torch.empty_like(x)), "torch's normal_ in 0"),
         (lambda x: torch.manual_seed(1) and torch.randn_like(x), "torch's randn_like in 0"),
         (lambda x: checkpoint(torch.dropout, x + 1, 0.5, True, use_reentrant=False), "torch's dropout in 0"),

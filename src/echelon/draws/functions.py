@@ -181,6 +181,12 @@ def _randperm(source: Source, n: int, **options: Any) -> Tensor:
     return _fill(result, source.uniform((n,), result.device, None, shared=True).argsort())
 
 
+@torch.no_grad()
+def _mask(source: Source, shape: Sequence[int], input: Tensor, p: float) -> Tensor:
+    """True where an element is kept."""
+    return _below(source.uniform(shape, input.device, input), 1 - p)
+
+
 def _masked(apply: Callable[..., Tensor], *, of_channels: bool = False, inplace: bool = False) -> Drawing:
     """One of torch.dropout's family."""
 
@@ -188,7 +194,7 @@ def _masked(apply: Callable[..., Tensor], *, of_channels: bool = False, inplace:
         if not train or p == 0:
             return NotImplemented
         shape = (*input.shape[:2], *[1] * (input.ndim - 2)) if of_channels else input.shape
-        return apply(input, source.uniform(shape, input.device, input) < 1 - p, p, inplace)
+        return apply(input, _mask(source, shape, input, p), p, inplace)
 
     return draw
 
@@ -231,7 +237,7 @@ def _attention(
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
     weights = scores.softmax(-1)
-    keep = source.uniform(tuple(weights.shape), weights.device, weights) < 1 - dropout_p
+    keep = _mask(source, weights.shape, weights, dropout_p)
     return zero(weights, keep, dropout_p, False) @ value
 
 

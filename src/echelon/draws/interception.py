@@ -97,17 +97,17 @@ class _CallSource:
     def uniform(
         self, shape: Sequence[int], device: torch.device, like: Tensor | None, *, shared: bool = False
     ) -> Tensor:
-        position, key, module = self._draws.key(is_seeded=self._is_seeded)
         shape = tuple(shape)
+        position, key, module = self._draws.key(shape, is_seeded=self._is_seeded)
         dim = None if shared else find_dim(shape, position.samples, like, module)
         sample_dim = None if dim is None else SampleDim(dim, position.samples, position.first_sample)
         return uniform(key, shape, device, sample_dim)
 
     def by_generator(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        position, key, module = self._draws.key(is_seeded=self._is_seeded)
-        generator = torch.Generator(args[0].device)
         tensors = torch.broadcast_tensors(*args)
         shape = tuple(tensors[0].shape)
+        position, key, module = self._draws.key(shape, is_seeded=self._is_seeded)
+        generator = torch.Generator(args[0].device)
         dim = find_dim(shape, position.samples, args[0], module)
         if dim is None:
             return function(*tensors, generator=generator.manual_seed(key))

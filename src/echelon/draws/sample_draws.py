@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from echelon.draws.sample_dim import drawing_module, is_checkpointed
 from echelon.dropout import TrainingPosition, next_use
 from echelon.generators import GeneratorStates
 from echelon.hashing import hash_of
+from echelon.wrapping import has_entry
 
 EVALUATION = -1  # the step of all evaluations: each draws the same numbers
 
@@ -27,22 +28,31 @@ class SampleDraws:
     belong to no sample, each "numpy.random in encoder.noise".
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | None = None, *, warns: bool = False) -> None:
-        """Keys are names of modules: give the whole model, before it is split. `warns`: of foreign draws."""
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | None = None,
+        *,
+        warns: bool = False,
+        has_whole_samples: bool = True,
+    ) -> None:
+        """Keys are names of modules: give the whole model, before it is split. `warns`: of foreign draws.
+        `has_whole_samples`: not only a part of each sequence."""
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         for name, module in model.named_modules():
             self._names[module] = name
         self._device = device or torch.device("cpu")
-        self._warns = warns
+        self._warns, self._has_whole_samples = warns, has_whole_samples
         self._torchs: dict[tuple[int, int], bool] = {}  # of each draw of each module: whether torch makes it
         self._searches = False  # for who has moved a generator
+        self.watches = True  # also generators that modules hold, of which a pass takes long to find any
         self.is_used = False
         self.foreign: dict[str, None] = {}
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
         """Around a forward pass inside of a scope."""
-        before = self.generators()
+        before = self.generators() if self.watches else GeneratorStates(self._device)
         with Interception(self, before if self._searches else None):
             yield
         self._searches = self._searches or before.moved()
@@ -75,9 +85,10 @@ class SampleDraws:
             stacklevel=2,
         )
 
-    def key(self, *, is_seeded: bool) -> tuple[TrainingPosition, int, nn.Module | None]:
+    def key(self, shape: Sequence[int], *, is_seeded: bool) -> tuple[TrainingPosition, int, nn.Module | None]:
         """Of the next draw: where it is, its key, and the module that draws. Raises where torch has to make
-        it: a second run must draw the same, or the forward has seeded torch's generator for it."""
+        it: a second run must draw the same, or the forward has seeded torch's generator for it; or this rank
+        has a part of the tensor, and nobody knows which."""
         module = drawing_module(self._names)
         name = "the loss" if module is None else f"module {self._names[module]}"
         digest = hashlib.blake2b(f"draws of {name}".encode(), digest_size=8).digest()
@@ -86,8 +97,16 @@ class SampleDraws:
         assert place is not None, "a scope is open"
         position, use = place
         if is_seeded or (layer, use) not in self._torchs:
-            self._torchs[layer, use] = is_seeded or is_checkpointed()
+            is_part = len(shape) > 1 and not self._has_whole_samples
+            self._torchs[layer, use] = is_seeded or is_part or _is_split(module) or is_checkpointed()
         if self._torchs[layer, use]:
             raise LeftToTorchError
         self.is_used = True
         return position, hash_of(position.seed, position.step, layer, use), module
+
+
+def _is_split(module: nn.Module | None) -> bool:
+    """Whether tensor ranks share what is between the layers of a module, as the heads of its attention."""
+    if module is None:
+        return False
+    return any(has_entry(each, "tensor") for each in (module, *module.children()))

@@ -42,6 +42,8 @@ def uniform(
 
 def _uniform(key: int, number: int, begin: int | Tensor, device: torch.device) -> Tensor:
     drawn = torch.empty(number, dtype=torch.float64, device=device)
+    if isinstance(begin, Tensor):  # on the device of the replicas, where a model may draw on the host
+        begin = begin.to(device)
     for left in range(0, number, _MOST_HASHES):
         part = drawn[left : left + _MOST_HASHES]
         places = torch.arange(left, left + len(part), device=device).add_(begin)

@@ -173,6 +173,7 @@ class DrawAgreement:
             self._num_open -= 1
             return
         self._is_open, self._is_agreed = False, self.draws.is_used
+        self.draws.watches = False
         group = self._mesh.group("data")
         if self._mesh.plan.sync != "async" and group.size > 1:
             flag = torch.full((1,), float(self.draws.is_used), device=self.device)
@@ -217,8 +218,11 @@ def make_scopes(model: nn.Module, mesh: Mesh, seed: int | None, wrapping: Wrappi
     draws = None
     if seed is not None:
         key_dropout(model, wrapping)
-        warns = mesh.position.data == 0 and plan.data * plan.microbatches > 1
-        draws = DrawAgreement(SampleDraws(model, mesh.device, warns=warns), mesh)
+        parts = plan.data * plan.microbatches * plan.tensor * plan.context
+        warns = parts > 1 and mesh.position.data == mesh.position.tensor == mesh.position.context == 0
+        whole = plan.context == 1 and not plan.sequence
+        made = SampleDraws(model, mesh.device, warns=warns, has_whole_samples=whole)
+        draws = DrawAgreement(made, mesh)
     if plan.recompute == "selective":
         draw_masks_again(model)
     return Scopes(model, seed, counts, mesh.position.replica, plan.microbatches, draws)
