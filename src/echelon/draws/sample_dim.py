@@ -23,6 +23,7 @@ def find_dim(
 
     find_dim((4, 3), 4, …) == 0         find_dim((10, 4, 3), 4, …) == 1       10 draws for each, or positions
     find_dim((20, 3), 4, …) == 0        5 rows of each sample                 find_dim((1, 4), 4, …) is None
+    find_dim((8, 4, 4), 4, …) == 0      an attention's weights, 2 heads of each
 
     `like`: the tensor that is written, dropped or copied in shape. What is drawn for a weight is no matter
     of samples: `like` is one, or the shape is that of a weight of the module that draws.
@@ -34,7 +35,7 @@ def find_dim(
         return 0
     if shape[0] == 1:
         return None
-    if samples in shape:
+    if shape.count(samples) == 1:
         return shape.index(samples)
     of_weight = like is None and any(shape[0] in weight.shape for weight in weights)
     return None if shape[0] % samples or of_weight else 0

@@ -155,8 +155,9 @@ class DrawAgreement:
     def __init__(self, draws: SampleDraws, mesh: Mesh) -> None:
         self.draws, self.device, self._mesh = draws, mesh.device, mesh
         plan = mesh.plan
-        # Steps until every stage has run; PipeDream fills its pipeline first.
-        self._num_open = 1 + (len(plan.replicas) if plan.schedule in ASYNCHRONOUS_SCHEDULES else 0)
+        # Steps until every stage has run twice: whoever draws otherwise is named at the second pass.
+        # PipeDream fills its pipeline first.
+        self._num_open = 2 + (len(plan.replicas) if plan.schedule in ASYNCHRONOUS_SCHEDULES else 0)
         self._is_open, self.is_late = True, False
         self._is_agreed = True
 
