@@ -252,7 +252,7 @@ LAYERS = (
         (),
         "strategies",
     ),
-    Layer(("experts",), (), "gates and experts, on one device"),
+    Layer(("experts", "draws"), (), "gates and experts; draws of a forward"),
     Layer(
         ("precision", "memory", "dropout", "initialization", "shards"),
         (),

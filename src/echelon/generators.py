@@ -4,6 +4,7 @@ attributes of modules."""
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, final
 
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 
 class _Generator(NamedTuple):
+    name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    seed: Callable[[int], object]
 
 
 @final
@@ -49,20 +52,41 @@ class GeneratorStates:
 
     def moved(self) -> bool:
         """Whether anybody has drawn a number since."""
-        return any(not _is_same(state, generator.read()) for generator, state in self._states)
+        return any(self._moved())
+
+    def moved_names(self) -> list[str]:
+        """Of which generators somebody has drawn a number since."""
+        return list(dict.fromkeys(self._moved()))
+
+    def _moved(self) -> Iterator[str]:
+        return (each.name for each, state in self._states if not _is_same(state, each.read()))
+
+    @contextmanager
+    def seeded(self, number: int) -> Iterator[None]:
+        """Inside, these generators begin with this seed; afterwards they go on as if nobody had drawn."""
+        for generator, _ in self._states:
+            generator.seed(number)
+        try:
+            yield
+        finally:
+            self.restore()
 
 
 def _torch_generators(device: torch.device) -> Iterator[_Generator]:
-    yield _Generator(torch.get_rng_state, torch.set_rng_state)
+    cpu = torch.default_generator
+    yield _Generator("torch", torch.get_rng_state, torch.set_rng_state, cpu.manual_seed)
     if device.type == "cuda":
         yield _Generator(
-            lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)
+            "torch",
+            lambda: torch.cuda.get_rng_state(device),
+            lambda state: torch.cuda.set_rng_state(state, device),
+            torch.cuda.manual_seed,
         )
 
 
 def _other_generators() -> Iterator[_Generator]:
-    yield _Generator(random.getstate, random.setstate)
-    yield _Generator(_NUMPY.read, numpy.random.set_state)
+    yield _Generator("random", random.getstate, random.setstate, random.seed)
+    yield _Generator("numpy.random", _NUMPY.read, numpy.random.set_state, _seed_numpy)
 
 
 class _NumpyState:
@@ -114,14 +138,34 @@ def _is_generator(kind: type) -> bool:
 
 
 def _generator(value: Any) -> _Generator:
+    name = f"a {type(value).__name__} of its own"
     if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, value.set_state)
+        return _Generator(name, value.get_state, value.set_state, value.manual_seed)
     if isinstance(value, random.Random):
-        return _Generator(value.getstate, value.setstate)
+        return _Generator(name, value.getstate, value.setstate, value.seed)
     if isinstance(value, numpy.random.RandomState):
-        return _Generator(lambda: value.get_state(legacy=False), value.set_state)
+        return _Generator(
+            name,
+            lambda: value.get_state(legacy=False),
+            value.set_state,
+            lambda seed: value.seed(_words(seed)),
+        )
     bits = value.bit_generator
-    return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return _Generator(
+        name,
+        lambda: bits.state,
+        lambda state: setattr(bits, "state", state),
+        lambda seed: setattr(bits, "state", type(bits)(seed).state),
+    )
+
+
+def _seed_numpy(number: int) -> None:
+    numpy.random.seed(_words(number))
+
+
+def _words(number: int) -> list[int]:
+    """A seed as old generators of numpy take it."""
+    return [number & 0xFFFFFFFF, number >> 32]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -132,6 +132,11 @@ def find_wrapper(module: nn.Module, kind: type[W]) -> W | None:
     return next((wrapper for wrapper in stack_of(module) if isinstance(wrapper, kind)), None)
 
 
+def has_entry(module: nn.Module, entry: str) -> bool:
+    """Whether the stack of a module has an entry of this name."""
+    return any(wrapper.entry == entry for wrapper in _chain(module))
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Whether anything of ours is in place of the module's forward."""
     return any(True for _ in stack_of(module))

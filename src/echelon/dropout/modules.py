@@ -88,18 +88,27 @@ def keyed_modules(model: nn.Module) -> list[_DropoutNd]:
 
 
 def unkeyed_dropout(model: nn.Module) -> list[str]:
-    """The names of modules in `model` that drop in a way that cannot be keyed.
+    """The names of modules in `model` whose dropout is not keyed by position in the sample.
 
     torch's recurrent modules and attention drop inside their own code, and so does attention of
     transformers. A subclass, or a replaced `forward`, may do anything. Calls of F.dropout in other models
-    are not seen here.
+    are not seen here. Most of these are drawn by sample all the same (echelon.draws).
     """
     return [name or "the model" for name, module in model.named_modules() if _drops_inside(module)]
 
 
+def recurrent_dropout(model: nn.Module) -> list[str]:
+    """The names of modules whose dropout nobody can make: that between the layers of recurrent modules."""
+    return [name or "the model" for name, module in model.named_modules() if _drops_between_layers(module)]
+
+
+def _drops_between_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
+
+
 def _drops_inside(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase):
-        return module.dropout > 0 and module.num_layers > 1
+        return _drops_between_layers(module)
     if isinstance(module, nn.MultiheadAttention):
         return bool(module.dropout > 0)
     if draws_by_function(module):
@@ -228,13 +237,13 @@ def _has_positions(shape: Shape, feature_part: tuple[int, int] | None) -> bool:
 # How the mask is applied.
 
 
-def _zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+def zero(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
     """x · keep / (1 - p): autograd saves only the mask, one byte per element."""
     kept = x.mul_(keep) if inplace else x * keep
     return kept if p == 1 else kept.mul_(1 / (1 - p))
 
 
-def _saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+def saturate(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
     """Dropped elements take SELU's lowest value; then scaled and shifted to keep mean and variance."""
     kept = x.mul_(keep) if inplace else x * keep
     if p == 1:
@@ -254,12 +263,12 @@ class _Kind(NamedTuple):
         return self.apply_mask(x, keep[0] if keep.ndim > x.ndim else keep, p, inplace)
 
 
-_ELEMENTS = _Kind(_elements, _zero)
+_ELEMENTS = _Kind(_elements, zero)
 _KINDS: dict[Callable[..., Tensor], _Kind] = {
     nn.Dropout.forward: _ELEMENTS,
-    nn.Dropout1d.forward: _Kind(_channels_1d, _zero),
-    nn.Dropout2d.forward: _Kind(_channels, _zero),
-    nn.Dropout3d.forward: _Kind(_channels_3d, _zero),
-    nn.AlphaDropout.forward: _Kind(_elements, _saturate),
-    nn.FeatureAlphaDropout.forward: _Kind(_channels, _saturate),
+    nn.Dropout1d.forward: _Kind(_channels_1d, zero),
+    nn.Dropout2d.forward: _Kind(_channels, zero),
+    nn.Dropout3d.forward: _Kind(_channels_3d, zero),
+    nn.AlphaDropout.forward: _Kind(_elements, saturate),
+    nn.FeatureAlphaDropout.forward: _Kind(_channels, saturate),
 }

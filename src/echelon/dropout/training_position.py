@@ -6,13 +6,22 @@ computes activations again there calls `current()` in the forward pass and `rest
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
 from echelon.errors import UserError
+
+
+class Interception(Protocol):
+    """Makes the numbers that functions of torch draw."""
+
+    def intercepted(self) -> AbstractContextManager[None]:
+        """Around a pass inside of a scope."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,8 @@ class TrainingPosition:
     step: int
     first_sample: int | Tensor  # where replicas count on the device, it stays there
     uses: Mapping[int, int] = field(default_factory=dict)  # how often each layer has drawn here
+    samples: int = 0  # of the pass, where somebody intercepts draws
+    draws: Interception | None = None  # around the pass
 
 
 @dataclass
@@ -36,9 +47,19 @@ _SAMPLES: ContextVar[int | None] = ContextVar("echelon.dropout.samples", default
 
 
 @contextmanager
-def scope(*, seed: int, step: int, first_sample: int | Tensor) -> Iterator[None]:
-    """Around one forward pass of the samples from `first_sample` of the global batch on."""
-    with restore(TrainingPosition(seed, step, first_sample)):
+def scope(
+    *,
+    seed: int,
+    step: int,
+    first_sample: int | Tensor,
+    samples: int = 0,
+    draws: Interception | None = None,
+) -> Iterator[None]:
+    """Around one forward pass of the samples from `first_sample` of the global batch on: so many `samples`,
+    unless `counted_samples` says how many. `draws`: who makes the numbers that functions of torch draw."""
+    counted = _SAMPLES.get()
+    number = samples if counted is None else counted
+    with restore(TrainingPosition(seed, step, first_sample, samples=number, draws=draws)):
         yield
 
 
@@ -46,8 +67,10 @@ def scope(*, seed: int, step: int, first_sample: int | Tensor) -> Iterator[None]
 def restore(position: TrainingPosition | None) -> Iterator[None]:
     """Around a forward pass that is repeated or continued: masks are drawn as right after `current()`."""
     token = _SCOPE.set(None if position is None else _Scope(position, Counter(position.uses)))
+    draws = None if position is None else position.draws
     try:
-        yield
+        with nullcontext() if draws is None else draws.intercepted():
+            yield
     finally:
         _SCOPE.reset(token)
 
@@ -57,8 +80,7 @@ def current() -> TrainingPosition | None:
     opened = _SCOPE.get()
     if opened is None:
         return None
-    position = opened.position
-    return TrainingPosition(position.seed, position.step, position.first_sample, dict(opened.uses))
+    return replace(opened.position, uses=dict(opened.uses))
 
 
 def next_use(layer: int) -> tuple[TrainingPosition, int] | None:

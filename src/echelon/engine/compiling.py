@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
+from echelon.draws import not_intercepted
 from echelon.dropout import KeyedDropout, draw_ahead, is_keyed
 from echelon.errors import UserError
 from echelon.experts import gates_of
@@ -93,6 +94,7 @@ class CompiledForward(Wrapper):
             torch._dynamo.config.patch(_LIMITS),
             without_gradients(self._low),
             draw_ahead(self._dropouts),
+            not_intercepted(),
             not_watched(),
         ):
             return self._compiled(*args, **kwargs)

@@ -27,7 +27,7 @@ from echelon.engine.measuring import Measure, Measuring
 from echelon.engine.missing_operation import missing_operation
 from echelon.engine.normaliser import LossNormaliser, StepNormaliser
 from echelon.engine.padding import LocalTargets
-from echelon.engine.samples import Scopes, counting, no_scope
+from echelon.engine.samples import Scopes, counting
 from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
@@ -162,7 +162,7 @@ class StepRunner(ABC):
 
     def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, Tensor]:
         """The tally of what this rank computed the loss of, and the total that `measure` found there."""
-        feed = self._feed(batch, "evaluation", no_scope)
+        feed = self._feed(batch, "evaluation", self._scopes.of_evaluation(num_samples(batch)))
         with self._measuring.using(measure):
             tally = self._run(self.forward_script(len(feed)), feed)
         return tally, self._measuring.total.to(tally)
@@ -294,9 +294,7 @@ class StepRunner(ABC):
         check_batch(batch)
         parts = microbatches(batch, self._mesh.plan.microbatches, always=self.fixed_count)
         return {
-            begin + number: self.make_microbatch(
-                part, weight, purpose, partial(counting, num_samples(part), partial(scope, number))
-            )
+            begin + number: self.make_microbatch(part, weight, purpose, partial(scope, number))
             for number, (part, weight) in enumerate(parts)
         }
 
@@ -310,6 +308,7 @@ class StepRunner(ABC):
         if self._local.program.stages - 1 in self._local.stages:
             targets = targets._replace(values=to_device(targets.values, self._mesh.device))
         shared = to_device(shared_inputs(inputs), self._mesh.device)
+        scope = partial(counting, num_samples(part), scope)
         around = partial(self._layers.around, true_length, shared, scope)
         return Microbatch(inputs, targets, weight, look, around)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from echelon.dropout import unkeyed_dropout
+from echelon.dropout import recurrent_dropout
 from echelon.errors import UserError
 from echelon.huggingface import frequencies
 from echelon.verify.float64_patch import patch_float64
@@ -35,11 +35,11 @@ class Case:
         """
         torch.manual_seed(self.seed + rank)
         model = self.make_model()
-        random = unkeyed_dropout(model)
+        random = recurrent_dropout(model)
         if random:
             raise UserError(
-                f"dropout inside {', '.join(random)}: only the masks of torch's own dropout layers are the "
-                "same in every layout, and can be compared; set it to 0, or use nn.Dropout there"
+                f"dropout inside {', '.join(random)}: torch draws the masks between recurrent layers by "
+                "itself, so that no two layouts can be compared; set it to 0, or use nn.Dropout there"
             )
         _convert(model, dtype)
         if dtype == torch.float64:

@@ -1,20 +1,23 @@
 """The reference: the same training on one device, written in plain torch.
 
 It must stay independent of the code that it judges, so it repeats in the plainest way what a step means. Of
-echelon's code it uses only the dropout masks, and says itself which step and samples they are for; the hashes
-that stochastic rounding draws, and the settings of a loss scale, which it applies itself; and the gates of
-experts, whose losses it adds as any plain loop does.
+echelon's code it uses only the dropout masks and other draws of a forward, and says itself which step and
+samples they are for; the hashes that stochastic rounding draws, and the settings of a loss scale, which it
+applies itself; and the gates of experts, whose losses it adds as any plain loop does.
 """
 
 import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from echelon.draws import EVALUATION, SampleDraws
 from echelon.dropout import key_dropout, scope
 from echelon.experts import after_step, auxiliary_loss, gates_of
 from echelon.precision import DynamicScale
@@ -87,6 +90,7 @@ class ReferenceModel:
         self._num_updates = 0
         self.model = case.build(dtype=dtype)
         key_dropout(self.model, Wrapping())
+        self._draws = SampleDraws(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.masters = self.parameters
         if dtype.itemsize < 4:
@@ -95,8 +99,16 @@ class ReferenceModel:
 
     def loss(self, batch: tuple[Any, Any], step: int, first_sample: int = 0) -> Any:
         """What the loss function returns for samples of a step, from `first_sample` of its batch on."""
-        with scope(seed=self._case.seed, step=step, first_sample=first_sample):
+        with self._scope(step, batch, first_sample):
             return self._loss(batch)
+
+    def _scope(
+        self, step: int, batch: tuple[Any, Any], first_sample: int = 0
+    ) -> AbstractContextManager[None]:
+        (samples,) = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        return scope(
+            seed=self._case.seed, step=step, first_sample=first_sample, samples=samples, draws=self._draws
+        )
 
     def auxiliary_loss(self) -> Tensor | float:
         """That of all gates, for the samples since the last call."""
@@ -156,7 +168,7 @@ class ReferenceModel:
         """What the training left, with an evaluation of `batch`."""
         weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._scope(EVALUATION, batch):
             evaluation = float(mean(self._loss(batch)))
         state, masters = self._optimizer_state(), self._full_masters()
         return TrainingResult(weights, state, losses, grad_norms, evaluation, masters=masters)
