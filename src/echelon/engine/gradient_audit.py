@@ -244,7 +244,8 @@ class GradientAudit:
         """Of a microbatch: where its samples are among those of one device, whose first draws are its own."""
         if generators is not None:
             generators.restore()
-        with self._parts.scopes.at_place(step, samples.places[number % len(samples.places)]):
+        place = samples.places[number % len(samples.places)]
+        with self._parts.scopes.at_place(step, place, samples.per_part):
             yield
 
     def _owned(self, captured: Mapping[Tensor, Tensor]) -> list[OwnedSlice]:

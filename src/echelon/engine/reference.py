@@ -66,7 +66,7 @@ class Reference:
         `rounding`: every output of a module is changed by about so much of itself, as rounding might.
         `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward,
         so that generators have moved on."""
-        scope = partial(self._scopes.at_place, step, place)
+        scope = partial(self._scopes.of_plain, self._model, step, place, num_samples(batch))
         with self._without_trace(), _rounded(rounding) if rounding else nullcontext():
             if is_second:
                 self._forward(batch, whole, scope)
@@ -83,7 +83,8 @@ class Reference:
     def check_takes(self, batch: Any, whole: Mapping[str, Tensor], step: int) -> None:
         """Raise what the model or the loss raises for these samples."""
         with self._without_trace():
-            self._forward(batch, whole, partial(self._scopes.at_place, step, 0))
+            scope = partial(self._scopes.of_plain, self._model, step, 0, num_samples(batch))
+            self._forward(batch, whole, scope)
 
     def _forward(self, batch: Any, whole: Mapping[str, Tensor], scope: Scope) -> None:
         with self.form.installed(whole, self.device), self._kept_attributes():

@@ -136,6 +136,15 @@ class Scopes:
             draws=draws,
         )
 
+    def at_place(self, step: int, place: int, samples: int) -> AbstractContextManager[None]:
+        """Around a forward of the plan's stages on so many samples from a place of a batch on, whichever
+        replica has those before."""
+        agreement = self._agreement
+        draws = agreement.draws if agreement is not None and agreement.intercepts else None
+        if draws is None and not self._has_noise and not any(module.p > 0 for module in self._modules):
+            return nullcontext()
+        return scope(seed=self.seed or 0, step=step, first_sample=place, samples=samples, draws=draws)
+
     def of_plain(
         self, model: nn.Module, step: int, first_sample: int, samples: int
     ) -> AbstractContextManager[None]:
@@ -197,12 +206,6 @@ class DrawAgreement:
             if states.moved():
                 self.is_late = True
                 self.draws.say_late()
-
-    def at_place(self, step: int, place: int) -> AbstractContextManager[None]:
-        """The scope of samples from a place of the global batch on, whoever has those before."""
-        if not self._has_noise and not any(module.p > 0 for module in self._modules):
-            return nullcontext()
-        return scope(seed=self.seed or 0, step=step, first_sample=place)
 
 
 def no_scope(_: object) -> AbstractContextManager[None]:
