@@ -134,7 +134,7 @@ def find_wrapper(module: nn.Module, kind: type[W]) -> W | None:
 
 def has_entry(module: nn.Module, entry: str) -> bool:
     """Whether the stack of a module has an entry of this name."""
-    return any(wrapper.entry == entry for wrapper in _chain(module))
+    return any(wrapper.entry == entry for wrapper in stack_of(module))
 
 
 def is_wrapped(module: nn.Module) -> bool:
