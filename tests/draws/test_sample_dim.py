@@ -15,6 +15,7 @@ from echelon.draws.sample_dim import find_dim
         ((10, 4, 3), 1),
         ((20, 3), 0),  # five rows of each sample
         ((8, 4, 4), 0),  # weights of attention
+        ((5, 4, 4), 1),
         ((3, 5), None),
         ((1, 4), None),  # is spread over the samples
         ((1,), None),

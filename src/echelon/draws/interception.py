@@ -75,7 +75,9 @@ class Interception(TorchFunctionMode):
             if result is not None:
                 return result
         self._draws.name_foreign(f"torch's {func.__name__}" + (" with a generator" if has_generator else ""))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._searched = None if self._searched is None else self._searched.now()
+        return result
 
     def _name_moved(self, function: str) -> None:
         """Somebody has drawn: in this function of torch, or since the last one."""

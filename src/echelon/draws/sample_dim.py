@@ -35,7 +35,7 @@ def find_dim(
         return 0
     if shape[0] == 1:
         return None
-    if shape.count(samples) == 1:
+    if shape.count(samples) == 1 or (samples in shape and shape[0] % samples):
         return shape.index(samples)
     of_weight = like is None and any(shape[0] in weight.shape for weight in weights)
     return None if shape[0] % samples or of_weight else 0
