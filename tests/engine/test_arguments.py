@@ -141,10 +141,10 @@ def test_both_parts_of_a_pair_are_judged() -> None:
     assert len(errors_of(check_loss, (torch.tensor(1.0), "4"))) == 2
 
 
-def test_the_audit_is_one_of_three_and_checks_come_after_some_steps() -> None:
+def test_the_audit_is_one_of_four_and_checks_come_after_some_steps() -> None:
     check_audit("always", 0)
     assert errors_of(check_audit, "never", -1) == (
-        "audit='never': must be one of 'first', 'off', 'always'",
+        "audit='never': must be one of 'first', 'sampled', 'always', 'off'",
         "check_every=-1: must be a number of steps, or 0 to compare never",
     )
     assert len(errors_of(check_audit, ["first"], True)) == 2

@@ -140,6 +140,6 @@ def test_the_first_backward_pass_of_a_plain_loop() -> None:
 
     mean(model("loop")(x), targets).backward()
     make: Callable[[Any], torch.optim.Optimizer] = sgd
-    with echelon.parallelize(model("engine"), "data=1", optimizer=make, loss=mean) as engine:
+    with echelon.parallelize(model("engine"), "data=1", optimizer=make, loss=mean, audit="off") as engine:
         engine.step((x, targets))
     torch.testing.assert_close(seen["engine"], seen["loop"])

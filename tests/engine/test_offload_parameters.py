@@ -109,7 +109,7 @@ def test_the_ledger_has_every_byte_that_crosses_the_boundary(plan: str, fetches:
 
 
 def test_weights_that_are_resident_never_cross_the_boundary() -> None:
-    with make("offload=parameters", resident_bytes=2 * UNIT + 100) as engine:
+    with make("offload=parameters", resident_bytes=2 * UNIT + 100, audit="off") as engine:
         engine.step(batch())
         before = engine.ledger.total("host", "fetch").payload
         engine.step(batch(1))

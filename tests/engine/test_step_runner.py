@@ -20,7 +20,7 @@ Warm = Callable[[int], Ranks]
 
 def engine_for(plan: str, make: Callable[[], nn.Module]) -> Engine:
     torch.manual_seed(0)
-    return echelon.parallelize(make(), plan, optimizer=adamw, loss=mean_loss)
+    return echelon.parallelize(make(), plan, optimizer=adamw, loss=mean_loss, audit="first")
 
 
 def one_stage(plan: str) -> Engine:
@@ -153,7 +153,7 @@ def steps_around_a_failure(plan: str) -> tuple[dict[str, Tensor], dict[str, Tens
     for failing in (True, False):
         torch.manual_seed(0)
         model = FragileModel()
-        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss)
+        engine = echelon.parallelize(model, plan, optimizer=adamw, loss=mean_loss, audit="first")
         engine.step(engine.local(vectors(0)))
         if failing:
             model.fail = True

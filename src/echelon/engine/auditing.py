@@ -197,7 +197,9 @@ def _unchanged_weights(local: LocalStages, plan: Plan, agreement: RankAgreement)
         with kept_weights(local.modules):
             yield
         return
-    changes = [WeightChanges(module, plan) for module in local.modules] if not frees_weights(plan) else []
+    # A rehearsal of units that are updated in the backward pass marks their weights as changed.
+    is_checked = not frees_weights(plan) and plan.update == "step"
+    changes = [WeightChanges(module, plan) for module in local.modules] if is_checked else []
     before = [change.states() for change in changes]
     yield
 

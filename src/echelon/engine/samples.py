@@ -16,6 +16,7 @@ from echelon.generators import GeneratorStates
 from echelon.hashing import hash_of
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.runtime.numbers import HostCopy
 from echelon.wrapping import Wrapping
 
 Counts = Callable[[int], Sequence[int] | Tensor]  # from the samples of this replica to those of each
@@ -169,6 +170,7 @@ class DrawAgreement:
         self._num_open = 2 + (len(plan.replicas) if plan.schedule in ASYNCHRONOUS_SCHEDULES else 0)
         self._is_open, self.is_late = True, False
         self._is_agreed = True
+        self._flag: HostCopy | None = None
 
     @property
     def intercepts(self) -> bool:
@@ -177,19 +179,23 @@ class DrawAgreement:
 
     def start_step(self) -> None:
         """After the first steps, let replicas of the same stage agree."""
-        if not self._is_open:
-            return
-        if self._num_open:
-            self._num_open -= 1
-            return
-        self._is_open, self._is_agreed = False, self.draws.is_used
-        self.draws.watches = False
+        self._num_open -= 1
+        if self._num_open == -1:
+            self._close()
+        elif self._num_open == -3 and self._flag is not None:  # it has long been there
+            self._is_agreed = self._flag.wait()[0] > 0
+
+    def _close(self) -> None:
+        """Nobody watches from here on; until all ranks know what they have found, draws are made here."""
+        self._is_open, self.draws.watches = False, False
         group = self._mesh.group("data")
-        if self._mesh.plan.sync != "async" and group.size > 1:
-            flag = torch.full((1,), float(self.draws.is_used), device=self.device)
-            with group.ledger.about("samples"):
-                group.all_reduce(flag)
-            self._is_agreed = bool(flag)
+        if self._mesh.plan.sync == "async" or group.size == 1:
+            self._is_agreed = self.draws.is_used
+            return
+        flag = torch.full((1,), float(self.draws.is_used), device=self.device)
+        with group.ledger.about("samples"):
+            group.all_reduce(flag)
+        self._flag = HostCopy(flag)
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
