@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from echelon.collectives import Edge, Edges, Handle
+from echelon.collectives.comparison import _content
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 from echelon.program import Program
 from tests.nccl_like import Deadlock, NcclMesh
@@ -126,22 +127,29 @@ def test_two_ranks_that_send_and_then_wait_for_their_devices_are_found() -> None
 # The lists are what the interpreter issues.
 
 
+Record = list[tuple[str, int, str]]  # send or receive, the other rank, and what debug=true compares
+
+
 class RecordedEdge(Edge):
     """Writes down what is queued on the device; `other` is the rank at the other end."""
 
-    record: list[tuple[str, int]]
+    record: Record
     other: int
 
     def send(self, memory: Tensor, subject: str) -> Handle:
-        self.record.append(("send", self.other))
+        self.record.append(("send", self.other, _content.get()))
         return super().send(memory, subject)
 
     def recv(self, memory: Tensor, subject: str) -> Handle:
-        self.record.append(("receive", self.other))
+        self.record.append(("receive", self.other, _content.get()))
         return super().recv(memory, subject)
 
 
-def recorded(edges: dict[int, Edge], record: list[tuple[str, int]]) -> dict[int, Edge]:
+def contents(record: Record, kind: str, peer: int) -> list[str]:
+    return [content for name, other, content in record if (name, other) == (kind, peer)]
+
+
+def recorded(edges: dict[int, Edge], record: Record) -> dict[int, Edge]:
     copies = {}
     for peer, edge in edges.items():
         copies[peer] = copy = RecordedEdge(*edge)
@@ -172,11 +180,16 @@ def queued(operations: list[Operation]) -> list[tuple[str, int]]:
 )
 def test_the_interpreter_issues_these_messages_in_this_order(plan: str) -> None:
     """And a host may wait for its device wherever it computes."""
-    records: dict[int, list[tuple[str, int]]] = {}
+    records: dict[int, Record] = {}
 
     def make_edges(mesh: NcclMesh, program: Program) -> Edges:
         edges, record = edges_of_mesh(mesh, program), records.setdefault(mesh.rank, [])
         return Edges(recorded(edges.outgoing, record), recorded(edges.incoming, record))
 
     check_training(plan, make_edges, waits="interleaved" not in plan)
-    assert records == {rank: queued(operations) for rank, operations in enumerate(lists_of(plan))}
+    for rank, operations in enumerate(lists_of(plan)):
+        assert [each[:2] for each in records[rank]] == queued(operations)
+        for peer in {each[1] for each in records[rank]}:
+            sent = contents(records[rank], "send", peer)
+            assert sent == contents(records[peer], "receive", rank)
+            assert all(sent)

@@ -53,7 +53,8 @@ class Mailbox:
             for receive in receives:
                 posted = self._post(receive)
                 assert posted is not None, f"{receive} before its form is known"
-                posted.begin()
+                with about_content(_content_of(receive)):
+                    posted.begin()
                 self._posted.setdefault(peer, deque()).append(posted)
         self._wire.finish_step(emptied=self._script.empties)
         self._feed = {}
@@ -82,7 +83,8 @@ class Mailbox:
     def receive_gradients(self, instruction: Instruction) -> Gradients:
         posted = self._take_posted(peer_of(instruction))
         assert posted is not None, f"{instruction} before its forward"
-        gradients = self._wire.receive_gradients(posted)
+        with about_content(_content_of(instruction)):
+            gradients = self._wire.receive_gradients(posted)
         self._acknowledge(peer_of(instruction))
         return gradients
 
