@@ -28,8 +28,10 @@ from echelon.models import ModelConfig, build
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, FLUSHED_SCHEDULES, Plan
 from echelon.verify import Case
 from echelon.verify.contract import judge, train_rank
+from tests.cases import adamw
+from tests.contract_models import token_loss
 from tests.gpu.nccl import Outcome, environment
-from tests.pipeline_parallel.models import SEQUENCE, VOCAB, asynchronous_case, tokens
+from tests.pipeline_parallel.models import SEQUENCE, VOCAB, tokens
 
 FILE = "nccl-schedules.json"
 _MICROBATCHES = {4: (2, 4, 8, 12), 8: (8,)}  # by the number of stages
@@ -45,8 +47,7 @@ def sixteen_layers() -> nn.Module:
 
 
 def make_case() -> Case:
-    make_batch = partial(tokens, samples=24)
-    return asynchronous_case(sixteen_layers, make_batch=make_batch, steps=4)
+    return Case(sixteen_layers, partial(tokens, samples=24), token_loss, adamw, clip=None, steps=4)
 
 
 def plans(stages: int) -> Iterator[str]:
