@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="nccl", choices=("nccl", "gloo"))
     parser.add_argument("--stages", type=int, nargs="+", choices=(4, 8), default=[4, 8])
     parser.add_argument("--plans", default="", help="only those with this text")
-    parser.add_argument("--deadline", type=float, default=40.0, help="seconds without a sign of life")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds without a sign of life")
     parser.add_argument("--limit", type=float, default=330.0, help="seconds after which no plan is started")
     parser.add_argument("--part", type=int, nargs=2, metavar=("I", "OF"), help="run a part of the plans here")
     parser.add_argument("--out", type=Path, help=f"folder to write {FILE} into")
