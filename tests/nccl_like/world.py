@@ -13,6 +13,8 @@ from tests.nccl_like.communicator import Communicator, Operation
 from tests.nccl_like.group import CPU, NcclLikeGroup
 from tests.nccl_like.rank_threads import RankThreads
 
+_HOST = " host"  # ends the axis of queues in host memory
+
 
 @final
 class NcclWorld(RankThreads):
@@ -62,7 +64,7 @@ class NcclWorld(RankThreads):
         here = members.index(rank)
         pairs = [pair for other in range(len(members)) for pair in ((other, here), (here, other))]
         queues = {
-            pair: self._group(f"{axis} host", (members[pair[0]], members[pair[1]]), rank, ledger)
+            pair: self._group(f"{axis}{_HOST}", (members[pair[0]], members[pair[1]]), rank, ledger)
             for pair in pairs
             if pair != (here, here)
         }
@@ -71,8 +73,9 @@ class NcclWorld(RankThreads):
         return HostGroup(axis, here, len(members), ledger, queues)
 
     def synchronize(self, rank: int) -> None:
-        """Return when all that the rank has issued is complete, as torch.cuda.synchronize does."""
-        self.wait(rank, _Rest([each for each in self._communicators.values() if rank in each.members], rank))
+        """Return when all that the rank has issued on its device is done, as torch.cuda.synchronize does."""
+        on_device = [each for each in self._communicators.values() if not each.axis.endswith(_HOST)]
+        self.wait(rank, _Rest([each for each in on_device if rank in each.members], rank))
 
     def describe(self, rank: int) -> list[str]:
         return [

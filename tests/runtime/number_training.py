@@ -6,6 +6,7 @@ written down, so a message that meets the wrong receive is found too.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from echelon.collectives import Edge, Edges, Group
 from echelon.data_parallel import Buffers
 from echelon.engine.step_program import step_program
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
-from echelon.program import Program, add_transfers, asynchronous, forward_only
+from echelon.program import RECEIVES, SENDS, Instruction, Program, add_transfers, asynchronous, forward_only
 from echelon.runtime import Interpreter, Microbatch, MicrobatchLoss, Script, Slot, Stage, Versions, Wire
 from tests.nccl_like import NcclMesh, NcclWorld
 
@@ -135,6 +136,17 @@ class RankTraining:
         self._versions = Versions(list(modules.values()), lambda: None) if program.versioned else None
         self._interpreter = Interpreter(stages, self._runtime, Wire(edges, CPU), CPU, self._versions)
 
+    def wait_before_computing(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before every instruction that is no message."""
+        do = self._interpreter._do
+
+        def waiting(instruction: Instruction, inner: Callable[[Instruction], None]) -> None:
+            wait()
+            inner(instruction)
+
+        for op in do.keys() - SENDS - RECEIVES:
+            do[op] = partial(waiting, inner=do[op])
+
     def train(self, runs: Sequence[Run], between: Between) -> tuple[float, dict[int, float]]:
         """The sum of losses that were computed here, and of the gradients of each stage."""
         losses = 0.0
@@ -190,11 +202,18 @@ def evaluation(placement: Sequence[Sequence[int]], plan: Plan) -> Run:
 
 
 def check_training(
-    text: str, make_edges: MakeEdges, length: int = 1, *, rests: bool = False, **options: Any
+    text: str,
+    make_edges: MakeEdges,
+    length: int = 1,
+    *,
+    rests: bool = False,
+    waits: bool = False,
+    **options: Any,
 ) -> None:
     """Train a plan, and compare with what is computed without stages.
 
-    `rests`: between runs, ranks wait for their devices and meet.
+    `rests`: between runs, ranks wait for their devices and meet. `waits`: hosts wait for their devices
+    wherever they compute.
     """
     plan = Plan.parse(text)
     runs = (continuous_runs if plan.schedule in ASYNCHRONOUS_SCHEDULES else flushed_runs)(plan, length)
@@ -208,7 +227,10 @@ def check_training(
 
     def train(rank: int) -> tuple[float, dict[int, float]]:
         mesh = NcclMesh(world, plan, rank)
-        return RankTraining(mesh, program, make_edges(mesh, program)).train(runs, between)
+        training = RankTraining(mesh, program, make_edges(mesh, program))
+        if waits:
+            training.wait_before_computing(partial(world.synchronize, rank))
+        return training.train(runs, between)
 
     results = world.run(train)
     scale = prod(weight_of(stage) for stage in range(program.stages))

@@ -10,6 +10,7 @@ returns at once, and the caller must call `wait()` of the Handle before it uses 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -94,6 +95,11 @@ class Group(ABC):
         and to read it on the host synchronises with the device.
         """
         return True
+
+    def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:  # noqa: ARG002
+        """This moment of the work on `device`: what is received inside a call of the result waits for what
+        was issued before now, and not for what is issued from now on."""
+        return nullcontext
 
     def has_queue_per_peer(self, device: torch.device) -> bool:  # noqa: ARG002
         """Whether messages on tensors of `device` to and from one peer never hold up those of another. NCCL

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -47,6 +48,18 @@ class TorchGroup(Group):
     def waits_on_host(self, device: torch.device) -> bool:
         return self._backend(device.type).waits_on_host
 
+    def moment(self, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+        if device.type != "cuda" or self.waits_on_host(device):
+            return nullcontext
+        now = torch.cuda.current_stream(device).record_event()
+
+        def since() -> AbstractContextManager[object]:
+            side = self._side(device)
+            side.wait_event(now)
+            return torch.cuda.stream(side)
+
+        return since
+
     def has_queue_per_peer(self, device: torch.device) -> bool:
         return self._backend(device.type).runs_on_host
 
@@ -66,6 +79,7 @@ class TorchGroup(Group):
             token.item()  # waits for the device
             if token.is_cuda:
                 cuda_clock(token.device)  # synchronises when it is made: here, and not in a step
+                self._side(token.device)
         finally:
             pulse.leave_operation()
 
@@ -152,7 +166,7 @@ class TorchGroup(Group):
         return HOST_TIMING
 
     def _side(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on which the completion of this group's collectives is recorded.
+        """The stream on which the completion of this group's collectives is recorded, and receives begin.
 
         torch hands out the same 32 streams of a priority again and again. One of the other priority than the
         backend's is none on which something is sent.

@@ -2,15 +2,16 @@
 
 [Note: shared streams] A communicator runs on one stream of torch's pool, which hands out the same 32 streams
 again and again, and a stream runs one operation after the other. Two communicators that share one are one
-queue, in which a receive that was posted ahead holds up what comes behind it. With two stages under 1f1b:
+queue, in which a message that waits for its other end holds up what comes behind it. Hosts run ahead of their
+devices. With two stages under 1f1b:
 
-    rank 0    F0 SA0 (post RG0) F1 SA1 …       RG0 ends after rank 1's SG0
-    rank 1    RA0 (post RA1) F0 B0 SG0 …       RA1 ends after rank 0's SA1
+    rank 0    … SA1 RG0 B0 SA2     SA1 ends with rank 1's RA1
+    rank 1    … SG0 RA1 F1 B1      SG0 ends with rank 0's RG0
 
-Each receive is posted when all that it waits for on its own rank is queued (Script.post_after). But if SA1
-shares a stream with RG0 and SG0 with RA1, each send waits for the other one. It is the same with a collective
-behind a receive. So no two communicators of a rank may share a stream. Those that are made in a row, as the
-groups and edges of a mesh are, have different ones as long as they are no more than the pool has.
+If SA1 shares a stream with RG0 and SG0 with RA1, each receive waits for the send before it, and this for the
+other receive. It is the same with a collective behind a send. So no two communicators of a rank may share a
+stream. Those that are made in a row, as the groups and edges of a mesh are, have different ones as long as
+they are no more than the pool has.
 
 [Note: shared hardware queues] The streams of a GPU share CUDA_DEVICE_MAX_CONNECTIONS hardware queues. What is
 at the head of a queue starts when its stream has come so far, and nothing behind it, of any stream, starts

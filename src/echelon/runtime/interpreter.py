@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.graph_entry import enter
 from echelon.launching import at_instruction
-from echelon.program import COMPUTE, RECEIVES, SENDS, Instruction, Op, Span
+from echelon.program import COMPUTE, RECEIVES, Instruction, Op, Span
 from echelon.runtime.flight import Flight, Value, wanted
 from echelon.runtime.mailbox import Mailbox
 from echelon.runtime.message import TALLY, Gradients
@@ -24,8 +24,8 @@ from echelon.runtime.tensor_hooks import watch_hooks
 from echelon.runtime.versions import Versions
 from echelon.runtime.wire import Wire
 
-# After these the form of another message may be known, or what it waits for queued.
-_LETS_POST = {Op.FORWARD} | SENDS | RECEIVES
+# After these the form of another message may be known, or the one before it taken.
+_LETS_POST = {Op.FORWARD} | RECEIVES
 
 
 class StageRuntime(Protocol):
@@ -111,7 +111,7 @@ class Interpreter:
             with explain_second_order():
                 self._do[instruction.op](instruction)
             if instruction.op in _LETS_POST:
-                self._mailbox.post_ahead(self._at)
+                self._mailbox.post_ahead()
             self._timer.finish_instruction()
         at_instruction("")
         self._mailbox.finish_step()

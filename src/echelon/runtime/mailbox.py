@@ -4,9 +4,8 @@ Sends return at once. Receives are posted ahead, in the order in which they will
 form of what comes is known; the instruction itself only waits.
 
 A pipeline that never drains ends a step with messages on their way, whose instructions stand in the next
-step. Their receives are posted when the step ends. All that they wait for on this rank is queued then, and
-every send of a step has its receive, so between steps each device comes to rest by itself: a user may
-synchronise it, meet the other ranks, or leave.
+step. Their receives begin when the step ends. Then every send of a step has its receive, so between steps
+each device comes to rest by itself: a user may synchronise it, meet the other ranks, or leave.
 """
 
 from collections import deque
@@ -47,13 +46,15 @@ class Mailbox:
             self._upcoming[peer] = deque(receives[len(posted) :])
         self._num_received = dict.fromkeys(script.receives, 0)
         self._wire.start_step()
-        self.post_ahead(at=-1)
+        self.post_ahead()
 
     def finish_step(self) -> None:
         for peer, receives in self._script.in_flight.items():
             for receive in receives:
                 posted = self._post(receive)
                 assert posted is not None, f"{receive} before its form is known"
+                with about_content(_content_of(receive)):
+                    posted.begin()
                 self._posted.setdefault(peer, deque()).append(posted)
         self._wire.finish_step(emptied=self._script.empties)
         self._feed = {}
@@ -82,27 +83,20 @@ class Mailbox:
     def receive_gradients(self, instruction: Instruction) -> Gradients:
         posted = self._take_posted(peer_of(instruction))
         assert posted is not None, f"{instruction} before its forward"
-        gradients = self._wire.receive_gradients(posted)
+        with about_content(_content_of(instruction)):
+            gradients = self._wire.receive_gradients(posted)
         self._acknowledge(peer_of(instruction))
         return gradients
 
-    def post_ahead(self, at: int) -> None:
-        """Post the next receives from every rank, as far as the form of what comes is known; instruction
-        `at` is the last that was issued."""
+    def post_ahead(self) -> None:
+        """Post the next receives from every rank, as far as the form of what comes is known."""
         for peer, upcoming in self._upcoming.items():
-            while upcoming and len(self._posted[peer]) < _AHEAD and self._may_post(peer, at):
+            while upcoming and len(self._posted[peer]) < _AHEAD:
                 posted = self._post(upcoming[0])
                 if posted is None:
                     break
                 upcoming.popleft()
                 self._posted[peer].append(posted)
-
-    def _may_post(self, peer: int, at: int) -> bool:
-        """Whether this rank has queued all that the next message of `peer` waits for."""
-        if not self._wire.is_on_device:
-            return True
-        number = len(self._script.receives[peer]) - len(self._upcoming[peer])
-        return self._script.post_after[peer][number] <= at
 
     def _take_posted(self, peer: int) -> Posted | None:
         """The receive that is posted for the next message of `peer`; None if its form is not known."""

@@ -1,6 +1,5 @@
 """One rank's part of a program, with what follows from it."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -45,40 +44,6 @@ class Script:
         carried = _num_carried(self.program, self.rank, peer)
         received = _received_before(self.program.ranks[peer], self.rank)
         return early + [max(0, count - carried) for count in received]
-
-    @cached_property
-    def post_after(self) -> dict[int, list[int]]:
-        """By peer, for each of its messages to this rank: the last instruction of this rank without which
-        the message cannot come, −1 if it needs none.
-
-        On a GPU a receive that is posted earlier would wait for work that is not yet queued: whatever waits
-        for the whole device in between (memory that runs short, a debugger) would wait forever.
-        """
-        messages = {pair: deque([-1] * _num_carried(self.program, *pair)) for pair in self.program.pairs}
-        needs = [-1] * len(self.program.ranks)  # of what each rank has done so far
-        places = [0] * len(self.program.ranks)
-        result: dict[int, list[int]] = {peer: [] for peer in self.receives}
-        moved = True
-        while moved:
-            moved = False
-            for rank, instructions in enumerate(self.program.ranks):
-                while places[rank] < len(instructions):
-                    instruction = instructions[places[rank]]
-                    if instruction.op in RECEIVES:
-                        incoming = messages[peer_of(instruction), rank]
-                        if not incoming:
-                            break
-                        need = incoming.popleft()
-                        needs[rank] = max(needs[rank], need)
-                        if rank == self.rank:
-                            result[peer_of(instruction)].append(need)
-                    if rank == self.rank:
-                        needs[rank] = places[rank]
-                    if instruction.op in SENDS:
-                        messages[rank, peer_of(instruction)].append(needs[rank])
-                    places[rank] += 1
-                    moved = True
-        return result
 
     def missing_rounds(self, stage: int) -> int:
         """How many microbatches fewer than the busiest replica of `stage` this one has."""

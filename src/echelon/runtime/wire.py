@@ -6,10 +6,19 @@ like, mostly: both sides remember it from earlier steps (and use from the next s
 one, so that they always agree). Then one message is enough. The code in its head is 0 if all is as
 remembered; else it is the length of the true description, which follows, and then the true message. What
 nobody remembers is described first.
+
+[Note: heads before receives] On a device only the receive of the head is posted ahead, from host to host. A
+sender queues its tensors and then sends the head; the receiver queues its receive when the head is there. So
+a receive on a device never waits for a host: what it receives is queued. A host may have to wait for all that
+its device has queued, in any instruction that computes: a kernel that is launched for the first time is
+loaded, memory runs short, an optimizer reads a number. With receives that were queued ahead, PipeDream-2BW
+hung there: at its first update a rank waited for its device, that for the receive of the next message, and
+its sender for this rank.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import final
 
 import torch
 from torch import Tensor
@@ -26,23 +35,39 @@ Sent = tuple[Handle, Tensor]
 _SUBJECT, _HOST_SUBJECT = "activations", "heads of activations"  # in the ledger
 
 
-class Posted(NamedTuple):
-    """A receive that waits for its message; `head` is where the head comes, if it comes by itself."""
+@final
+class Posted:
+    """A receive that waits for its message, or, on a device, for its head."""
 
-    layout: Layout
-    memory: Tensor
-    handle: Handle
-    head: tuple[Tensor, Handle] | None
-    spec: Spec | None = None  # of an activation
+    def __init__(self, layout: Layout, edge: Edge, device: torch.device, spec: Spec | None) -> None:
+        """`spec`: of an activation."""
+        self.layout, self.spec, self._edge = layout, spec, edge
+        self.memory = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        self._head = b""
+        self._handle: Handle | None = None
+        if edge.host is None:
+            self._handle = edge.recv(self.memory, _SUBJECT)
+            return
+        self._head_memory = torch.empty(layout.head_size, dtype=torch.uint8)
+        self._head_handle = edge.host.recv(self._head_memory, _HOST_SUBJECT)
+        # The memory is free from here on: the receive need not wait for what is computed meanwhile.
+        self._from_here: Callable[[], AbstractContextManager[object]] = edge.group.moment(device)
+
+    def begin(self) -> None:
+        """On a device, wait for the head, and queue the receive of what it announces."""
+        if self._handle is None and not self._head:
+            self._head_handle.wait()
+            self._head = message.read_bytes(self._head_memory, self.layout.head_size)
+            if message.code_of(self._head) == 0:
+                with self._from_here():
+                    self._handle = self._edge.recv(self.memory, _SUBJECT)
 
     def wait(self) -> bytes:
         """Return the head when the message is there, or, on a device, ordered before what follows."""
-        self.handle.wait()
-        if self.head is None:
-            return message.read_bytes(self.memory, self.layout.head_size)
-        memory, handle = self.head
-        handle.wait()
-        return message.read_bytes(memory, len(memory))
+        self.begin()
+        if self._handle is not None:
+            self._handle.wait()
+        return self._head or message.read_bytes(self.memory, self.layout.head_size)
 
 
 class Wire:
@@ -57,11 +82,6 @@ class Wire:
         self._heads: list[Sent] = []  # from host to host, in this step
         self._handles: dict[int, list[Handle]] = {}  # of this step's messages, by the rank that receives
         self._spare: Tensor | None = None  # memory of a message that is gone: new memory takes long to touch
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether receives occupy a device while they wait."""
-        return any(edge.host is not None for edge in self._edges.incoming.values())
 
     def close(self) -> None:
         """Return when all that was sent is gone."""
@@ -122,12 +142,12 @@ class Wire:
     def _announce(self, spec: Spec, expected: Spec | None, edge: Edge) -> None:
         """Describe what comes; first answer the receive that was posted for another form."""
         text = spec.text.encode()
-        code = message.pack_code(len(text))
-        if expected is None:
-            self._send_bytes(code, edge)
+        head = message.pack_code(len(text)) + bytes(0 if expected is None else len(expected.leaves))
+        if expected is None or edge.host is not None:
+            self._send_bytes(head, edge)
         else:
             layout = self._layout(expected.leaves, edge)
-            self._send(layout, self._memory(layout.size), code + bytes(len(expected.leaves)), edge)
+            self._send(layout, self._memory(layout.size), head, edge)
         self._send_bytes(text, edge)
 
     # Gradients.
@@ -162,11 +182,14 @@ class Wire:
         self._handles.setdefault(peer, []).append(self._sent[-1][0])
 
     def _send(self, layout: Layout, memory: Tensor, head: bytes, edge: Edge) -> None:
+        first = edge.host is not None and edge.host.group is edge.group  # in one queue, as it is received
         if layout.head_inside:
             message.write_bytes(memory, head)
-        else:
+        elif first:
             self._send_bytes(head, edge)
         self._sent.append((edge.send(memory, _SUBJECT), memory))
+        if not layout.head_inside and not first:
+            self._send_bytes(head, edge)
 
     def _send_bytes(self, data: bytes, edge: Edge) -> None:
         memory = message.host_bytes(data)
@@ -182,13 +205,7 @@ class Wire:
         return message.read_bytes(memory, length)
 
     def _post(self, leaves: Sequence[Leaf], edge: Edge, spec: Spec | None = None) -> Posted:
-        layout = self._layout(leaves, edge)
-        head = None
-        if edge.host is not None:
-            memory = torch.empty(layout.head_size, dtype=torch.uint8)
-            head = memory, edge.host.recv(memory, _HOST_SUBJECT)
-        memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
-        return Posted(layout, memory, edge.recv(memory, _SUBJECT), head, spec)
+        return Posted(self._layout(leaves, edge), edge, self._device, spec)
 
     def _layout(self, leaves: Sequence[Leaf], edge: Edge) -> Layout:
         return message.layout(tuple(leaves), head_inside=edge.host is None)
