@@ -125,7 +125,9 @@ def test_a_step_after_a_failed_one_is_refused(call: str) -> None:
 
 
 def test_with_one_stage_no_other_rank_is_in_the_failed_step_and_the_next_one_works() -> None:
-    engine = engine_for("pipeline=1 microbatches=2", fragile_first)
+    engine = echelon.parallelize(
+        fragile_first(), "microbatches=2", optimizer=adamw, loss=mean_loss, audit="off"
+    )
     engine.module[0].fail = True
     with pytest.raises(RuntimeError, match="failed on purpose"):
         engine.step(vectors(0))
