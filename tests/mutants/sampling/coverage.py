@@ -1,0 +1,135 @@
+"""Which tests a change is given to: those that run its line, of as many files as possible, the quick ones.
+
+The map is made of the tracer's records. It finds lines by their function and their text, so that it is still
+of use when a file has changed elsewhere. A line that no test ran is given to the tests of its function, one
+of a function that none ran to the tests of its file; and what the record does not know at all, code for a GPU
+say, to the test files that name its module.
+"""
+
+import ast
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import final
+
+from tests.mutants.mutant import PACKAGE, ROOT
+from tests.mutants.sampling.draw import DrawnMutant
+from tests.mutants.sampling.tracer.sitecustomize import RECORD, traced_files
+
+MOST_SECONDS = 30.0  # of tests for one mutant
+_MOST_TESTS = 80
+
+Lines = dict[str, list[int]]  # by the text of a line: which tests run it
+
+
+@final
+class Coverage:
+    """`seconds`: of each test. `functions`: by "file::function"."""
+
+    def __init__(self, seconds: Mapping[str, float], functions: Mapping[str, Lines]) -> None:
+        self._seconds, self._functions = seconds, functions
+        self._tests = list(seconds)
+
+    @classmethod
+    def load(cls, path: Path) -> "Coverage":
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls({}, {})
+
+    def save(self, path: Path) -> None:
+        text = json.dumps({"seconds": self._seconds, "functions": self._functions}, separators=(",", ":"))
+        path.write_text(text, encoding="utf-8")
+
+    def tests_of(self, mutant: DrawnMutant, root: Path = ROOT) -> tuple[str, ...]:
+        """In the order in which they run: the quickest first."""
+        text = (root / PACKAGE / mutant.file).read_text(encoding="utf-8").splitlines()[mutant.change.line - 1]
+        lines = self._functions.get(f"{mutant.file}::{mutant.change.function}", {})
+        numbers = lines.get(text.strip()) or {number for each in lines.values() for number in each}
+        if not numbers:
+            of_file = [v for key, v in self._functions.items() if key.startswith(f"{mutant.file}::")]
+            numbers = {number for lines in of_file for each in lines.values() for number in each}
+        tests = spread([self._tests[number] for number in numbers], self._seconds)
+        return tuple(sorted(tests, key=self._seconds.__getitem__)) or tuple(_naming(mutant.file, root))
+
+    def seconds_of(self, tests: Iterable[str]) -> float:
+        return sum(self._seconds.get(test, 10.0) for test in tests)
+
+
+def spread(tests: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
+    """Tests of as many files and functions as fit into the time: one of each file, then a second of each …"""
+    turns: defaultdict[str, int] = defaultdict(int)
+    of_functions: defaultdict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests, key=lambda test: (seconds[test], test)):
+        of_functions[test.partition("[")[0]].append(test)
+    ordered = []
+    for cases in of_functions.values():
+        for case, test in enumerate(cases):
+            file = test.partition("::")[0]
+            ordered.append((turns[file] + 4 * case, seconds[test], test))
+            turns[file] += case == 0
+    chosen, total = [], 0.0
+    for _, cost, test in sorted(ordered):
+        if len(chosen) < _MOST_TESTS and (total + cost <= MOST_SECONDS or not chosen):
+            chosen.append(test)
+            total += cost
+    return chosen
+
+
+def merge(records: Path, packages: list[str], root: Path = ROOT) -> Coverage:
+    """The map of all folders that are recorded."""
+    source = root / PACKAGE
+    files = traced_files(source, packages)
+    seconds: dict[str, float] = {}
+    found: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    for folder in sorted(records.iterdir()):
+        if not (folder / "tests.json").is_file():
+            continue
+        tests = json.loads((folder / "tests.json").read_text(encoding="utf-8"))
+        seconds |= dict(tests.values())
+        data = (folder / "hits").read_bytes()
+        for test, file, line in struct.iter_unpack(
+            RECORD.format, data[: len(data) // RECORD.size * RECORD.size]
+        ):
+            if str(test) in tests:
+                found[file, line].add(tests[str(test)][0])
+    numbers = {test: number for number, test in enumerate(seconds)}
+    functions: defaultdict[str, Lines] = defaultdict(dict)
+    for number, path in enumerate(files):
+        text = Path(path).read_text(encoding="utf-8")
+        names = _functions_of_lines(text)
+        for line, content in enumerate(text.splitlines(), 1):
+            if (number, line) in found:
+                key = f"{Path(path).relative_to(source).as_posix()}::{names.get(line, '')}"
+                chosen = [numbers[test] for test in spread(found[number, line], seconds)]
+                functions[key].setdefault(content.strip(), []).extend(chosen)
+    return Coverage(seconds, functions)
+
+
+def _functions_of_lines(source: str) -> dict[int, str]:
+    """The qualified name of the innermost function or class around each line."""
+    names: dict[int, str] = {}
+
+    def visit(node: ast.AST, around: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = around
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{around}.{child.name}".lstrip(".")
+                names.update(dict.fromkeys(range(child.lineno, (child.end_lineno or 0) + 1), name))
+            visit(child, name)
+
+    visit(ast.parse(source), "")
+    return names
+
+
+def _naming(file: str, root: Path) -> Iterator[str]:
+    """Test files that import a module, or have its name; those of its own package first."""
+    module = "echelon." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    package, _, name = module.rpartition(".")
+    paths = sorted((root / "tests").rglob("test_*.py"), key=lambda path: path.parent.name not in package)
+    for path in paths:
+        if "mutants" not in path.parts and (
+            path.stem == f"test_{name}"
+            or module in (text := path.read_text(encoding="utf-8"))
+            or f"from {package} import" in text
+        ):
+            yield path.relative_to(root).as_posix()
