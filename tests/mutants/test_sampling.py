@@ -56,6 +56,7 @@ def test_changes(source: str, expected: set[str]) -> None:
         "if TYPE_CHECKING:\n    x = 1",
         'y = f"{a + 1}" + "b"',
         "y = UserError(a + 1)",
+        "@abstractmethod\ndef f(x=1): ...",
         "def f():\n    return False",
     ],
 )

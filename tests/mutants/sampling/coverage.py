@@ -82,16 +82,17 @@ def merge(records: Path, packages: list[str], root: Path = ROOT) -> Coverage:
     seconds: dict[str, float] = {}
     found: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
     for folder in sorted(records.iterdir()):
-        if not (folder / "tests.json").is_file():
+        if not (folder / "done").is_file():
             continue
-        tests = json.loads((folder / "tests.json").read_text(encoding="utf-8"))
+        lines = (folder / "tests").read_text(encoding="utf-8").splitlines()
+        tests = {number: (nodeid, cost) for number, nodeid, cost in map(json.loads, lines)}
         seconds |= dict(tests.values())
         data = (folder / "hits").read_bytes()
         for test, file, line in struct.iter_unpack(
             RECORD.format, data[: len(data) // RECORD.size * RECORD.size]
         ):
-            if str(test) in tests:
-                found[file, line].add(tests[str(test)][0])
+            if test in tests:
+                found[file, line].add(tests[test][0])
     numbers = {test: number for number, test in enumerate(seconds)}
     functions: defaultdict[str, Lines] = defaultdict(dict)
     for number, path in enumerate(files):

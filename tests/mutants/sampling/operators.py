@@ -7,7 +7,8 @@
     constant      n        n + 1, and True for False; numbers of defaults too
 
 Left alone: annotations, decorators, docstrings and other texts, what a `raise` says (not whether it raises),
-`print` and `warn`, `__repr__` and `__str__`, and what stands under TYPE_CHECKING.
+`print` and `warn`, `__repr__` and `__str__`, defaults of abstract methods, which no call takes, and what
+stands under TYPE_CHECKING.
 """
 
 import ast
@@ -85,7 +86,9 @@ class _Finder(ast.NodeVisitor):
         if node.name in _TEXT_METHODS:
             return
         self._functions.append(node.name)
-        for part in (*node.args.defaults, *(d for d in node.args.kw_defaults if d), *node.body):
+        defaults = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
+        is_abstract = any("abstractmethod" in ast.unparse(each) for each in node.decorator_list)
+        for part in (*([] if is_abstract else defaults), *node.body):
             self.visit(part)
         self._functions.pop()
 

@@ -9,7 +9,6 @@ import pytest
 
 _folder = Path(os.environ["MUTANTS_TRACE"])
 _numbers: dict[str, int] = {}
-_seconds: dict[str, float] = {}
 
 
 def _set(number: int) -> None:
@@ -23,13 +22,10 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" and report.passed:
-        _seconds[report.nodeid] = round(report.duration, 3)
+        line = json.dumps([_numbers[report.nodeid], report.nodeid, round(report.duration, 3)])
+        with (_folder / "tests").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def pytest_runtest_logfinish() -> None:
     _set(0)
-
-
-def pytest_sessionfinish() -> None:
-    tests = {str(_numbers[nodeid]): (nodeid, seconds) for nodeid, seconds in _seconds.items()}
-    (_folder / "tests.json").write_text(json.dumps(tests), encoding="utf-8")
