@@ -128,7 +128,7 @@ def _naming(file: str, root: Path) -> Iterator[str]:
     package, _, name = module.rpartition(".")
     paths = sorted((root / "tests").rglob("test_*.py"), key=lambda path: path.parent.name not in package)
     for path in paths:
-        if "mutants" not in path.parts and (
+        if path.parent.name != "mutants" and (
             path.stem == f"test_{name}"
             or module in (text := path.read_text(encoding="utf-8"))
             or f"from {package} import" in text
