@@ -415,3 +415,11 @@ def test_at_most_two_layers_are_on_the_device() -> None:
     assert max(seen[:forward]) <= 2 * one_layer
     assert max(seen[forward:]) <= 2 * one_layer
     assert max(seen) > one_layer
+
+
+@pytest.mark.parametrize(("size", "travels"), [(256, True), (255, False)])
+def test_what_is_small_stays(size: int, travels: bool) -> None:
+    """Up to a kilobyte: float32 numbers have 4 bytes."""
+    chain = Chain(Function(torch.tanh), Function(torch.tanh))
+    chain.forward(torch.zeros(size, requires_grad=True)).sum().backward()
+    assert chain.bytes_out() == (2 * size * 4 if travels else 0)

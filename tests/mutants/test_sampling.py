@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.mutants.mutant import PACKAGE, ROOT
 from tests.mutants.runner import FOUND, HANGING, INVALID, SURVIVED, Runner
@@ -65,7 +66,7 @@ def test_what_is_left_alone(source: str) -> None:
 
 
 def test_every_change_of_a_package_is_python_and_none_is_the_same() -> None:
-    for mutant in draw(60, 1, ["weight_files"]):
+    for mutant in draw(15, 1, ["weight_files"]):
         source = (ROOT / PACKAGE / mutant.file).read_text()
         assert ast.dump(ast.parse(mutant.change.made_in(source))) != ast.dump(ast.parse(source))
 
@@ -168,3 +169,18 @@ def test_tests_are_those_of_the_line_or_else_of_its_function(checkout: Path) -> 
     outside = replace(toy("return (n / 2)"), change=Change("constant", 2, 9, 10, "1", ""))
     assert set(coverage.tests_of(outside, checkout)) == set(ALL)
     assert Coverage({}, {}).tests_of(outside, checkout) == ("tests/test_toy.py",)
+
+
+def test_gpu_tests_are_given_what_no_other_test_reaches(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = replace(toy("return (n / 2)"), file="offload/toy.py")
+    (checkout / "src/echelon/offload").mkdir()
+    (checkout / "src/echelon/offload/toy.py").write_text(_SOURCE)
+    reaching = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"return n * 2": [2]}})
+    around = Coverage(dict.fromkeys(ALL, 0.1), {"offload/toy.py::other": {"x": [1]}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = "tests/gpu/test_offload_optimizer.py"
+    assert reaching.tests_of(kernel, checkout) == (ALL[2],)
+    assert around.tests_of(kernel, checkout) == (ALL[1], on_gpu)
+    assert Coverage({}, {}).tests_of(kernel, checkout) == (on_gpu,)

@@ -2,8 +2,8 @@
 
 The map is made of the tracer's records. It finds lines by their function and their text, so that it is still
 of use when a file has changed elsewhere. A line that no test ran is given to the tests of its function, one
-of a function that none ran to the tests of its file; and what the record does not know at all, code for a GPU
-say, to the test files that name its module.
+of a function that none ran to the tests of its file; and what the record does not know at all to the test
+files that name its module. Where there is a GPU, its tests are given all lines that no other test ran.
 """
 
 import ast
@@ -14,12 +14,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import final
 
+import torch
+
 from tests.mutants.mutant import PACKAGE, ROOT
 from tests.mutants.sampling.draw import DrawnMutant
 from tests.mutants.sampling.tracer.sitecustomize import RECORD, traced_files
 
 MOST_SECONDS = 30.0  # of tests for one mutant
 _MOST_TESTS = 80
+_GPU_TESTS = {
+    "activation_offload": ("offload_activations",),
+    "checkpoint": ("checkpoint",),
+    "data_parallel": ("data_parallel", "offload_parameters"),
+    "experts": ("moe_compute",),
+    "offload": ("offload_optimizer",),
+    "optim": ("optimizers",),
+    "precision": ("rounding", "fused_adam", "nonfinite"),
+    "recompute": ("no_sync",),
+    "runtime": ("pipeline", "nccl"),
+}
 
 Lines = dict[str, list[int]]  # by the text of a line: which tests run it
 
@@ -44,12 +57,15 @@ class Coverage:
         """In the order in which they run: the quickest first."""
         text = (root / PACKAGE / mutant.file).read_text(encoding="utf-8").splitlines()[mutant.change.line - 1]
         lines = self._functions.get(f"{mutant.file}::{mutant.change.function}", {})
-        numbers = lines.get(text.strip()) or {number for each in lines.values() for number in each}
-        if not numbers:
+        reached = lines.get(text.strip())
+        on_gpu = _gpu_tests(mutant.file) if reached is None and torch.cuda.is_available() else ()
+        numbers = reached or {number for each in lines.values() for number in each}
+        if not numbers and not on_gpu:
             of_file = [v for key, v in self._functions.items() if key.startswith(f"{mutant.file}::")]
             numbers = {number for lines in of_file for each in lines.values() for number in each}
         tests = spread([self._tests[number] for number in numbers], self._seconds)
-        return tuple(sorted(tests, key=self._seconds.__getitem__)) or tuple(_naming(mutant.file, root))
+        in_order = (*sorted(tests, key=self._seconds.__getitem__), *on_gpu)
+        return in_order or tuple(_naming(mutant.file, root))
 
     def seconds_of(self, tests: Iterable[str]) -> float:
         return sum(self._seconds.get(test, 10.0) for test in tests)
@@ -120,6 +136,12 @@ def _functions_of_lines(source: str) -> dict[int, str]:
 
     visit(ast.parse(source), "")
     return names
+
+
+def _gpu_tests(file: str) -> tuple[str, ...]:
+    """Those that may reach a line of a file which none of the recorded tests did."""
+    names = _GPU_TESTS.get(file.partition("/")[0], ())
+    return tuple(f"tests/gpu/test_{name}.py" for name in names)
 
 
 def _naming(file: str, root: Path) -> Iterator[str]:
