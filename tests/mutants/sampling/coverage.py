@@ -34,7 +34,7 @@ _GPU_TESTS = {
     "runtime": ("pipeline", "nccl"),
 }
 
-Lines = dict[str, list[int]]  # by the text of a line: which tests run it
+Lines = dict[str, list[int]]  # by the text of a line: which tests reach it
 
 
 @final
@@ -55,9 +55,10 @@ class Coverage:
 
     def tests_of(self, mutant: DrawnMutant, root: Path = ROOT) -> tuple[str, ...]:
         """In the order in which they run: the quickest first."""
-        text = (root / PACKAGE / mutant.file).read_text(encoding="utf-8").splitlines()[mutant.change.line - 1]
-        lines = self._functions.get(f"{mutant.file}::{mutant.change.function}", {})
-        reached = lines.get(text.strip())
+        source = (root / PACKAGE / mutant.file).read_text(encoding="utf-8")
+        function, text = _places(source)[mutant.change.line - 1]
+        lines = self._functions.get(f"{mutant.file}::{function}", {})
+        reached = lines.get(text)
         on_gpu = _gpu_tests(mutant.file) if reached is None and torch.cuda.is_available() else ()
         numbers = reached or {number for each in lines.values() for number in each}
         if not numbers and not on_gpu:
@@ -112,19 +113,18 @@ def merge(records: Path, packages: list[str], root: Path = ROOT) -> Coverage:
     numbers = {test: number for number, test in enumerate(seconds)}
     functions: defaultdict[str, Lines] = defaultdict(dict)
     for number, path in enumerate(files):
-        text = Path(path).read_text(encoding="utf-8")
-        names = _functions_of_lines(text)
-        for line, content in enumerate(text.splitlines(), 1):
+        file = Path(path).relative_to(source).as_posix()
+        for line, (function, text) in enumerate(_places(Path(path).read_text(encoding="utf-8")), 1):
             if (number, line) in found:
-                key = f"{Path(path).relative_to(source).as_posix()}::{names.get(line, '')}"
                 chosen = [numbers[test] for test in spread(found[number, line], seconds)]
-                functions[key].setdefault(content.strip(), []).extend(chosen)
+                functions[f"{file}::{function}"][text] = chosen
     return Coverage(seconds, functions)
 
 
-def _functions_of_lines(source: str) -> dict[int, str]:
-    """The qualified name of the innermost function or class around each line."""
+def _places(source: str) -> list[tuple[str, str]]:
+    """For each line: the function or class that it stands in, and its text; numbered, where it repeats."""
     names: dict[int, str] = {}
+    times: defaultdict[tuple[str, str], int] = defaultdict(int)
 
     def visit(node: ast.AST, around: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -135,7 +135,12 @@ def _functions_of_lines(source: str) -> dict[int, str]:
             visit(child, name)
 
     visit(ast.parse(source), "")
-    return names
+    places = []
+    for line, content in enumerate(source.splitlines(), 1):
+        place = names.get(line, ""), content.strip()
+        times[place] += 1
+        places.append((place[0], f"{place[1]} #{times[place]}" if times[place] > 1 else place[1]))
+    return places
 
 
 def _gpu_tests(file: str) -> tuple[str, ...]:
