@@ -42,8 +42,10 @@ fuzz: .venv/.installed-dev  ## the long suites: every strategy on every number o
 chaos: .venv/.installed-dev ## 200 kills of ranks and trainings at random moments; each run must end bit for bit the same
 	@$(BIN)/python -m tests.chaos --kills 200
 
-mutants: .venv/.installed-dev  ## planted mistakes, which the tests must find, about 10 minutes
+mutants: .venv/.installed-dev  ## mistakes, planted and drawn by a seed, which the tests must find, about an hour on 2 cores
 	@$(BIN)/python -m tests.mutants
+	@$(BIN)/python -m tests.mutants.sampling.recording
+	@$(BIN)/python -m tests.mutants.sampling --json benchmarks/results/mutants-sampled.json
 
 lint: .venv/.installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .

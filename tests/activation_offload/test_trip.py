@@ -114,6 +114,30 @@ def test_a_part_of_a_storage_that_changes_between_layers_goes_again() -> None:
     check(Function(first), Function(second), linear())
 
 
+def test_a_part_that_changes_when_the_host_has_its_storage_goes_again() -> None:
+    """The layer between lets the first copy end: it would come back as it was before the change."""
+    parts: list[Tensor] = []
+
+    def first(x: Tensor) -> Tensor:
+        parts[:] = (x * 1.0).unsafe_chunk(2, dim=0)
+        return parts[0].square().repeat(2, 1)
+
+    def third(x: Tensor) -> Tensor:
+        changed = parts[1].mul_(3)
+        return x * (changed * changed).repeat(2, 1)
+
+    check(Function(first), linear(), linear(), Function(third), linear())
+
+
+def test_a_storage_whose_first_graph_is_gone_travels_for_the_next() -> None:
+    def twice(x: Tensor) -> Tensor:
+        h = x * 2
+        (h * h).sum()  # nobody goes back through this
+        return h * h
+
+    check(Function(twice), linear(), Function(twice))
+
+
 def changed_in(layers: tuple[nn.Module, ...]) -> None:
     chain = Chain(*layers)
     y = chain.forward(hidden().requires_grad_())
@@ -391,3 +415,11 @@ def test_at_most_two_layers_are_on_the_device() -> None:
     assert max(seen[:forward]) <= 2 * one_layer
     assert max(seen[forward:]) <= 2 * one_layer
     assert max(seen) > one_layer
+
+
+@pytest.mark.parametrize(("size", "travels"), [(256, True), (255, False)])
+def test_what_is_small_stays(size: int, travels: bool) -> None:
+    """Up to a kilobyte: float32 numbers have 4 bytes."""
+    chain = Chain(Function(torch.tanh), Function(torch.tanh))
+    chain.forward(torch.zeros(size, requires_grad=True)).sum().backward()
+    assert chain.bytes_out() == (2 * size * 4 if travels else 0)

@@ -236,6 +236,21 @@ def test_masters_are_finer_than_the_weights(tmp_path: Path) -> None:
     assert any(not torch.equal(masters[name], value) for name, value in engine.full_state_dict().items())
 
 
+@pytest.mark.parametrize(("saving", "steps"), [("precision=bf16", 0), ("precision=bf16 masters=false", 2)])
+@pytest.mark.parametrize("plan", ["precision=bf16", "precision=bf16 offload=optimizer"])
+def test_no_master_of_before_stays_after_a_checkpoint_without_any(
+    plan: str, saving: str, steps: int, tmp_path: Path
+) -> None:
+    path = saved(make_engine(plan=saving), tmp_path / "a", steps, torch.bfloat16)
+    assert "master" not in SavedState.open(path).parts("0.weight")
+    trained, fresh = make_engine(plan=plan), make_engine(plan=plan)
+    train(trained, 5, 9, torch.bfloat16)
+    for engine in (trained, fresh):
+        engine.load(path)
+        train(engine, steps, steps + 2, torch.bfloat16)
+    assert_same(copied(trained), copied(fresh))
+
+
 def test_a_deferred_model_takes_a_checkpoint(tmp_path: Path) -> None:
     goes_on(make_engine(), make_engine(echelon.deferred(small_model)), tmp_path / "a")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from echelon.checkpoint import CheckpointFolder, SavedState, open_whole, storage_errors
+from echelon.checkpoint.target import target_at
 from echelon.errors import DamagedError, UserError
 from tests.checkpoint.saving import check_saved, new_saver, read, save, save_and_finish, state
 
@@ -48,6 +49,16 @@ def test_without_its_manifest_there_is_no_checkpoint(url: str) -> None:
     save(new_saver(), url, state(2.0))  # what the killed job has left goes
     check_saved(url, state(2.0))
     assert len(objects(url)) == 2
+
+
+def test_each_rank_of_each_save_has_a_report_of_its_own(url: str) -> None:
+    one, other = (target_at(url, token) for token in ("0123abcd", "89abcdef"))
+    reports: list[Any] = [{"numbers": {"steps": float(rank)}, "files": {}} for rank in range(3)]
+    for rank in (0, 1):
+        one.report(rank, reports[rank])
+    other.report(0, reports[2])
+    assert [one.find_report(rank) for rank in range(3)] == [reports[0], reports[1], None]
+    assert [other.find_report(rank) for rank in range(2)] == [reports[2], None]
 
 
 def test_other_objects_are_not_replaced(url: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.errors import UserError
 from echelon.verify import Case, assert_equal
-from tests.cases import adamw, mean_loss, vectors
+from tests.cases import adamw, eleven_vectors, mean_loss, vectors
 
 
 class Normalised(nn.Module):
@@ -62,7 +62,7 @@ def stages() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "batch", "plan"),
     [
-        (Normalised, vectors, "data=2"),
+        (Normalised, eleven_vectors, "data=2"),  # replicas with different numbers of samples
         (Normalised, vectors, "data=3 zero=3"),
         (convolution, images, "data=2 zero=1"),
         (activated, vectors, "data=2"),

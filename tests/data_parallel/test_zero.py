@@ -284,3 +284,30 @@ def test_what_is_frozen_later_is_owned_as_before(level: int) -> None:
     before = [owned.slice for owned in zero.owned()]
     model.requires_grad_(False)
     assert [owned.slice for owned in zero.owned()] == before
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_first_module_with_unused_weights_is_let_go_when_the_backward_pass_is_over() -> None:
+    """No gradient of its input and no last gradient of its own says when it is through."""
+    group, model = DeferredGroup(), nn.Sequential(PartlyUsed(), nn.Linear(2, 2, bias=False))
+    sharing = Zero(set_of(model, group), 3, Wrapping())
+    sharing.start_step()
+    run_microbatch(sharing, model, last=False)
+    assert not sharing.residency.in_use
+    assert sharing.residency.num_gathered == 0
+
+
+def test_updates_in_the_backward_pass_take_no_place_of_what_is_gathered_ahead_without_a_host() -> None:
+    group, model = DeferredGroup(), ones()
+    sharing = Zero(set_of(model, group), 3, Wrapping(), prefetch=2, in_backward=True)
+    sharing.start_step()
+    sharing.residency.ahead(backward=True)
+    assert sharing.residency.num_gathered == 3

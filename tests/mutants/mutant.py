@@ -48,8 +48,13 @@ class Mutant:
         """Make the change in a copy of `src`, where compiled files may lie beside the sources."""
         source = copy / "echelon" / self.file
         source.write_text(source.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
-        for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
-            compiled.unlink()
+        forget_compiled(source)
+
+
+def forget_compiled(source: Path) -> None:
+    """Remove what Python has compiled of a source that has changed."""
+    for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
+        compiled.unlink()
 
 
 def load_mutants(folder: Path = CHANGES) -> list[Mutant]:

@@ -5,13 +5,15 @@ A test that fails has found the mutant, and so has one that does not end in time
 
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self, final
+from typing import Protocol, Self, final
 
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.pytest_server import PRELOADED, PytestServer
@@ -20,6 +22,12 @@ FOUND, HANGING, SURVIVED, INVALID = "found", "found (hangs)", "survived", "inval
 
 _PASSED, _FAILED = 0, 1  # exit codes of pytest; others mean that no test ran
 _SHOWN = 4000  # characters of the output of tests that should have run
+
+
+class Change(Protocol):
+    """What can be made in a copy of `src`."""
+
+    def apply(self, copy: Path, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Runner:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         # One copy for all, of the tests too, so that changes of the tree during a run do not matter.
         checkout = Path(self._folder.name) / "clean"
-        self._clean = checkout / "src"
+        self.clean = checkout / "src"
         for folder in ("src", "tests"):
             shutil.copytree(root / folder, checkout / folder)
         shutil.copy(root / "pyproject.toml", checkout)
@@ -71,7 +79,7 @@ class Runner:
 
     def check_clean(self, tests: Iterable[str], timeout: float) -> str | None:
         """Run the tests against unchanged sources; returns their output, if one fails or none runs."""
-        code, output = self._run_tests(self._clean, sorted(set(tests)), timeout)
+        code, output = self.run_tests(self.clean, sorted(set(tests)), timeout)
         return None if code == _PASSED else output
 
     def run_all(self, mutants: Sequence[Mutant]) -> Iterator[Outcome]:
@@ -81,17 +89,23 @@ class Runner:
 
     def run(self, mutant: Mutant) -> Outcome:
         start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
-            copy = Path(folder) / "src"
-            shutil.copytree(self._clean, copy)
-            mutant.apply(copy)
-            code, output = self._run_tests(copy, mutant.tests, self._timeout)
+        with self.planted(mutant) as copy:
+            code, output = self.run_tests(copy, mutant.tests, self._timeout)
         result = _result(code)
         return Outcome(mutant, result, time.monotonic() - start, output if result == INVALID else "")
 
-    def _run_tests(self, source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
+    @contextmanager
+    def planted(self, mutant: Change) -> Iterator[Path]:
+        """A copy of the sources with the change."""
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            copy = Path(folder) / "src"
+            shutil.copytree(self.clean, copy)
+            mutant.apply(copy)
+            yield copy
+
+    def run_tests(self, source: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
         """The exit code, or None if the tests did not end in time; and what they printed."""
-        output = source.parent / "output"
+        output = Path(self._folder.name) / f"output-{threading.get_ident()}"
         server = self._idle.get()
         try:
             code = server.run(source, tests, output, timeout)

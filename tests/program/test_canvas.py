@@ -58,6 +58,7 @@ def test_a_shape_moves_down_and_not_aside(shape: Shape) -> None:
 def test_control_characters_become_spaces() -> None:
     (words,) = elements(Picture(100, 100, "", [Words(0, 0, "a\x00b", 11)]))
     assert words.text == "a b"
+    assert (words.get("text-anchor"), words.get("font-weight")) == ("start", None)
 
 
 def test_the_png_has_the_colours_of_the_shapes_at_twice_the_size() -> None:
@@ -69,6 +70,24 @@ def test_the_png_has_the_colours_of_the_shapes_at_twice_the_size() -> None:
     assert image.getpixel((20, 180)) == (0x5B, 0x64, 0x72)
     hatched = image.crop((100, 40, 180, 120))
     assert {colour for _, colour in hatched.getcolors()} >= {(0xF6, 0xF7, 0xF9), (0xC3, 0xC9, 0xD4)}
+
+
+def test_a_png_has_shapes_where_they_are_and_a_border_on_all_sides() -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    image = image_module.open(io.BytesIO(Picture(100, 80, "", SHAPES[:2]).png())).convert("RGB")
+    white, border, edge = (0xFF, 0xFF, 0xFF), (0xD4, 0xD9, 0xE1), (0x00, 0x72, 0xB2)
+    for near, far, along in ((0, 199, 70), (0, 159, 70)):
+        is_across = far == 199
+        line = [image.getpixel((k, along) if is_across else (along, k)) for k in range(far + 1)]
+        assert line[near : near + 3] == [border, border, white]
+        assert line[far - 2 : far + 1] == [white, border, border]
+    row = [image.getpixel((x, 80)) for x in range(200)]
+    assert [x for x, colour in enumerate(row) if colour == edge] == [20, 79]
+    column = [image.getpixel((50, y)) for y in range(160)]
+    assert [y for y, colour in enumerate(column) if colour == edge] == [40, 119]
+    assert all(image.getpixel((x, y)) != white for x in (100, 179) for y in (40, 119))
+    # A line is two pixels wide, and may reach one pixel out of the box.
+    assert all(image.getpixel(place) == white for place in ((98, 80), (182, 80), (140, 38), (140, 122)))
 
 
 def test_without_pillow_a_png_is_rejected_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

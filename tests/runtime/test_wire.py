@@ -247,3 +247,23 @@ def test_messages_that_were_received_are_let_go() -> None:
     wire.start_step()
     wire.acknowledge(1, 3)
     assert not data[2].wait_start, "of another step"
+
+
+class GoneMessage:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("size", "is_used"), [(64, True), (32, False)])
+def test_memory_of_a_message_that_is_gone_serves_the_next_of_its_size(size: int, is_used: bool) -> None:
+    _, wire = recorded_wire()
+    wire.send(*Spec.of(torch.ones(64)), peer=1, key=(0, ""))
+    memory = wire._sent[-1][1]
+    wire._sent = [(GoneMessage(), memory)]  # type: ignore[list-item]
+    leaf = Leaf((size,), torch.float32, wants_gradient=True)
+    wire.send_gradients([leaf], Gradients([torch.full((size,), 2.0)]), peer=1)
+    ((_, sent),) = wire._sent
+    assert (sent is memory) is is_used

@@ -48,6 +48,7 @@ def test_a_tied_tensor_has_all_its_names(tmp_path: Path) -> None:
     save(tmp_path, model)
     weights = opened(tmp_path, model)
     assert (weights.errors(), weights.names()) == ([], ["first.weight", "first.bias"])
+    assert list(weights.ties) == ["second.weight"]
     (tensor,) = weights.read("second.weight", [whole((5, 6))])
     assert torch.equal(tensor, model.first.weight)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +90,19 @@ def test_a_small_ram_disk_is_refused_with_its_bytes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"3 states of 1024.0 TiB are kept twice, which takes 6144.0 TiB"):
         refuse_small_disk(folder, 2.0**50, 3)
     refuse_small_disk(folder, 1, 3)
+
+
+def test_what_lies_there_already_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = MemoryFolder(tmp_path / "run", tmp_path)
+    folder.make(os.getpid())
+    for generation in (3, 4):
+        MappedFile(folder.file(0, generation), 500)
+    used = sum(path.stat().st_size for path in folder.path.rglob("*"))
+    assert used >= 1000
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=100))
+    refuse_small_disk(folder, (1000 + used) / 4, 2)
+    with pytest.raises(UserError, match="2 states of"):
+        refuse_small_disk(folder, (1000 + used) / 4 + 1, 2)
 
 
 def test_each_copy_goes_to_the_next_host() -> None:

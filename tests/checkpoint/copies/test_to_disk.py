@@ -42,6 +42,13 @@ def test_a_checkpoint_has_every_slice_once(tmp_path: Path) -> None:
         assert torch.equal(out, expected)
     assert (saved.manifest.numbers, saved.manifest.extra) == ({"begun steps": 7}, {"step": 7})
     assert {path.name for path in checkpoints_in(tmp_path)} == {"latest", "step-00000007"}
+    copies.save(tmp_path / "by itself")
+    again = SavedState.open(tmp_path / "by itself").manifest
+    assert (again.tensors.keys(), again.numbers, again.extra) == (
+        saved.manifest.tensors.keys(),
+        saved.manifest.numbers,
+        {},
+    )
 
 
 def checkpoints_in(path: Path) -> list[Path]:
