@@ -176,8 +176,9 @@ def check_bug(name: str, plan: Plan) -> None:
 
 
 def unknown_bug(name: str) -> str:
-    guess = did_you_mean(name, BUGS)
-    return f"--inject-bug {name}: there is no such bug{guess}; the bugs are {', '.join(BUGS)}"
+    """What is wrong with a name, with all that are known."""
+    guess, names = did_you_mean(name, BUGS), f"; known: {', '.join(BUGS)}"
+    return f"--inject-bug {name}: there is no such bug{guess.removesuffix(names)}{names}"
 
 
 def inject(bug: str | Bug, engine: Engine, *, silently: bool = False) -> None:
