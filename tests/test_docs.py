@@ -197,7 +197,7 @@ def test_the_exit_codes_of_the_readme_are_those_of_the_command() -> None:
 
 def test_the_injected_bugs_are_documented() -> None:
     page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
-    assert [name.strip("`") for name, _ in table(page, "`--inject-bug`")] == list(BUGS)
+    assert [name.strip("`") for name, *_ in table(page, "`--inject-bug`")] == list(BUGS)
 
 
 def test_the_targets_of_make_are_documented() -> None:

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from echelon.cli.options import JobFile, Json, PlanText, Settings, console, print_json, read_count
-from echelon.errors import UserError, did_you_mean, raise_errors
+from echelon.errors import UserError, raise_errors
 from echelon.launching.torchrun import is_under_torchrun
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ PrecisionName = Annotated[
 InjectedBug = Annotated[
     str | None,
     typer.Option(
-        "--inject-bug", help="Break the training, which verify must find: divide-twice or skip-bucket."
+        "--inject-bug",
+        metavar="NAME",
+        help="Break the training in a known way, which verify must find: divide-twice, mean-of-replicas, …",
     ),
 ]
 
@@ -86,11 +88,11 @@ def _read(job: Path | None, settings: list[str] | None, plan: str | None, errors
 
 def _option_errors(precision: str, inject_bug: str | None) -> list[str]:
     from echelon.verify import PRECISIONS
-    from echelon.verify.inject_bug import BUGS
+    from echelon.verify.inject_bug import BUGS, unknown_bug
 
     errors = []
     if precision not in PRECISIONS:
         errors.append(f"--precision {precision}: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     if inject_bug is not None and inject_bug not in BUGS:
-        errors.append(f"--inject-bug {inject_bug}: there is no such bug{did_you_mean(inject_bug, BUGS)}")
+        errors.append(unknown_bug(inject_bug))
     return errors

@@ -26,7 +26,7 @@ from echelon.ownership import MASTER
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
 from echelon.precision import DTYPES
 from echelon.verify.case import Case
-from echelon.verify.inject_bug import BUGS, Bug
+from echelon.verify.inject_bug import Bug, check_bug, inject, unaudited
 from echelon.verify.low_precision import LowPrecisionVerdict, compare_low_precision, rounding_of
 from echelon.verify.pipedream import train_by_formula
 from echelon.verify.reference import TrainingResult, train_on_one_device
@@ -183,9 +183,9 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    engine = make_engine(case, plan)
+    engine = make_engine(case if bug is None else unaudited(case), plan)
     if bug is not None:
-        (BUGS[bug] if isinstance(bug, str) else bug)(engine)
+        inject(bug, engine, silently=True)
     metrics = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])]
     return engine, result_of(engine, case, metrics)
 
@@ -265,10 +265,8 @@ def _check(plan: Plan, precision: str, bug: str | Bug | None) -> None:
             "round what it saves, so the two are not alike; verify in fp64, where formats keep all bits, or "
             "with compress=gist"
         )
-    if bug is not None and plan.data == 1:
-        raise UserError(f"--inject-bug {bug} with '{plan}': the bug is between replicas; set data=2 or more")
-    if isinstance(bug, str) and plan.sync != "all-reduce":
-        raise UserError(f"--inject-bug needs sync=all-reduce, but the plan is '{plan}'; change sync")
+    if isinstance(bug, str):
+        check_bug(bug, plan)
 
 
 def _reference(

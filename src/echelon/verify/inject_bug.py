@@ -1,58 +1,209 @@
-"""Known bugs of data parallelism, injected into the parallel training to prove that `verify` can fail.
-
-Each function takes a finished engine and breaks it. `echelon verify --inject-bug NAME` and tests use them.
+"""Known bugs, injected into the parallel training to prove that `verify` can fail: their names, and the plans
+that can have them. What each breaks is in `bugs`, where it was reported in docs/verify.md.
 """
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
-from echelon.collectives import CompletedWork, Handle
-from echelon.data_parallel import Sharing
+import torch
+
 from echelon.engine import Engine
-from echelon.errors import UserError
+from echelon.errors import UserError, did_you_mean
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+from echelon.verify.bugs import losses, norms, passes, sums
+from echelon.verify.case import Case
 
-Bug = Callable[[Engine], None]
-
-
-def _divide_twice(engine: Engine) -> None:
-    """Divide the gradient by the number of replicas once more."""
-    for sharing in _sharings(engine):
-        reduce = partial(_reduce_and_divide, sharing, sharing.reduce, engine.replicas)
-        sharing.reduce = reduce  # type: ignore[method-assign]
+Bug = Callable[[Engine], object]
 
 
-def _reduce_and_divide(sharing: Sharing, reduce: Callable[[], None], replicas: int) -> None:
-    reduce()
-    for local in sharing.local_parameters():
-        if local.tensor.grad is not None:
-            local.tensor.grad.div_(replicas)
+class NamedBug(NamedTuple):
+    """`inject` breaks an engine, and returns whether it could on this rank. `needs`: which plans have such
+    code, in words; `model`: what the model must have."""
+
+    inject: Callable[[Engine], bool]
+    needs: str
+    is_possible: Callable[[Plan], bool]
+    model: str = "trained parameters"
 
 
-def _skip_bucket(engine: Engine) -> None:
-    """Never send the first gradient message of a step, so that this part of the gradient is not summed."""
-    _sharings(engine)
-    group = engine.mesh.group("data")
-    do = group._do
-
-    def do_all_but_the_first(*args: Any, **options: Any) -> Handle:
-        operation, traffic, wait, begin, *tensors = args
-        sent = any((move.axis, move.subject) == (group.axis, "gradients") for move in group.ledger.moves)
-        if group.ledger.subject == "gradients" and not sent:
-            begin = CompletedWork
-        return do(operation, traffic, wait, begin, *tensors, **options)
-
-    group._do = do_all_but_the_first  # type: ignore[method-assign]
+def _several(axis: str) -> Callable[[Plan], bool]:
+    return lambda plan: bool(getattr(plan, axis) > 1)
 
 
-def _sharings(engine: Engine) -> list[Sharing]:
-    """How the engine's replicas sum gradients, which these bugs break."""
-    if engine.plan.sync != "all-reduce":
-        raise UserError(f"--inject-bug needs sync=all-reduce, but the plan is '{engine.plan}'; change sync")
-    return engine._local.sharings
+def _one_loss(plan: Plan) -> bool:
+    return plan.microbatches == 1
 
 
-BUGS: dict[str, Bug] = {
-    "divide-twice": _divide_twice,
-    "skip-bucket": _skip_bucket,
+_TIED = "a weight that the first and the last stage share (model.tied=true)"
+_GATES = "gates with an auxiliary loss (model.experts.balance)"
+_DROPOUT = "dropout (model.dropout)"
+
+BUGS: dict[str, NamedBug] = {
+    "divide-twice": NamedBug(sums.divide_twice, "data=2 or more", _several("data")),
+    "skip-bucket": NamedBug(sums.skip_bucket, "data=2 or more", _several("data")),
+    "mean-of-microbatches": NamedBug(
+        losses.take_mean_of_means, "microbatches=2 or more", _several("microbatches")
+    ),
+    "mean-of-replicas": NamedBug(
+        losses.take_mean_of_means,
+        "data=2 or more, microbatches=1",
+        lambda plan: plan.data > 1 and _one_loss(plan),
+    ),
+    "mean-of-context-ranks": NamedBug(
+        losses.take_mean_of_means,
+        "context=2 or more, data=1, microbatches=1",
+        lambda plan: plan.context > 1 and plan.data == 1 and _one_loss(plan),
+    ),
+    "rolled-targets": NamedBug(losses.roll_targets, "context=2 or more", _several("context")),
+    "whole-logits-summed": NamedBug(
+        losses.sum_whole_logits, "tensor=2 or more", _several("tensor"), "a vocabulary that is split"
+    ),
+    "copies-not-summed": NamedBug(
+        sums.keep_copies_apart,
+        "zero=1 or more, and a shard that is smaller than data",
+        lambda plan: plan.zero > 0 and 1 < plan.shard < plan.data,
+    ),
+    "context-not-summed": NamedBug(
+        sums.keep_sequences_apart,
+        "context=2 or more, data=1, zero=0",
+        lambda plan: plan.context > 1 and plan.data == 1 and plan.zero == 0,
+    ),
+    "context-scaled": NamedBug(sums.multiply_by_context, "context=2 or more", _several("context")),
+    "positions-from-zero": NamedBug(
+        passes.count_positions_from_zero, "context=2 or more", _several("context")
+    ),
+    "ring-gradients-lost": NamedBug(
+        sums.lose_key_gradients,
+        "context=2 and attention=ring",
+        lambda plan: plan.context == 2 and plan.attention == "ring",
+    ),
+    "ring-own-keys": NamedBug(
+        sums.attend_to_own_keys,
+        "context=2 and attention=ring",
+        lambda plan: plan.context == 2 and plan.attention == "ring",
+    ),
+    "column-inputs-not-summed": NamedBug(
+        sums.keep_inputs_apart,
+        "tensor=2 or more, sequence=false",
+        lambda plan: plan.tensor > 1 and not plan.sequence,
+    ),
+    "sequence-norms-not-summed": NamedBug(
+        sums.keep_norms_apart,
+        "tensor=2 or more, sequence=true",
+        lambda plan: plan.tensor > 1 and plan.sequence,
+    ),
+    "tied-not-summed": NamedBug(sums.keep_ties_apart, "pipeline=2 or more", _several("stages"), _TIED),
+    "tied-parts-mixed": NamedBug(sums.mix_tied_parts, "pipeline=2 or more", _several("stages"), _TIED),
+    "last-microbatch-only": NamedBug(
+        sums.keep_last_microbatch,
+        "microbatches=2 or more, zero=0 or zero=1",
+        lambda plan: plan.microbatches > 1 and plan.zero < 2,
+    ),
+    "used-here-only": NamedBug(sums.keep_uses_apart, "data=2 or more", _several("data")),
+    "old-weights": NamedBug(
+        sums.keep_old_weights,
+        "data=2 or more, zero=1 or zero=2",
+        lambda plan: plan.data > 1 and plan.zero in (1, 2),
+    ),
+    "experts-scaled": NamedBug(sums.multiply_experts, "expert=2 or more", _several("expert")),
+    "experts-not-summed": NamedBug(
+        sums.keep_experts_apart,
+        "expert=2 or more, and more data, zero=0",
+        lambda plan: plan.zero == 0 and 1 < plan.expert < plan.data,
+    ),
+    "expert-rows-lost": NamedBug(sums.lose_expert_rows, "expert=2 or more", _several("expert")),
+    "auxiliary-loss-local": NamedBug(losses.keep_statistics, "data=2 or more", _several("data"), _GATES),
+    "auxiliary-loss-scaled": NamedBug(losses.multiply_auxiliary, "data=2 or more", _several("data"), _GATES),
+    "padding-routed": NamedBug(
+        passes.route_padding,
+        "context=2 or more, or sequence=true",
+        lambda plan: plan.context > 1 or plan.sequence,
+        _GATES,
+    ),
+    "norm-not-summed": NamedBug(
+        norms.keep_norms_apart,
+        "pipeline, tensor or zero of more than one rank",
+        lambda plan: plan.stages > 1 or plan.tensor > 1 or (plan.zero > 0 and plan.data > 1),
+    ),
+    "norm-of-first-shard": NamedBug(
+        norms.count_first_shard,
+        "tensor=2 or expert=2, or more",
+        lambda plan: plan.tensor > 1 or plan.expert > 1,
+    ),
+    "norm-counts-copies": NamedBug(
+        norms.count_copies,
+        "tensor=2 or pipeline=2, or more",
+        lambda plan: plan.tensor > 1 or plan.stages > 1,
+        "weights that tensor ranks hold alike, or stages share",
+    ),
+    "dropout-alike": NamedBug(passes.drop_alike, "data=2 or more", _several("data"), _DROPOUT),
+    "dropout-again": NamedBug(
+        passes.drop_again,
+        "recompute=full, sqrt or a budget",
+        lambda plan: plan.recompute not in ("none", "selective"),
+        "layers that run again",
+    ),
+    "kept-parts-mixed": NamedBug(
+        passes.mix_kept_parts,
+        "tensor=2 or more and checkpoints=split",
+        lambda plan: plan.tensor > 1 and plan.checkpoints == "split",
+    ),
+    "batch-norm-unweighted": NamedBug(
+        passes.weigh_norms_alike,
+        "data=2 or more",
+        _several("data"),
+        "batch norm (task=images model.preset=resnet-50-tiny)",
+    ),
 }
+
+
+def check_bug(name: str, plan: Plan) -> None:
+    """Refuse a bug that nobody knows, or that a training with this plan has no code for."""
+    if name not in BUGS:
+        raise UserError(unknown_bug(name))
+    is_synchronous = plan.sync == "all-reduce" and plan.schedule not in ASYNCHRONOUS_SCHEDULES
+    if not is_synchronous or plan.update != "step":
+        raise UserError(
+            f"--inject-bug needs sync=all-reduce, update=step and a schedule that flushes, but the plan is "
+            f"'{plan}'; change these"
+        )
+    if not BUGS[name].is_possible(plan):
+        raise UserError(
+            f"--inject-bug {name} with '{plan}': no code of this plan could have the bug; it needs "
+            f"{BUGS[name].needs}"
+        )
+
+
+def unknown_bug(name: str) -> str:
+    """What is wrong with a name, with all that are known."""
+    guess, names = did_you_mean(name, BUGS), f"; known: {', '.join(BUGS)}"
+    return f"--inject-bug {name}: there is no such bug{guess.removesuffix(names)}{names}"
+
+
+def inject(bug: str | Bug, engine: Engine, *, silently: bool = False) -> None:
+    """Break an engine; all ranks must call this. A bug by name is refused where it has broken nothing.
+
+    `silently`: the engine does not compare what ranks hold in its first step, which may find the bug too.
+    """
+    if not isinstance(bug, str):
+        bug(engine)
+        return
+    check_bug(bug, engine.plan)
+    found = torch.tensor(float(BUGS[bug].inject(engine)), device=engine.mesh.device)
+    with engine.ledger.about("checks"):
+        engine.mesh.group("all").all_reduce(found, "max")
+    if not found:
+        raise UserError(
+            f"--inject-bug {bug} with '{engine.plan}': the model has nothing to break; it needs "
+            f"{BUGS[bug].model}"
+        )
+    if silently:
+        engine._runner._same_gradients = True
+        for stage in engine._local.stages.values():
+            stage.check_second_runs = lambda: None
+
+
+def unaudited(case: Case) -> Case:
+    """The contract is to find a bug by itself."""
+    return dataclasses.replace(case, options=case.options | {"audit": "off"})
