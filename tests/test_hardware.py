@@ -43,8 +43,8 @@ def test_without_limits_the_machine_counts(tmp_path: Path, monkeypatch: pytest.M
 
 # As torch 2.11 to 2.13 write them, on ARM and on x86-64.
 TORCH_MESSAGES = (
-    "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs a cpu with bf16"
-    " support\nException raised from mkldnn_matmul at Matmul.cpp:170\nframe #0: c10::Error::Error",
+    "mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul: mkldnn_matmul bf16 path needs a cpu with "
+    "bf16 support\nException raised from mkldnn_matmul at Matmul.cpp:170\nframe #0: c10::Error::Error",
     "mkldnn_bf16_gemm failed, switching to BLAS gemm: could not create a primitive",
     "mkldnn_linear: bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq",
 )
@@ -73,4 +73,4 @@ def test_torchs_warnings_about_the_processor_are_hidden_beside_an_engine() -> No
 def test_pytest_hides_the_same_warnings() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     filters = project["tool"]["pytest"]["ini_options"]["filterwarnings"]
-    assert filters == ["error", *(f"ignore:{message}" for message in hardware.TORCH_WARNINGS)]
+    assert {f"ignore:{message}" for message in hardware.TORCH_WARNINGS} < {*filters}
