@@ -150,12 +150,12 @@ class StepRunner(ABC):
         """Nothing is under way: wait for the last bytes that were sent."""
         self.wire.close()
 
-    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, Tensor]:
-        """The tally of what this rank computed the loss of, and the total that `measure` found there."""
+    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tally of what this rank computed the loss of, and (total, count) of what was measured there."""
         feed = self._feed(batch, "evaluation", no_scope)
         with self._measuring.using(measure):
             tally = self._run(self.forward_script(len(feed)), feed)
-        return tally, self._measuring.total.to(tally)
+        return tally, self._measuring.sums
 
     def forward_script(self, number: int) -> Script:
         """Takes `number` microbatches forward."""
@@ -282,7 +282,7 @@ class StepRunner(ABC):
         with self._local.stages[self._local.program.stages - 1].during_loss():
             seen = self._layers.without_padding(output, targets)
             result = self._layers.loss(*seen)
-            self._measuring.add(*seen, microbatch.weight)
+            self._measuring.add(*seen, targets.num_samples, counts=microbatch.weight > 0)
         check_loss(result)
         if self._layers.loss_check is not None:
             self._layers.loss_check.check_result(output, targets.values, result)
