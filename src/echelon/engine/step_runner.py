@@ -18,6 +18,7 @@ from echelon.activation_offload import Carrier
 from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_loss
+from echelon.engine.autocast_cache import without_autocast_cache
 from echelon.engine.balance import Balance, recording_of
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
@@ -189,7 +190,8 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            return self._interpreter.run(script, feed)
+            with without_autocast_cache():
+                return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
             if self._carrier is not None:
