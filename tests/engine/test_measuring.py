@@ -34,8 +34,7 @@ def model() -> nn.Sequential:
 
 def batch() -> tuple[Tensor, Tensor]:
     """11 samples, which no number of ranks or microbatches divides; some do not count."""
-    inputs, targets = masked_vectors(3)
-    assert len(inputs) % 2
+    inputs, targets = (each[:11] for each in masked_vectors(3))
     assert (targets == -100).any()
     return inputs.double(), targets
 

@@ -81,20 +81,23 @@ def _pair(name: object, value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
     if not isinstance(name, str):
         raise UserError(f"{whose}: the keys of a dict that a measure returns must be strings")
     if isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value)):
-        total, count = (torch.as_tensor(each).double().reshape(()) for each in value)
+        total, count = map(_in_float64, value)
         return total, count
     if not _is_number(value):
         raise UserError(
             f"{whose} must return a mean over its samples, a pair (total, count), or a dict of these by "
             f"name, each one number; got {_shown(value)}"
         )
-    mean = torch.as_tensor(value)
-    if not mean.is_floating_point():
+    if not (value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)):
         raise UserError(
             f"{whose} returned {_shown(value)}: an integer is a total, and of how many is not known; return "
             "(total, count), or a mean"
         )
-    return mean.double().reshape(()) * num_samples, torch.tensor(num_samples, dtype=torch.float64)
+    return _in_float64(value) * num_samples, _in_float64(num_samples)
+
+
+def _in_float64(number: Tensor | float) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float64).reshape(())
 
 
 def _is_number(value: Any) -> bool:
