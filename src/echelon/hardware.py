@@ -1,13 +1,27 @@
-"""Facts about this machine's processor and memory, from the operating system.
+"""Facts about this machine's processor and memory, from the operating system; torch's warnings about them.
 
 The limits of a container (cgroup v2) count, which may be less than the machine has.
 """
 
 import os
 import platform
+import warnings
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+# What torch warns of in the first product of a process on a processor without bf16 or fp16 instructions, with
+# a C++ stack trace: it then computes the product in another way, and correctly. pyproject.toml has these too.
+TORCH_WARNINGS = (
+    r"mkldnn_\w+ failed, switching to BLAS gemm",
+    r".*(bf16|fp16) path needs (a|the) cpu",
+)
+
+
+def ignore_torch_warnings() -> None:
+    """Hide warnings of torch that are about this processor, which the user cannot act upon."""
+    for message in TORCH_WARNINGS:
+        warnings.filterwarnings("ignore", message)
 
 
 def cpu_model() -> str:

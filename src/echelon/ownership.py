@@ -103,6 +103,7 @@ def _inside_row(name: str, shape: tuple[int, ...], row: int, begin: int, end: in
 
 def own_state(part: str, value: Tensor, slices: Sequence[Slice]) -> list[OwnedSlice]:
     """State of the elements that `slices` cover; what has another size belongs to them all."""
+    value = value.to_dense() if value.is_sparse else value  # SGD's momentum of a sparse gradient
     if value.dim() == 0 or value.numel() != sum(box.numel for box in slices):  # or of rows and columns
         return [OwnedSlice(whole_slice(slices[0].name, value, part), value)] if slices else []
     return [OwnedSlice(box._replace(part=part), tensor) for box, tensor in own_run(value, slices)]

@@ -24,6 +24,9 @@ class Hooks(NamedTuple):
     unpack: Unpack
 
 
+_DISABLE = "disable_saved_tensors_hooks"
+_TORCHS_DISABLE = getattr(torch.autograd.graph, _DISABLE)
+
 _observers: list[Pack] = []
 _replacing: list[Pack] = []
 _observed: dict[int, Hooks] = {}  # by the pack of `_replacing` that holds for them what is kept
@@ -32,8 +35,29 @@ _observed: dict[int, Hooks] = {}  # by the pack of `_replacing` that holds for t
 @contextmanager
 def observe(pack: Pack, unpack: Unpack) -> Iterator[None]:
     """As torch's saved_tensors_hooks, for hooks that give back the very tensors that they were given."""
-    with _listed(_observers, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    setattr(torch.autograd.graph, _DISABLE, _disable_hooks)
+    try:
+        with _listed(_observers, pack), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        if not _observers:
+            setattr(torch.autograd.graph, _DISABLE, _TORCHS_DISABLE)
+
+
+@contextmanager
+def _disable_hooks(error_message: str) -> Iterator[None]:
+    """As torch's, with which torch.func refuses to run where hooks are set; but those that only look on are
+    taken away meanwhile."""
+    observers = []
+    while (hooks := current_hooks()) is not None and _is_among(hooks, _observers):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        observers.append(hooks)
+    try:
+        with _TORCHS_DISABLE(error_message):
+            yield
+    finally:
+        for hooks in reversed(observers):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 @contextmanager

@@ -11,8 +11,10 @@ from echelon.collectives.boundary import PretendedBoundary
 from echelon.data_parallel import Zero
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.host_weights import HostPlace, HostWeights
+from echelon.engine import parallelize
 from echelon.errors import UserError
 from echelon.wrapping import Wrapping
+from tests.cases import adamw, mean_loss, vectors
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 
@@ -171,3 +173,28 @@ def test_ranks_share_what_the_host_has_updated_and_no_frozen_weights() -> None:
     moves = [move.operation for move in group.ledger.moves if move.subject == "parameters"]
     shared = ["all_gather", "store"]
     assert moves == ["fetch", "fetch", *shared, "fetch", *shared, *shared]
+
+
+class Scaled(nn.Module):
+    """A parameter without dims beside matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.matrix = nn.Parameter(torch.tensor(1.5)), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix(x) * self.scale
+
+
+@pytest.mark.parametrize("plan", ["offload=parameters", "offload=optimizer,parameters"])
+def test_a_parameter_without_dims(plan: str) -> None:
+    weights = []
+    for each in ("data=1", plan):
+        torch.manual_seed(0)
+        with parallelize(
+            Scaled().double(), f"{each} precision=fp64", optimizer=adamw, loss=mean_loss
+        ) as engine:
+            inputs, targets = vectors(0)
+            engine.step((inputs.double(), targets))
+            weights.append(engine.full_state_dict())
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-12)

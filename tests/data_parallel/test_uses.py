@@ -175,6 +175,29 @@ def test_tensors_are_found_in_structures_and_objects() -> None:
     assert log.text == "F0 f0 B0 b0"
 
 
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class InSlots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Slots:
+        return Slots(self.layer(x))
+
+
+def test_tensors_are_found_in_slots() -> None:
+    module = InSlots()
+    log = Log(module)
+    module(wanting_input()).hidden.sum().backward()
+    assert log.text == "F0 f0 B0 b0"
+
+
 class Returns(nn.Module):
     """Returns its own weight."""
 

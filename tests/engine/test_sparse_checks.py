@@ -53,3 +53,42 @@ def test_another_optimizer_may_take_them() -> None:
 
     with parallelize(model(), "data=1", optimizer=make, loss=nn.functional.cross_entropy) as engine:
         engine.step((torch.tensor([[1, 2], [3, 3]]), torch.tensor([0, 2])))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.tensor([[0, 1], [1, 3], [1, 0]]), torch.tensor([0, 2, 1])
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_sparse_state_of_an_optimizer_is_read_whole() -> None:
+    """The momentum of a sparse gradient is sparse: reshape is not implemented for sparse tensors."""
+    torch.manual_seed(0)
+    reference = model()
+    optimizer = momentum(reference.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+    torch.manual_seed(0)
+    with parallelize(model(), "data=1", optimizer=momentum, loss=nn.functional.cross_entropy) as engine:
+        for _ in range(2):
+            engine.step(batch())
+        torch.testing.assert_close(engine.full_state_dict(), dict(reference.state_dict()))
+        (state,) = (s for name, s in engine.full_optimizer_state().items() if name == "0.weight")
+    expected = optimizer.state[reference.get_parameter("0.weight")]["momentum_buffer"]
+    torch.testing.assert_close(state["momentum_buffer"], expected.to_dense())
+
+
+def test_an_optimizer_without_sparse_gradients_is_named_with_others() -> None:
+    with (
+        parallelize(
+            model(), "data=1", optimizer=torch.optim.Adam, loss=nn.functional.cross_entropy
+        ) as engine,
+        pytest.raises(
+            UserError, match=r"Adam does not support sparse gradients.*: set sparse=False.*SparseAdam"
+        ),
+    ):
+        engine.step(batch())

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import echelon
@@ -76,6 +78,33 @@ def test_what_is_rounded_does_not_depend_on_other_fields_of_the_plan() -> None:
         tokens = torch.randint(50, (2, 16))
         with echelon.parallelize(model, plan, optimizer=sgd, audit="off") as engine:
             engine.step((tokens, tokens))
+        results.append([p.detach() for p in model.parameters()])
+    assert is_same(*results)
+
+
+class Checkpointed(nn.Module):
+    """A segment that computes again in the backward pass, with functions that the plan encodes."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.use_reentrant = nn.Linear(32, 32), nn.Linear(32, 32), use_reentrant
+
+    def segment(self, x: Tensor) -> Tensor:
+        return F.relu(self.first(F.relu(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.segment, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        return self.last(F.relu(hidden))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_inside_of_a_model_computes_the_same_again(use_reentrant: bool) -> None:
+    results = []
+    for plan in ("data=1", "compress=gist"):
+        torch.manual_seed(0)
+        model = Checkpointed(use_reentrant)
+        with engine_of(model, plan) as engine:
+            engine.step((inputs(), inputs()))
         results.append([p.detach() for p in model.parameters()])
     assert is_same(*results)
 

@@ -17,7 +17,7 @@ def alive(pid: int) -> bool:
     return state not in "ZX"  # a zombie runs no more; whoever is its parent now may be slow to reap
 
 
-def still_alive(pids: Iterable[int], seconds: float = 5.0) -> list[int]:
+def still_alive(pids: Iterable[int], seconds: float = 60.0) -> list[int]:
     """Those of `pids` that have not ended after `seconds`."""
     pids = list(pids)
     wait_until(lambda: not any(alive(pid) for pid in pids), seconds)

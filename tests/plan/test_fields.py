@@ -115,11 +115,11 @@ def test_digits_of_other_scripts_are_refused() -> None:
 
 def test_a_number_beyond_reason_is_refused_at_once() -> None:
     # pipeline=99999999 made tuples of that length, one for each rule.
-    began = time.monotonic()
+    began = time.process_time()
     for word in ["pipeline=99999999", "pipeline=1000000-1", "data=1000000", f"tensor={'9' * 5000}"]:
         (error,) = errors_of(word)
         assert error == f"{word}: must be below 1,000,000"
     with pytest.raises(UserError, match="data=1000000000000: must be below 1,000,000"):
         Plan(data=10**12)
     assert Plan.parse("data=999999 microbatches=000004").ranks == 999_999
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5

@@ -182,7 +182,8 @@ class _LateCopy(CopyWork):
     def join(self) -> None:
         with self._lock:
             while self._tensors is not None:
-                self._queue.popleft()._make()
+                self._queue[0]._make()  # it stays in the queue if that fails
+                self._queue.popleft()
 
     def _make(self) -> None:
         assert self._tensors is not None

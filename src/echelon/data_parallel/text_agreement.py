@@ -34,15 +34,23 @@ def check_same_text(
         group.all_reduce(extremes, "max")
         longest, largest_digest, shortest, smallest_digest = extremes.tolist()
         if (longest, largest_digest) != (-shortest, -smallest_digest):
-            raise UserError(message(_difference(_gather(text, longest, group, device))))
+            gathered = [each.splitlines() for each in _gather(text, longest, group, device)]
+            raise UserError(message(_difference(gathered)))
 
 
-def _gather(text: bytes, longest: int, group: Group, device: torch.device) -> list[list[str]]:
-    """The lines of every rank."""
+def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
+    """The texts of all ranks of the group, in rank order."""
+    with group.ledger.about("agreement"):
+        longest = torch.tensor(len(text.encode()), device=device)
+        group.all_reduce(longest, "max")
+        return _gather(text.encode(), int(longest), group, device)
+
+
+def _gather(text: bytes, longest: int, group: Group, device: torch.device) -> list[str]:
     padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8, device=device)
     gathered = padded.new_empty(group.size, longest)
     group.all_gather(gathered, padded)
-    return [bytes(row).rstrip(b"\0").decode().splitlines() for row in gathered.tolist()]
+    return [bytes(row).rstrip(b"\0").decode() for row in gathered.tolist()]
 
 
 def _difference(lines: Sequence[list[str]]) -> Difference:

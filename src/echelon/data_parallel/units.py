@@ -1,9 +1,9 @@
 """How the parameters of a model are divided into units: what is gathered, reduced and freed together.
 
-A model's own layers are its units. A model that lists none is divided by size: its children, children of
-lists, and children of what is too large or holds a list of blocks. What is too small to be worth a message
-of its own, and parameters that belong to no such child, stay with the model itself: the root unit, which
-surrounds the others.
+A model's own layers are its units. A model that lists none, or that makes them on the fly while its own
+forward runs (transformers), is divided by size: its children, children of lists, and children of what is too
+large or holds a list of blocks. What is too small to be worth a message of its own, and parameters that
+belong to no such child, stay with the model itself: the root unit, which surrounds the others.
 
 A tied parameter belongs to the first unit that has it, and every module that uses it needs that unit.
 """
@@ -37,9 +37,10 @@ def divide_units(
 
     `only`: divide these parameters, and leave the others to other sets.
     """
-    modules = list(dict.fromkeys(listed_layers(model) or _by_size(model, smallest, largest)))
-    modules += [*_tied_outside(model, modules), model]
     names = {module: name for name, module in model.named_modules()}
+    layers = [layer for layer in listed_layers(model) if layer in names]
+    modules = list(dict.fromkeys(layers or _by_size(model, smallest, largest)))
+    modules += [*_tied_outside(model, modules), model]
     name_of = {p: name for name, p in model.named_parameters() if only is None or p in only}
     owner: dict[nn.Parameter, int] = {}
     units: list[Unit] = []

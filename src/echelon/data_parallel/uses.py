@@ -112,5 +112,12 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            yield from _tensors(vars(leaf), depth - 1)
+        elif depth and not isinstance(leaf, type | nn.Module):
+            yield from _tensors(_attributes(leaf), depth - 1)
+
+
+def _attributes(value: object) -> list[Any]:
+    """What an object holds by name, in its slots too."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

@@ -200,7 +200,7 @@ class Zero(Sharing):
         # The ranks that hold the same part have the same gradients: each takes a piece of every one.
         gradients = super()._norm_share(local)
         copies = self._copies_group
-        pieces = [gradient.tensor_split(copies.size)[copies.rank] for gradient in gradients]
+        pieces = [gradient.flatten().tensor_split(copies.size)[copies.rank] for gradient in gradients]
         return [piece for piece in pieces if piece.numel()]
 
     def publish(self) -> None:

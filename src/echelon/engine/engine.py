@@ -34,7 +34,7 @@ from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.gradient_audit import Parts
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.layer_wrapping import MemorySavers
-from echelon.engine.measuring import Measure, check_measure
+from echelon.engine.measuring import Measure, agree_on_means, check_measure
 from echelon.engine.metrics import Evaluation, Metrics, StepTimer
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.engine.nonfinite_search import NonfiniteSearch
@@ -247,9 +247,9 @@ class Engine:
     def evaluate(self, batch: Any, measure: Measure | None = None) -> Evaluation:
         """The mean loss over the global batch with the newest weights, without training.
 
-        `measure(output, targets)` returns one more total over a batch, as the number of right answers. It is
-        computed from the same forward; `measured` of the result is its sum over the global batch, divided by
-        what the loss counts. All ranks must give one, or none.
+        `measure(output, targets)` is computed from the same forward, of each microbatch. It returns a mean
+        over its samples, or (total, count), or a dict of these by name; `measured` of the result is the mean
+        over the global batch, or means by name, the same under every plan. All ranks must give one, or none.
         """
         self._check_open()
         check_measure(measure, self.plan)
@@ -259,15 +259,15 @@ class Engine:
         modes = {module: module.training for module in self._modules}
         self._set_mode(training=False)
         try:
-            tally, measured = self._runner.evaluate(pair, measure)
+            tally, sums = self._runner.evaluate(pair, measure)
         finally:
             for module, training in modes.items():
                 module.training = training
-        second = torch.stack([measured, *tally[1:]])
         loss, counted = self._update.agree(tally)
-        mean = None if measure is None else self._update.agree(second)[0] / counted
+        everyone, device = self.mesh.group("all"), self.mesh.device
+        measured = None if measure is None else agree_on_means(sums, everyone, device)
         beat()
-        return Evaluation(loss / counted, round(counted), mean)
+        return Evaluation(loss / counted, round(counted), measured)
 
     # The state, whole.
 

@@ -132,9 +132,9 @@ class MetricValues(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The mean loss over a global batch, how many tokens (or samples) it was taken over, and the mean over
-    these of what else was measured."""
+    """The mean loss over a global batch, how many tokens (or samples) it was taken over, and the mean of what
+    else was measured, or means by name."""
 
     loss: float
     tokens: int
-    measured: float | None = None
+    measured: float | dict[str, float] | None = None

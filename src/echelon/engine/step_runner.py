@@ -19,6 +19,7 @@ from echelon.activation_offload import Carrier
 from echelon.data_parallel import talks_in_forward
 from echelon.engine.agreement import check_same_batch, check_same_gradients
 from echelon.engine.arguments import check_loss
+from echelon.engine.autocast_cache import without_autocast_cache
 from echelon.engine.balance import Balance, recording_of
 from echelon.engine.batch import Batch, cast, microbatches, num_samples, total_and_count
 from echelon.engine.batch_checks import check_batch
@@ -160,12 +161,12 @@ class StepRunner(ABC):
         """Nothing is under way: wait for the last bytes that were sent."""
         self.wire.close()
 
-    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, Tensor]:
-        """The tally of what this rank computed the loss of, and the total that `measure` found there."""
+    def evaluate(self, batch: Batch, measure: Measure | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tally of what this rank computed the loss of, and (total, count) of what was measured there."""
         feed = self._feed(batch, "evaluation", self._scopes.of_evaluation(num_samples(batch)))
         with self._measuring.using(measure):
             tally = self._run(self.forward_script(len(feed)), feed)
-        return tally, self._measuring.total.to(tally)
+        return tally, self._measuring.sums
 
     def forward_script(self, number: int) -> Script:
         """Takes `number` microbatches forward."""
@@ -228,7 +229,8 @@ class StepRunner(ABC):
         if self.is_broken:
             raise UserError(self._failure)
         try:
-            return self._interpreter.run(script, feed)
+            with without_autocast_cache():
+                return self._interpreter.run(script, feed)
         except BaseException as error:
             self._interpreter.forget()
             if self._carrier is not None:
@@ -323,7 +325,7 @@ class StepRunner(ABC):
         with self._local.stages[self._local.program.stages - 1].during_loss():
             seen = self._layers.without_padding(output, targets)
             result = self._layers.loss(*seen)
-            self._measuring.add(*seen, microbatch.weight)
+            self._measuring.add(*seen, targets.num_samples, counts=microbatch.weight > 0)
         check_loss(result)
         total, count = total_and_count(result, targets.num_samples)
         if self.on_loss is not None:

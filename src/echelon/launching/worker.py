@@ -114,8 +114,10 @@ def _rank_environment(config: RankConfig) -> dict[str, str]:
 def _join(config: RankConfig) -> None:
     import torch
 
+    from echelon.hardware import ignore_torch_warnings
     from echelon.launching import group
 
+    ignore_torch_warnings()
     torch.set_num_threads(1)
     store = str(config.folder / "store")
     limit = group.timeout(config.timeout_seconds)

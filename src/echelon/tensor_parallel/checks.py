@@ -103,6 +103,8 @@ def _unknown_modules(model: nn.Module, style_of: StyleOf) -> Iterator[str]:
             "    }",
             f"    The words are {', '.join(MODULE_WORDS)} (docs/tensor.md). A dropout or a weight between a "
             "column and a row is 'inner' or 'heads'.",
+            "    It fits a forward that takes sizes from its tensors: q.view(batch, length, -1, head_width), "
+            "and not a whole width divided by a number of heads.",
         ]
     )
 

@@ -16,6 +16,7 @@ from echelon.models import (
     load_image,
     num_parameters,
 )
+from echelon.targets import IGNORED_TARGET
 
 if TYPE_CHECKING:
     from echelon.train.job import Job
@@ -43,9 +44,9 @@ class ImageTask:
         self.num_validation_batches = available if most is None else min(most, available)
 
     @staticmethod
-    def measure(output: Tensor, labels: Tensor) -> Tensor:
-        """How many images are named rightly; a label that does not count is never right."""
-        return (output.argmax(dim=-1) == labels).sum()
+    def measure(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """How many images are named rightly, of how many; a label that does not count is never right."""
+        return (output.argmax(dim=-1) == labels).sum(), (labels != IGNORED_TARGET).sum()
 
     def build(self) -> ImageModel:
         return build_image(self.config)

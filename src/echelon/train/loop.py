@@ -204,7 +204,7 @@ def evaluate(engine: Engine, task: Task) -> tuple[float, float | None]:
     batches = (task.validation.at(index, part) for index in range(task.num_validation_batches))
     results = [engine.evaluate(batch, task.measure) for batch in batches]
     counted = sum(result.tokens for result in results)
-    measured = [result.measured * result.tokens for result in results if result.measured is not None]
+    measured = [result.measured * result.tokens for result in results if isinstance(result.measured, float)]
     loss = sum(result.loss * result.tokens for result in results) / counted
     return loss, sum(measured) / counted if measured else None
 

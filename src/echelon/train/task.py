@@ -54,7 +54,7 @@ class Task(Protocol):
 
     @property
     def measure(self) -> Measure | None:
-        """What a validation measures beside the loss: the number of right answers."""
+        """What a validation measures beside the loss: the share of right answers, as (total, count)."""
 
     def build(self) -> nn.Module:
         """The model with its initial values."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.collectives import Ledger, group_over
-from echelon.launching import PeerLost, RankFailed, Ranks
+from echelon.launching import PeerLost, RankFailed, Ranks, rank_process
 
 from .real_ranks import LARGE, Warm, message_in_child, new_group, result_of, world
 
@@ -328,18 +328,18 @@ def a_child_and_a_death() -> None:
     """Rank 1 forks a data worker and is killed: the worker, which lives on, must not hold its sockets."""
     group = new_group()
     if group.rank == 1:
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,)).start()
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.perf_counter()
     try:
         group.all_reduce(torch.ones(3))
     except PeerLost:
-        raise PeerLost(f"noticed in time: {time.perf_counter() - begun < 10}") from None
+        raise PeerLost(f"noticed in time: {time.perf_counter() - begun < 250}") from None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork beside threads
 def test_a_forked_child_does_not_keep_a_dead_rank_alive() -> None:
-    with pytest.raises(RankFailed) as caught, Ranks(2, deadline=15.0) as ranks:
+    with pytest.raises(RankFailed) as caught, Ranks(2, deadline=300.0) as ranks:
         ranks.run(a_child_and_a_death)
     assert caught.value.rank == 1
     assert "noticed in time: True" in caught.value.others[0]
@@ -357,11 +357,12 @@ def test_exit_waits_for_nothing_and_leaves_nothing(tmp_path: Path, monkeypatch: 
     with Ranks(1):  # starts the fork server, whose own folder outlives this test
         pass
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Ranks(2, deadline=30.0) as ranks:
+    monkeypatch.setattr(rank_process, "_STOP_SECONDS", 300.0)
+    with Ranks(2, deadline=300.0) as ranks:
         (name,), _ = ranks.run(leaves_one_running)
         assert name in Path("/proc/net/unix").read_text()
         begun = time.perf_counter()
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - begun < 250, "or a rank had to be killed after 300 seconds"
     assert name not in Path("/proc/net/unix").read_text()
     assert os.listdir(tmp_path) == []
     assert not [shared for shared in os.listdir("/dev/shm") if "echelon" in shared]
