@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.fuzz.draw import Wish, field_values, trainings, values_to_cover, wishes
+from tests.fuzz.draw import Wish, field_values, values_to_cover, wishes
 from tests.fuzz.random_training import RandomTraining
 from tests.fuzz.runner import EQUAL, Attempt, Runner, open_runner
+from tests.fuzz.strategy import trainings
 
 WISHES = list(wishes())
 EACH = (2, 1, 1)  # trainings for a wish, in turn; the first is the smallest that has it

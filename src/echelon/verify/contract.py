@@ -183,11 +183,13 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    engine = make_engine(case, plan)
-    if bug is not None:
-        (BUGS[bug] if isinstance(bug, str) else bug)(engine)
-    metrics = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])]
-    return engine, result_of(engine, case, metrics)
+    dtype = DTYPES[plan.precision]
+    with case.without_casts(dtype):
+        engine = make_engine(case, plan)
+        if bug is not None:
+            (BUGS[bug] if isinstance(bug, str) else bug)(engine)
+        metrics = [engine.step(engine.local(batch)) for batch in case.batches(dtype)]
+        return engine, result_of(engine, case, metrics)
 
 
 def make_engine(case: Case, plan: Plan) -> Engine:
