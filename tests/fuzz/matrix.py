@@ -4,6 +4,7 @@ python -m tests.fuzz --matrix --jobs 15 --json benchmarks/results/model-matrix.j
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from echelon.plan import Plan
@@ -106,11 +107,16 @@ def _plan(word: str) -> str:
     return word if "=" in word else ""
 
 
+@cache
+def _parse(plan: str) -> Plan:
+    return Plan.parse(plan)
+
+
 def _training(model: str, ranks: int, plan: str, **options: Any) -> RandomTraining:
     """Two sequences have no pair for a batch. Targets that do not count are in every batch."""
     chosen: dict[str, Any] = {"batch": "dict"} if model == "hf-t5" else {}
     targets = "all" if POOL[model].data == "images" else "some"
-    parsed = Plan.parse(plan.strip())
+    parsed = _parse(plan.strip())
     return RandomTraining(
         parsed,
         workers=ranks if parsed.pipeline == "auto" else 1,

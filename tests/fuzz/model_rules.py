@@ -49,6 +49,8 @@ def model_rules(candidates: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple
         ("batch", "schedule", "sync", "staleness", "targets"),
         lambda v: v["batch"] != "own" or v["targets"] == "all" or not _is_replayed(v),
     )
+    # Beside a model's own loss `verify` computes in float64; frequencies of a deferred one stay in float32.
+    yield ("deferred", "batch"), lambda v: not v["deferred"] or v["batch"] != "own"
     # `verify` starts from weights that the type can hold, and a deferred model has none to round.
     yield ("deferred", "precision"), lambda v: not v["deferred"] or v["precision"] not in LOW_PRECISIONS
 

@@ -183,11 +183,10 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    dtype = DTYPES[plan.precision]
+    engine, dtype = make_engine(case, plan), DTYPES[plan.precision]
+    if bug is not None:
+        (BUGS[bug] if isinstance(bug, str) else bug)(engine)
     with case.without_casts(dtype):
-        engine = make_engine(case, plan)
-        if bug is not None:
-            (BUGS[bug] if isinstance(bug, str) else bug)(engine)
         metrics = [engine.step(engine.local(batch)) for batch in case.batches(dtype)]
         return engine, result_of(engine, case, metrics)
 
