@@ -4,8 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from echelon.errors import UserError
 from echelon.launching import Ranks
+from tests.warm_ranks import joined_meshes
 
 
 class Refusal(NamedTuple):
@@ -24,7 +27,13 @@ def run_or_refuse(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> list[Any]
 
 
 def _refused(fn: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return fn(*args)
-    except UserError as refusal:
-        return Refusal(str(refusal))
+    with joined_meshes() as meshes:
+        try:
+            return fn(*args)
+        except UserError as refusal:
+            text = str(refusal)
+    if dist.is_initialized():
+        dist.barrier()  # no rank closes what another still uses
+    for mesh in meshes:
+        mesh.close()
+    return Refusal(text)

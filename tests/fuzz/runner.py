@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from echelon.errors import UserError
-from echelon.launching import TRAINING_MODULES, preload
+from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
 from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
@@ -24,7 +24,6 @@ from tests.fuzz.ownership import RecordingRanks
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
 from tests.fuzz.refusal import run_or_refuse
 from tests.fuzz.stopping import go_on_and_list, train_and_save
-from tests.warm_ranks import WarmRanks
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
 _DEADLINE = 60.0  # seconds without a sign of life
@@ -67,7 +66,7 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sets: dict[Kind, WarmRanks] = {}
+        self._sets: dict[Kind, Ranks] = {}
         self._uses: Counter[Kind] = Counter()
 
     def run(self, training: RandomTraining) -> Attempt:
@@ -106,11 +105,11 @@ class Runner:
         for kind in list(self._sets):
             self._sets.pop(kind).close()
 
-    def _ranks(self, kind: Kind) -> WarmRanks:
+    def _ranks(self, kind: Kind) -> Ranks:
         if self._uses[kind] == _MOST_USES:
             self._sets.pop(kind).close()
         if kind not in self._sets:
-            self._sets[kind] = WarmRanks(kind.ranks, deadline=kind.deadline)
+            self._sets[kind] = Ranks(kind.ranks, deadline=kind.deadline)
             self._uses[kind] = 0
         self._uses[kind] += 1
         return self._sets[kind]
