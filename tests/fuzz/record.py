@@ -1,6 +1,7 @@
 """The result of many random trainings as a file: counts, refusals by their text, and the failures."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -77,8 +78,8 @@ def _versions() -> dict[str, str]:
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+        except PackageNotFoundError:  # or it is in a folder of its own, and imported already
+            versions[package] = getattr(sys.modules.get(package), "__version__", "not installed")
     return versions
 
 
