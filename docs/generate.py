@@ -97,6 +97,8 @@ def results_table(name: str) -> str:
     if not path.exists():
         return f"Not measured yet: `echelon bench {name} --out benchmarks/results`\n"
     result = json.loads(path.read_text(encoding="utf-8"))
+    if "cells" in result:
+        return _matrix(result)
     rows = result["rows"]
     extras = list(dict.fromkeys(extra for row in rows for extra in row["extras"]))
     heads = ["case", "contender", "time", "ratio to baseline", *map(heading, extras)]
@@ -106,6 +108,43 @@ def results_table(name: str) -> str:
     lines += [_cells(row, extras) for row in rows] or [list(starmap(_setting, result["settings"].items()))]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return f"\n{table}\n{_origin(result)}\n\n"
+
+
+def _matrix(result: dict[str, Any]) -> str:
+    """A table for each group of plan words, a row for each model; below, why cells were refused."""
+    groups: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {}
+    for cell in result["cells"]:
+        words = groups.setdefault(cell["group"], {})
+        words.setdefault(cell["word"], {}).setdefault(cell["model"], []).append(cell)
+    reasons: dict[str, int] = {}
+    text = ""
+    for group, words in groups.items():
+        lines = [["model", *(f"`{word}`" if "=" in word else word for word in words)]]
+        lines += [["---"] * len(lines[0])]
+        for model in dict.fromkeys(model for cells in words.values() for model in cells):
+            lines += [[model, *(_matrix_cell(cells.get(model, []), reasons) for cells in words.values())]]
+        text += f"\n**{group}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    notes = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
+    return f"{text}\n{notes}\n{_origin(result)}\n\n"
+
+
+def _matrix_cell(cells: Sequence[dict[str, Any]], reasons: dict[str, int]) -> str:
+    """ "equal", or by the number of ranks where they differ; a refusal is "refused" and its number."""
+    shown: dict[str, list[str]] = {}
+    for cell in cells:
+        word = cell["result"]
+        if word == "refused":
+            word += f" ({reasons.setdefault(_reason(cell['text']), len(reasons) + 1)})"
+        shown.setdefault(word, []).append(str(cell["ranks"]))
+    if len(shown) < 2:
+        return "".join(shown)
+    return "; ".join(f"{', '.join(ranks)}: {word}" for word, ranks in shown.items())
+
+
+def _reason(text: str) -> str:
+    """Why a training was refused, for any model: up to the fix."""
+    text = re.sub(r"\b[A-Z]\w*(?:For[A-Z]\w*|LMHeadModel)\b", "the model", text)
+    return text.split(";")[0].replace("|", "/").strip()
 
 
 def _setting(name: str, value: Any) -> str:

@@ -112,6 +112,26 @@ def test_pictures_are_those_of_the_script() -> None:
     assert (generate.PICTURES / "loss.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
+def test_a_matrix_has_a_table_by_group_and_numbered_reasons() -> None:
+    def cell(model: str, ranks: int, result: str, text: str = "") -> dict[str, Any]:
+        return {
+            "model": model,
+            "group": "G",
+            "word": "zero=1",
+            "ranks": ranks,
+            "result": result,
+            "text": text,
+        }
+
+    origin = {"command": "c", "date": "2026-01-01", "versions": {"torch": "2"}, "rows": []}
+    hardware = {"cores": 2, "cpu": "x", "gpus": []}
+    cells = [cell("a", 1, "equal"), cell("a", 2, "refused", "LlamaForCausalLM is long; cut it")]
+    cells += [cell("b", 1, "equal"), cell("b", 2, "equal")]
+    text = generate._matrix({**origin, "hardware": hardware, "cells": cells})
+    assert "**G**\n\n| model | `zero=1` |" in text
+    assert "| a | 1: equal; 2: refused (1) |\n| b | equal |\n\n1. the model is long\n" in text
+
+
 def test_a_region_of_results_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spread = {"low": 1.0, "median": 2.0, "high": 3.0}
     row = {"case": "c", "contender": "a", "baseline": "b", "seconds": spread, "ratio": spread}

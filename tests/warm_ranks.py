@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 
 from echelon.launching import Ranks
@@ -29,7 +29,7 @@ class WarmRanks(Ranks):
 def run_and_close(fn: Callable[..., T], *args: object) -> T:
     """Call `fn` in a rank, and when all ranks have returned from it, close what it has opened."""
     before = _process_groups()
-    with _joined_meshes() as meshes:
+    with joined_meshes() as meshes:
         result = fn(*args)
     if dist.is_initialized():
         dist.barrier()
@@ -41,7 +41,7 @@ def run_and_close(fn: Callable[..., T], *args: object) -> T:
 
 
 @contextmanager
-def _joined_meshes() -> Iterator[list[Mesh]]:
+def joined_meshes() -> Iterator[list[Mesh]]:
     """The meshes that are joined inside."""
     meshes: list[Mesh] = []
     join = Mesh.join
@@ -50,8 +50,7 @@ def _joined_meshes() -> Iterator[list[Mesh]]:
         meshes.append(join(plan))
         return meshes[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mesh, "join", join_and_remember)
+    with patch.object(Mesh, "join", join_and_remember):
         yield meshes
 
 

@@ -1,5 +1,7 @@
 """Asynchronous training: what it computes is what its log says, and the log keeps its bound."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,7 +82,8 @@ def test_gradients_are_really_stale() -> None:
 def test_a_schedule_is_of_versions() -> None:
     case, schedule = perceptron_case(steps=6), constant(warmup=10)
     (first, _), (_, rates) = echelon.launch(train_with_schedule, 2, case)
-    assert_replays(first, replay(first[2], case, workers=2, schedule=schedule))
+    scheduled = dataclasses.replace(case, options={"schedule": schedule})
+    assert_replays(first, replay(first[2], scheduled, workers=2))
     assert rates == pytest.approx([0.01 * schedule(e.pushed - 1) for e in first[2] if e.worker == 1])
 
 

@@ -1,11 +1,15 @@
-"""`python -m tests.fuzz --plans 1000`: verify many random plans.
+"""`python -m tests.fuzz --plans 1000`: verify many random trainings, each a model with a plan.
 
+`--jobs N` runs N parts at a time, each in a process of its own, and `--part I/N` one of them. `--json FILE`
+keeps the result. `--matrix` runs each model of transformers with each plan word instead of random ones.
 `--replay 'LINE'` runs the training of one line again. Exits with 1 if any failed.
 """
 
 import argparse
+import json
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,13 +18,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.fuzz.draw import draw_random, field_values, wishes
+from tests.fuzz.matrix import cells
 from tests.fuzz.random_training import RandomTraining
+from tests.fuzz.record import merge, merge_cells, part_of, write
 from tests.fuzz.runner import EQUAL, FAILED, REFUSED, Attempt, Runner, open_runner
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    with open_runner() as runner:
+    if options.jobs > 1:
+        return _run_parts(options)
+    with open_runner(with_pool=options.replay is None) as runner:
         if options.replay is not None:
             attempts = [_run(runner, 0, RandomTraining.parse(options.replay))]
             print(attempts[0].text)
@@ -32,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if time.monotonic() < end
             ]
     _summarize(attempts)
+    if options.json is not None:
+        write(part_of(attempts), options.json)
     return int(any(attempt.result == FAILED for attempt in attempts))
 
 
@@ -42,22 +52,56 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=float("inf"), help="start no training after this time"
     )
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other plans")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="only every N-th plan, from the I-th")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th plan, from the I-th")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="run N parts at a time")
+    parser.add_argument("--matrix", action="store_true", help="every cell of the table of models and plans")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     parser.add_argument("--replay", metavar="LINE", help="the line of one training")
     return parser.parse_args(arguments)
 
 
+def _run_parts(options: argparse.Namespace) -> int:
+    """All parts at a time; the record of all is written at the end."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz"]
+    chosen = ["--matrix"] if options.matrix else [f"--plans={options.plans}", f"--seed={options.seed}"]
+    shared = [*chosen, f"--minutes={options.minutes}"]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="echelon-fuzz-") as folder:
+        files = [Path(folder) / f"{part}.json" for part in range(1, options.jobs + 1)]
+        processes = [
+            subprocess.Popen([*command, *shared, "--part", f"{part}/{options.jobs}", "--json", str(file)])
+            for part, file in enumerate(files, 1)
+        ]
+        codes = [process.wait() for process in processes]
+        parts = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    settings = {"parts": options.jobs, "seconds": round(time.monotonic() - start)}
+    if not options.matrix:
+        settings |= {"plans": options.plans, "seed": options.seed}
+    line = " ".join(["python -m tests.fuzz", *chosen, f"--jobs={options.jobs}"])
+    record = (merge_cells if options.matrix else merge)(parts, line, settings)
+    if options.json is not None:
+        write(record, options.json)
+    print(json.dumps({name: record[name] for name in ("settings", "models", "refusals")}, indent=2))
+    print(json.dumps(record["failures"], indent=2))
+    return int(any(codes) or len(parts) < len(files))
+
+
 def _trainings(options: argparse.Namespace) -> Iterator[tuple[int, RandomTraining]]:
     """Plans by number; each has one of the wishes in turn, so that rare values run as often as others."""
-    shard, shards = map(int, options.shard.split("/"))
+    part, parts = map(int, options.part.split("/"))
+    if options.matrix:
+        yield from list(enumerate(training for _, training in cells()))[part - 1 :: parts]
+        return
     turns = list(wishes())
-    for number in range(shard - 1, options.plans, shards):
+    for number in range(part - 1, options.plans, parts):
         yield number, draw_random(f"{options.seed}/{number}", turns[number % len(turns)])
 
 
 def _run(runner: Runner, number: int, training: RandomTraining) -> Attempt:
     attempt = runner.run(training)
     print(f"{number:5} {attempt.result:8} {attempt.seconds:5.2f} s  {training}", flush=True)
+    if attempt.result == REFUSED:
+        print("\n".join(f"      {rule}" for rule in attempt.rules), flush=True)
     if attempt.result == FAILED:
         stacks = Path(tempfile.gettempdir()) / f"echelon-fuzz-{os.getpid()}-{number}.txt"
         stacks.write_text(attempt.text)

@@ -1,5 +1,7 @@
 """The verification case of a random training: functions that ranks can import."""
 
+import os
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -8,13 +10,15 @@ from torch import Tensor, nn
 
 from echelon.data_parallel import grad_accumulation
 from echelon.experts import Experts, MixtureOfExperts, SoftmaxGate
+from echelon.initialization import InitialValues, deferred
 from echelon.models import ModelConfig, build, cross_entropy
 from echelon.optim import SM3, Adafactor, CombinedOptimizer
 from echelon.precision import DynamicScale, LossScale
 from echelon.verify import Case
-from tests.contract_models import CASES, SEQUENCE, VOCAB
+from tests.contract_models import CASES, VOCAB
+from tests.fuzz.model_rules import LOW_PRECISIONS, NUM_EXPERTS, OF_TOKENS, TRANSFORMERS
+from tests.fuzz.pool import IMAGES, POOL, SEQUENCE, class_loss, make_pool_batch
 from tests.fuzz.random_training import RandomTraining
-from tests.fuzz.values import LOW_PRECISIONS, NUM_EXPERTS, OF_TOKENS, TRANSFORMERS
 
 _RATES = {"sgd": 0.1, "adam": 1e-2, "adamw": 1e-2, "adafactor": 1e-2, "sm3": 1e-2}
 # Low enough for gradients to be far from an overflow, where one device and parts of a sum would differ.
@@ -25,8 +29,6 @@ _SMALLEST = grad_accumulation.SMALLEST
 
 def case_of(training: RandomTraining) -> Case:
     """What `verify` trains."""
-    foreign = CASES.get(training.model)
-    is_transformer = training.model in TRANSFORMERS
     options: dict[str, Any] = {"prefetch": training.prefetch}
     if training.smallest_unit == 0:
         options["smallest_unit"] = 0
@@ -34,10 +36,14 @@ def case_of(training: RandomTraining) -> Case:
         options["resident_bytes"] = training.resident_bytes
     if training.plan.precision == "fp16":
         options["loss_scale"] = _SCALES[training.seed % len(_SCALES)]
+    if training.rates == "falling":
+        options["schedule"] = falling
+    if training.boundaries == "early":
+        options["boundaries"] = list(range(1, training.plan.stages))
     return Case(
-        partial(make_model, training) if is_transformer or foreign is None else foreign.make_model,
+        partial(make_model, training),
         partial(make_batch, training),
-        cross_entropy if is_transformer or foreign is None else foreign.loss,
+        _loss_of(training),
         partial(make_optimizer, training),
         steps=training.steps,
         clip=training.clip or None,
@@ -46,12 +52,39 @@ def case_of(training: RandomTraining) -> Case:
     )
 
 
+def falling(step: int) -> float:
+    return 1 / (1 + step)
+
+
+def _loss_of(training: RandomTraining) -> Callable[[Any, Any], Any] | None:
+    if training.model in POOL:
+        given = class_loss if POOL[training.model].data == IMAGES else cross_entropy
+        return None if training.batch == "own" else given
+    return cross_entropy if training.model in TRANSFORMERS else CASES[training.model].loss
+
+
 def make_model(training: RandomTraining) -> nn.Module:
+    """The model; a deferred one is without memory in ranks, and whole for the plain loop."""
+    if training.deferred:
+        empty = deferred(partial(_build, training))
+        if "RANK" in os.environ:
+            return empty
+        values, whole = InitialValues(empty, torch.device("cpu")), _build(training)
+        whole.load_state_dict({name: values.tensor(name) for name in whole.state_dict()})
+        return whole
+    return _build(training)
+
+
+def _build(training: RandomTraining) -> nn.Module:
     if training.plan.compile:
         _compile_without_inductor()
     grad_accumulation.SMALLEST = (
         0 if training.seed % 2 else _SMALLEST
     )  # no matrix here is large enough otherwise
+    if training.model in POOL:
+        return POOL[training.model].make(training)
+    if training.model not in TRANSFORMERS:
+        return CASES[training.model].make_model()
     config = ModelConfig(
         "llama" if training.model == "experts" else training.model,  # type: ignore[arg-type]
         training.layers,
@@ -84,30 +117,36 @@ def _compile_without_inductor() -> None:
     torch.compile = partial(torch.compile, backend="aot_eager")
 
 
-def make_batch(training: RandomTraining, step: int) -> tuple[Tensor, Tensor]:
+def make_batch(training: RandomTraining, step: int) -> Any:
     """Random tokens, images or vectors, with other targets that count in every step."""
     generator = torch.Generator().manual_seed(1000 * training.seed + step)
+    if training.model in POOL:
+        shape = (training.samples, SEQUENCE)
+        ignored = _ignored(training, step, shape, generator) if training.model in OF_TOKENS else None
+        return make_pool_batch(training, ignored, generator)
     if training.model not in OF_TOKENS:
-        shape = {"resnet": (3, 6, 6), "twice": (6,)}[training.model]
-        inputs = torch.randn(training.samples, *shape, generator=generator)
+        sizes = {"resnet": (3, 6, 6), "twice": (6,)}[training.model]
+        inputs = torch.randn(training.samples, *sizes, generator=generator)
         return inputs, torch.randint(5, (training.samples,), generator=generator)
     is_transformer = training.model in TRANSFORMERS
     shape = (training.samples, training.tokens if is_transformer else SEQUENCE)
     vocab = training.vocab if is_transformer else VOCAB
     inputs = torch.randint(vocab, shape, generator=generator)
     targets = torch.randint(vocab, shape, generator=generator)
-    return inputs, targets.masked_fill(_ignored(training, step, targets, generator), _IGNORED)
+    return inputs, targets.masked_fill(_ignored(training, step, shape, generator), _IGNORED)
 
 
-def _ignored(training: RandomTraining, step: int, targets: Tensor, generator: torch.Generator) -> Tensor:
+def _ignored(
+    training: RandomTraining, step: int, shape: tuple[int, int], generator: torch.Generator
+) -> Tensor:
     """Which targets do not count: none, some of every sample, or every target of most samples."""
     if training.targets == "all":
-        return torch.zeros_like(targets, dtype=torch.bool)
+        return torch.zeros(shape, dtype=torch.bool)
     if training.targets == "some":
-        ignored = torch.rand(targets.shape, generator=generator) < 0.3
-        ignored[:, step % targets.shape[1]] = False
+        ignored = torch.rand(shape, generator=generator) < 0.3
+        ignored[:, step % shape[1]] = False
         return ignored
-    ignored = torch.ones_like(targets, dtype=torch.bool)
+    ignored = torch.ones(shape, dtype=torch.bool)
     ignored[step % training.samples :: 3] = False
     return ignored
 

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import strategies as st
-
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
+from tests.fuzz.model_rules import LOW_PRECISIONS
 from tests.fuzz.order import draw_order
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
-from tests.fuzz.values import FIELDS, LOW_PRECISIONS, PLAN_FIELDS, candidates, fits
+from tests.fuzz.values import FIELDS, PLAN_FIELDS, candidates, fits
 
 Choose = Callable[[Sequence[Any]], Any]
 Wish = Mapping[str, Any]
 
-_ANY = st.integers(0, 119)
 # Every value of a field is wished for once; of these fields, only the values listed here.
 _SOME: dict[str, Sequence[Any]] = {
     "data": (2, 3, 8),
@@ -42,6 +40,8 @@ _TOGETHER: dict[str, Wish] = {
     "checkpoints": {"tensor": 2, "recompute": "full"},
     "contiguous": {"zero": 2, "data": 2},
     "delay": {"offload": ("optimizer",)},
+    "batch": {"model": "hf-llama"},
+    "boundaries": {"pipeline": 2},
     "resident_bytes": {"offload": ("optimizer", "parameters")},
     "compile": {"tensor": 2, "pipeline": 1, "layers": 1, "steps": 3},  # each size is compiled again
 }
@@ -79,7 +79,7 @@ def _with_stop(choose: Choose, training: RandomTraining, values: Wish) -> Random
     if not choose([False, False, False, True]):
         return training
     given = {name: value for name, value in values.items() if name not in PLAN_FIELDS}
-    first: dict[str, Any] = {**given, "workers": 1, "prefetch": 1, "resident_bytes": 0}
+    first: dict[str, Any] = {**given, "workers": 1, "prefetch": 1, "resident_bytes": 0, "boundaries": "even"}
     for field in FIELDS:
         if field not in first:
             options = [value for value in _options(field, first) if _keeps_meaning(field, value, first)]
@@ -106,15 +106,6 @@ def _keeps_meaning(field: str, value: Any, first: Wish) -> bool:
 def draw_random(seed: str, wish: Wish | None = None) -> RandomTraining:
     """The training of a seed."""
     return draw(random.Random(seed).choice, wish)
-
-
-@st.composite
-def trainings(choice: st.DrawFn, wish: Wish | None = None) -> RandomTraining:
-    """For hypothesis: shrinks to the smallest training that `wish` is true of.
-
-    It shrinks best where every choice is one of as many, whatever was chosen before.
-    """
-    return draw(lambda options: options[choice(_ANY) % len(options)], wish)
 
 
 def wishes() -> Iterator[Wish]:

@@ -17,6 +17,7 @@ from echelon.plan import Plan
 from echelon.verify import Case
 from echelon.verify.contract import train_engine
 from echelon.verify.reference import TrainingResult
+from tests.fuzz.refusal import run_or_refuse
 
 Owned = Sequence[OwnedSlice]  # by one rank
 Key = tuple[str, str]  # name and part
@@ -32,7 +33,7 @@ class RecordingRanks:
         self.errors: list[str] = []
 
     def run(self, _: Any, case: Case, plan: Plan, bug: Any) -> list[TrainingResult]:
-        pairs = self._ranks.run(self._train, case, plan, bug)
+        pairs = run_or_refuse(self._ranks, self._train, case, plan, bug)
         result = pairs[0][0]
         self.errors = list(ownership_errors([owned for _, owned in pairs], expected_state(result, case)))
         self.errors += counter_errors([owned for _, owned in pairs], case)

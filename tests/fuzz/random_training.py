@@ -21,6 +21,7 @@ class RandomTraining:
     plan: Plan
     order: str = ""  # the schedule file of the plan, its lines joined by " / "
     workers: int = 1  # how many ranks pipeline=auto has for each replica
+    bold: bool = False  # what the model is known to be refused for may be drawn too
     model: str = "gpt"
     layers: int = 1
     heads: int = 2
@@ -33,11 +34,15 @@ class RandomTraining:
     decay: str = "none"
     clip: float = 0.0  # 0: none
     samples: int = 1
+    batch: str = "pair"  # or a dict with labels, for a loss that is given or the model's own
     targets: str = "all"
     steps: int = 3
     prefetch: int = 1
     smallest_unit: int = 0
     resident_bytes: int = 0
+    rates: str = "constant"  # of learning, by step
+    deferred: bool = False  # the model is built without memory
+    boundaries: str = "even"  # of stages
     seed: int = 0
     before: str = ""  # the plan of the first `stop` steps, after which a checkpoint is loaded into `plan`
     stop: int = 0
@@ -52,6 +57,7 @@ class RandomTraining:
             workers=1,
             prefetch=1,
             resident_bytes=0,
+            boundaries="even",
             before="",
             stop=0,
         )

@@ -19,13 +19,14 @@ from echelon.launching import TRAINING_MODULES, Ranks, preload
 from echelon.plan import Plan
 from echelon.verify import Precision, verify
 from tests.fuzz.case import case_of
+from tests.fuzz.model_rules import LOW_PRECISIONS
 from tests.fuzz.ownership import RecordingRanks
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
+from tests.fuzz.refusal import run_or_refuse
 from tests.fuzz.stopping import go_on_and_list, train_and_save
-from tests.fuzz.values import LOW_PRECISIONS
 
 EQUAL, REFUSED, FAILED = "equal", "refused", "FAILED"
-_DEADLINE = 20.0  # seconds without a sign of life
+_DEADLINE = 60.0  # seconds without a sign of life
 _COMPILING = 180.0  # the same with compile=true: a layer takes many on cores that are shared with other runs
 _MOST_USES = 15  # of a set of ranks: a training leaves its groups and their threads there
 
@@ -50,7 +51,7 @@ class Attempt:
     def rules(self) -> list[str]:
         """Of a refusal: the rules, without the values that broke them."""
         sentences = re.findall(r"^  - (.*)", self.text, re.MULTILINE) or [self.text.splitlines()[0]]
-        return [re.sub(r"\d+", "N", re.sub(r"order-\w+|/\S+", "FILE", text)) for text in sentences]
+        return list(map(_without_values, sentences))
 
 
 class Kind(NamedTuple):
@@ -85,7 +86,7 @@ class Runner:
             result, text = REFUSED, str(error)
         except Exception as error:  # a rank that failed, died or hung, or the reference itself
             result, text = FAILED, f"{type(error).__name__}: {error}"
-        if result != EQUAL:
+        if result == FAILED:
             self._forget(kind)
             if training.before:
                 self._forget(_kind_of(training.first_part))
@@ -97,7 +98,7 @@ class Runner:
         shutil.rmtree(path, ignore_errors=True)
         plan = replace(first.plan, precision="fp64", gradients="fp32", masters=True)  # as `verify` does it
         train = partial(train_and_save, str(path), training.stop)
-        numbers = self._ranks(_kind_of(first)).run(train, case_of(first), plan)[0]
+        numbers = run_or_refuse(self._ranks(_kind_of(first)), train, case_of(first), plan)[0]
         return RecordingRanks(self._ranks(kind), partial(go_on_and_list, str(path), numbers))
 
     def close(self) -> None:
@@ -129,9 +130,10 @@ class Runner:
 
 
 @contextmanager
-def open_runner() -> Iterator[Runner]:
-    """A runner. References are computed in this process, beside ranks that fill the cores: by one thread."""
-    preload(*TRAINING_MODULES)
+def open_runner(*, with_pool: bool = False) -> Iterator[Runner]:
+    """A runner; ranks have the packages of the pool from their start, if many will use them. References are
+    computed in this process, beside ranks that fill the cores: by one thread."""
+    preload(*TRAINING_MODULES, "tests.fuzz.case", *(["tests.fuzz.preloaded"] if with_pool else []))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="echelon-fuzz-") as folder:
@@ -145,3 +147,9 @@ def open_runner() -> Iterator[Runner]:
 
 def _kind_of(training: RandomTraining) -> Kind:
     return Kind(training.ranks, _COMPILING if training.plan.compile else _DEADLINE)
+
+
+def _without_values(text: str) -> str:
+    """The words of a refusal: no numbers, no plan, no names of files."""
+    text = re.sub(r"order-\w+|/\S+", "FILE", re.sub(r"'\w+=[^']*'", "'…'", text))
+    return re.sub(r"\d+", "N", text)

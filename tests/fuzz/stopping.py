@@ -17,8 +17,9 @@ Numbers = list[dict[str, Any]]  # of each step
 
 def train_and_save(path: str, stop: int, case: Case, plan: Plan) -> Numbers:
     """Train the first steps, and save; returns their numbers."""
-    engine = make_engine(case, plan)
-    metrics = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])[:stop]]
+    engine, dtype = make_engine(case, plan), DTYPES[plan.precision]
+    with case.without_casts(dtype):
+        metrics = [engine.step(engine.local(batch)) for batch in case.batches(dtype)[:stop]]
     engine.save(path, extra={"stop": stop})
     numbers = [
         {"loss": m.loss, "grad_norm": m.grad_norm, "skipped": m.skipped, "loss_scale": m.loss_scale}
@@ -32,8 +33,9 @@ def go_on_and_list(
     path: str, earlier: Numbers, case: Case, plan: Plan, _: Any
 ) -> tuple[TrainingResult, list[OwnedSlice]]:
     """Go on to the end; the result is that of all steps."""
-    engine = make_engine(case, plan)
+    engine, dtype = make_engine(case, plan), DTYPES[plan.precision]
     stop: int = engine.load(path)["stop"]
-    rest = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])[stop:]]
-    metrics: Sequence[Any] = [*(SimpleNamespace(**each) for each in earlier), *rest]
-    return list_owned(engine, result_of(engine, case, metrics))
+    with case.without_casts(dtype):
+        rest = [engine.step(engine.local(batch)) for batch in case.batches(dtype)[stop:]]
+        metrics: Sequence[Any] = [*(SimpleNamespace(**each) for each in earlier), *rest]
+        return list_owned(engine, result_of(engine, case, metrics))

@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, find, settings
 
 from echelon.plan import Plan
 from echelon.program import load_schedule
-from tests.fuzz.draw import Wish, draw_random, field_values, trainings, wishes
+from tests.fuzz.draw import Wish, draw_random, field_values, wishes
 from tests.fuzz.random_training import ORDER_FILE, RandomTraining
+from tests.fuzz.strategy import trainings
 from tests.fuzz.values import MOST_RANKS
 
 

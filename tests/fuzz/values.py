@@ -4,25 +4,21 @@ A value that the engine does not run yet is left out, as `engine/support.py` say
 there is drawn from then on. A rule here repeats a rule of the library.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from echelon.context_parallel import head_errors
 from echelon.engine.support import _RUNS, _kind
 from echelon.plan import AUTO, Plan
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from echelon.plan.plan import _draft
 from echelon.plan.rules import broken_rules
+from tests.fuzz.model_rules import CONTRACT_MODELS, LOW_PRECISIONS, POOL_LAYERS, Rule, Values, model_rules
+from tests.fuzz.pool import POOL
 from tests.fuzz.random_training import ORDER_FILE
-
-Values = Mapping[str, Any]
 
 MOST_RANKS = 8
 MOST_COMPILING = 4  # more would take minutes
-TRANSFORMERS = ("gpt", "llama", "experts")  # the last: a Llama with mixtures of experts
-NUM_EXPERTS = 4
-LOW_PRECISIONS = ("bf16", "fp16")
-OF_TOKENS = (*TRANSFORMERS, "lstm", "encoder")
+MOST_OF_POOL = 4
 PLAN_FIELDS = tuple(Plan.__dataclass_fields__)
 INFINITE = float("inf")
 _NAIVE_OR_FILE = ("naive", ORDER_FILE)
@@ -31,7 +27,8 @@ _PIPELINES = (1, 2, 3, 4, (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 1, 1), (1,
 # The values of each field, in the order of drawing; a value that is listed twice is drawn twice as often.
 _BUDGETS = tuple(f"budget:{thousands}000" for thousands in (100, 300, 1000, 10000))
 _CANDIDATES: dict[str, Sequence[Any]] = {
-    "model": (*("gpt",) * 5, *("llama",) * 5, *("experts",) * 4, "resnet", "lstm", "encoder", "twice"),
+    "model": (*("gpt",) * 5, *("llama",) * 5, *("experts",) * 4, *CONTRACT_MODELS, *tuple(POOL) * 3),
+    "bold": (False, False, False, True),
     "pipeline": (*_PIPELINES, 1, 1, 2, 2, 3),
     "workers": (1, 2, 3, 4),
     "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b"), ORDER_FILE),
@@ -86,14 +83,17 @@ _CANDIDATES: dict[str, Sequence[Any]] = {
     "decay": ("none", "all", "matrices"),
     "clip": (0.0, 0.1, 1.0),
     "targets": ("all", "some", "few"),
+    "batch": ("pair", "dict", "own"),
     "steps": (3, 4, 5),
     "prefetch": (1, 0, 2),
     "smallest_unit": (0, 4096),
     "resident_bytes": (0, 3000, 10**9),
+    "rates": ("constant", "falling"),
+    "deferred": (False, False, True),
+    "boundaries": ("even", "early"),
     "seed": (0, 1, 2, 3),
 }
 FIELDS = (*_CANDIDATES, "samples")
-_MOST_STAGES = max(_CANDIDATES["layers"]) + 2  # with the embedding and the head
 
 
 def candidates(field: str, values: Values) -> list[Any]:
@@ -115,6 +115,7 @@ def fits(values: Values, field: str) -> bool:
     """Whether the value of a field breaks no rule with others that are chosen; some rules wait for more."""
     own = (rule(values) for names, rule in _RULES if field in names and all(name in values for name in names))
     most = MOST_COMPILING if values.get("compile") else MOST_RANKS
+    most = min(most, MOST_OF_POOL) if values.get("model") in POOL else most
     if not all(own) or _ranks(values) > most:
         return False
     draft = _draft({name: value for name, value in values.items() if name in PLAN_FIELDS})
@@ -141,7 +142,7 @@ def has_replicas(values: Values) -> bool:
 def _meets_in_microbatches(values: Values) -> bool:
     """Whether every replica needs a sample."""
     in_stages = values["pipeline"] != 1 or values["schedule"] in (*ASYNCHRONOUS_SCHEDULES, ORDER_FILE)
-    has_batch_norm = values["model"] == "resnet"
+    has_batch_norm = values["model"] in ("resnet", "cnn-norm")
     has_others_talk = has_batch_norm or values["expert"] > 1
     return in_stages or values["zero"] >= 2 or values["sync"] == "async" or has_others_talk
 
@@ -152,8 +153,9 @@ def _finds_no_replicas(values: Values) -> bool:
     return values["pipeline"] == AUTO and straight
 
 
-def _is_transformer(values: Values) -> bool:
-    return values["model"] in TRANSFORMERS
+def _most_stages(values: Values) -> int:
+    """With the embedding and the head."""
+    return max(POOL_LAYERS if values["model"] in POOL else _CANDIDATES["layers"]) + 2
 
 
 def _stages(values: Values) -> int:
@@ -163,19 +165,11 @@ def _stages(values: Values) -> int:
     return len(pipeline) if isinstance(pipeline, tuple) else pipeline  # type: ignore[no-any-return]
 
 
-def _head_errors(values: Values) -> list[str]:
-    """Why ranks cannot each take a part of the heads."""
-    if values["attention"] == "ring":
-        return []
-    kv_heads = values.get("kv_heads") or values["heads"]
-    return head_errors(values["heads"], kv_heads, values["context"], values["tensor"])
-
-
 def _within_budget(values: Values) -> bool:
     """Whether a budget is surely enough, with the smallest values of what is not drawn yet. A layer saves
     less than 80 times its input; where a backward pass is in two halves, nothing is gained by running it
     again."""
-    if not values["recompute"].startswith("budget:"):
+    if not values["recompute"].startswith("budget:") or values["model"] in POOL:
         return True
     samples = -(-values["samples"] // values["data"]) if "samples" in values else values["workers"]
     inputs = samples * values.get("tokens", min(_CANDIDATES["tokens"])) * 8 * 8  # a width of 8, in float64
@@ -184,68 +178,32 @@ def _within_budget(values: Values) -> bool:
     return bool(inputs * factor <= int(values["recompute"].removeprefix("budget:")))
 
 
-Rule = Callable[[Values], bool]
-
-
 def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     """The fields that a rule reads, and whether they go together."""
-    # What only some models have.
+    yield from model_rules(_CANDIDATES)
     yield (
-        ("model", "schedule"),
-        lambda v: _is_transformer(v) or v["schedule"] not in ("interleaved", ORDER_FILE),
+        ("bold", "model", "recompute"),
+        lambda v: v["bold"] or v["model"] not in POOL or v["recompute"] not in _BUDGETS[:-1],
     )
-    for axis in ("tensor", "context"):
-        yield ("model", axis), lambda v, axis=axis: _is_transformer(v) or v[axis] == 1
-    for field in (
-        "compile",
-        "layers",
-        "heads",
-        "vocab",
-        "tokens",
-        "tied",
-        "dropout",
-        "chunks",
-        "workers",
-        "pipeline",
-    ):
-        plain = _CANDIDATES[field][0]
-        yield ("model", field), lambda v, f=field, plain=plain: _is_transformer(v) or v[f] == plain
-    yield ("model", "kv_heads"), lambda v: v["model"] in ("llama", "experts") or v["kv_heads"] == 0
-    yield ("model", "expert"), lambda v: v["model"] == "experts" or v["expert"] == 1
-    # Which experts a token has may change with the last bit.
-    yield ("model", "precision"), lambda v: v["model"] != "experts" or v["precision"] not in LOW_PRECISIONS
-    yield ("model", "compress"), lambda v: v["model"] != "experts" or v["compress"] in ("none", "gist")
-    yield ("model", "masters"), lambda v: v["model"] != "experts" or v["masters"]
-    yield ("model", "compile"), lambda v: v["model"] != "experts" or not v["compile"]
-    # Layers that run again must be listed.
-    yield ("model", "recompute"), lambda v: _is_transformer(v) or v["recompute"] == "none"
-    yield ("model", "offload"), lambda v: _is_transformer(v) or "activations" not in v["offload"]
-    # What tensor ranks hold alike, they divide.
-    yield ("model", "checkpoints"), lambda v: _is_transformer(v) or v["checkpoints"] == "whole"
-    yield ("tensor", "checkpoints"), lambda v: v["tensor"] > 1 or v["checkpoints"] == "whole"
-    yield ("recompute", "workers"), _within_budget
+    yield ("model", "recompute", "workers"), _within_budget
     for drawn in ((), ("layers",), ("layers", "tokens"), ("layers", "tokens", "samples", "data")):
-        yield ("recompute", "schedule", "workers", *drawn), _within_budget
-    yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
-    yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
+        yield ("model", "recompute", "schedule", "workers", *drawn), _within_budget
     # A file may split backward passes in two.
     yield ("compile", "schedule"), lambda v: not (v["compile"] and v["schedule"] == ORDER_FILE)
     yield (
         ("precision", "compress"),
         lambda v: v["precision"] not in LOW_PRECISIONS or v["compress"] in ("none", "gist"),
     )
-    # Sizes must be divisible by the degrees of axes.
-    yield ("tensor", "heads"), lambda v: v["heads"] % v["tensor"] == 0
-    yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
-    most = max(_CANDIDATES["heads"])
-    yield ("attention", "context", "tensor"), lambda v: not _head_errors({**v, "heads": most})
-    yield ("attention", "context", "tensor", "heads"), lambda v: not _head_errors(v)
-    yield ("attention", "context", "tensor", "heads", "kv_heads"), lambda v: not _head_errors(v)
     yield ("tensor", "sequence"), lambda v: v["tensor"] > 1 or not v["sequence"]
     # Stages.
     yield ("pipeline", "workers"), lambda v: v["pipeline"] == AUTO or v["workers"] == 1
     yield ("pipeline", "schedule"), lambda v: v["schedule"] != "interleaved" or v["pipeline"] != 1
-    yield ("pipeline", "chunks"), lambda v: _stages(v) * v["chunks"] <= _MOST_STAGES
+    yield ("model", "chunks"), lambda v: v["chunks"] == 1 or 2 * v["chunks"] <= _most_stages(v)
+    yield ("model", "pipeline", "chunks"), lambda v: _stages(v) * v["chunks"] <= _most_stages(v)
+    yield (
+        ("model", "pipeline", "schedule"),
+        lambda v: v["schedule"] != "interleaved" or 2 * _stages(v) <= _most_stages(v),
+    )
     yield ("pipeline", "chunks", "layers"), lambda v: _stages(v) * v["chunks"] <= v["layers"] + 2
     yield (
         ("pipeline", "schedule", "layers"),
@@ -289,6 +247,14 @@ def _rules() -> Iterator[tuple[tuple[str, ...], Rule]]:
     yield (
         ("pipeline", "schedule", "zero", "expert", "workers", "layers"),
         lambda v: not _finds_no_replicas(v) or v["workers"] <= v["layers"] + 2,
+    )
+    # Boundaries are those of stages that the plan counts.
+    yield (
+        ("boundaries", "pipeline", "schedule"),
+        lambda v: (
+            v["boundaries"] == "even"
+            or (v["pipeline"] not in (1, AUTO) and v["schedule"] not in ("interleaved", ORDER_FILE))
+        ),
     )
     # Batches.
     yield (

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import echelon
-from echelon.verify.float64_patch import _Float64
+from echelon.verify.float64_patch import Float64
 
 VOCAB, STEPS = 48, 3
 _SMALL = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
@@ -94,7 +94,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 def train(kind: str, plan: str, padding: str) -> tuple[dict[str, Tensor], list[float]]:
     """All weights and losses after a few steps; in float64 all the way."""
     with (
-        _Float64(),
+        Float64(),
         echelon.parallelize(make_model(kind), f"{plan} precision=fp64", optimizer=make_optimizer) as engine,
     ):
         batches = [engine.local(make_batch(kind, step, padding)) for step in range(STEPS)]
@@ -111,7 +111,7 @@ def train_plain(kind: str, padding: str) -> tuple[dict[str, Tensor], list[float]
     """The loop of transformers' own documentation."""
     model = make_model(kind).train()
     optimizer, losses = make_optimizer(model.parameters()), []
-    with _Float64():
+    with Float64():
         for step in range(STEPS):
             loss = model(**make_batch(kind, step, padding)).loss
             loss.backward()

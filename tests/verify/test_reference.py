@@ -1,5 +1,6 @@
 """The reference is plain training: by hand in float64, and by hand with float32 masters."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_clipping_is_by_the_global_norm_of_what_the_optimizer_gets() -> None:
     for dtype in (torch.float64, BF16):
         reference = ReferenceModel(Case(Scale, batch, product, momentum, clip=1.0), dtype)
         mean(reference.loss(batch(0), 0)).backward()
-        assert reference.update(reference.pop_gradients()) == 2.0
+        assert reference.update(reference.pop_gradients(), 0) == 2.0
         update = reference.optimizer.state[reference.masters[0]]["momentum_buffer"]
         assert update.item() == pytest.approx(1.0, rel=1e-5)
 
@@ -89,7 +90,7 @@ def test_gradients_are_popped_in_the_type_of_the_masters() -> None:
 def test_versions_are_copies() -> None:
     reference = ReferenceModel(CASE)
     version = reference.copy()
-    reference.update([torch.ones(1, dtype=torch.float64), None])
+    reference.update([torch.ones(1, dtype=torch.float64), None], 0)
     assert version[0].item() == 1.0
     assert reference.parameters[0].item() != 1.0
     reference.load(version)
@@ -105,3 +106,47 @@ def test_a_counted_loss_is_averaged_over_what_it_counts() -> None:
     kept = targets != -100
     expected = nn.functional.cross_entropy(model(inputs.double())[kept], targets[kept])
     assert result.losses[0] == pytest.approx(expected.item(), abs=1e-12)
+
+
+class OwnLoss(nn.Module):
+    """Takes arguments by name, and returns its own loss if it is given labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, values: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        output = self.weight * values
+        loss = None if labels is None else (output - labels).float().square().mean()
+        return SimpleNamespace(output=output, loss=loss)
+
+
+def named_batch(step: int) -> dict[str, Tensor]:
+    return {"values": torch.full((2,), step + 1.0), "labels": torch.full((2,), 1e-9)}
+
+
+def absolute(output: SimpleNamespace, labels: Tensor) -> Tensor:
+    assert output.loss is None, "a model gets no labels for a loss that is given"
+    loss: Tensor = (output.output - labels).abs().mean()
+    return loss
+
+
+def quarter_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.25)
+
+
+def test_a_dict_is_arguments_and_a_schedule_sets_rates() -> None:
+    case = Case(
+        *(OwnLoss, named_batch, absolute, quarter_sgd),
+        steps=2,
+        clip=None,
+        options={"schedule": lambda step: 1 - step / 2},
+    )
+    result = train_on_one_device(case)
+    assert result.weights["weight"].item() == 1 - 0.25 * 1 - 0.125 * 2
+    assert result.losses == pytest.approx([1 - 1e-9, 1.5 - 1e-9], abs=1e-15)
+
+
+def test_a_loss_of_the_model_itself_is_computed_in_float64() -> None:
+    result = train_on_one_device(Case(OwnLoss, named_batch, None, quarter_sgd, steps=1))
+    assert result.losses == pytest.approx([(1 - 1e-9) ** 2], abs=1e-15), "in float32 it would be 1"

@@ -1,5 +1,6 @@
 """The replay against the plainest training, where the two must be the same, and where they must differ."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -73,6 +74,7 @@ def halving(version: int) -> float:
 
 
 SCALE = Case(Scale, twos, mean_output, plain_sgd, steps=STEPS, clip=None)
+HALVED = dataclasses.replace(SCALE, options={"schedule": halving})
 
 
 def after_updates(number: int) -> float:
@@ -82,7 +84,7 @@ def after_updates(number: int) -> float:
 
 def test_a_replay_takes_the_rate_of_the_version_that_it_updates() -> None:
     log = [Push(0, 0, 0, 1), Push(1, 0, 0, 2), Push(0, 1, 1, 3)]
-    weight = replay(log, SCALE, workers=2, schedule=halving).weights["weight"]
+    weight = replay(log, HALVED, workers=2).weights["weight"]
     assert weight.item() == pytest.approx(after_updates(3), abs=1e-12)
     assert after_updates(3) == 1 - 0.5 - 0.25 - 0.125
     unscheduled = replay(log, SCALE, workers=2).weights["weight"]
@@ -91,7 +93,7 @@ def test_a_replay_takes_the_rate_of_the_version_that_it_updates() -> None:
 
 def test_a_round_of_the_replay_is_one_update_with_one_rate() -> None:
     log = [Push(worker, step, step, step + 1) for step in range(2) for worker in range(2)]
-    weight = replay(log, SCALE, workers=2, schedule=halving).weights["weight"]
+    weight = replay(log, HALVED, workers=2).weights["weight"]
     assert weight.item() == pytest.approx(after_updates(2), abs=1e-12)
 
 

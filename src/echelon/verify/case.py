@@ -1,6 +1,7 @@
 """One training, as data that ranks can rebuild: the model, the batches, the loss, the optimizer."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_map
 from echelon.dropout import recurrent_dropout
 from echelon.errors import UserError
 from echelon.huggingface import frequencies
-from echelon.verify.float64_patch import patch_float64
+from echelon.initialization import is_deferred
+from echelon.verify.float64_patch import Float64, patch_float64
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Case:
     """One training to compare with one device. Functions must be importable, as for `launch`."""
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], tuple[Any, Any]]  # the global batch of a step
-    loss: Callable[[Any, Any], Any]
+    make_batch: Callable[[int], Any]  # the global batch of a step: (inputs, targets), or a dict with labels
+    loss: Callable[[Any, Any], Any] | None  # None: the model's own, `output.loss`
     make_optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int = 20
     clip: float | None = 1.0
@@ -41,16 +43,21 @@ class Case:
                 f"dropout inside {', '.join(random)}: torch draws the masks between recurrent layers by "
                 "itself, so that no two layouts can be compared; set it to 0, or use nn.Dropout there"
             )
-        _convert(model, dtype)
+        if not is_deferred(model):  # the engine converts what it fills
+            _convert(model, dtype)
         if dtype == torch.float64:
             patch_float64(model)
         return model.train()
+
+    def without_casts(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        """Inside, the model's own loss keeps to float64: that of transformers casts logits to float32."""
+        return Float64() if self.loss is None and dtype == torch.float64 else nullcontext()
 
     def round_start(self, dtype: torch.dtype) -> "Case":
         """The same case, starting from weights that `dtype` can hold."""
         return replace(self, make_model=partial(_make_rounded, self.make_model, dtype))
 
-    def batches(self, dtype: torch.dtype = torch.float64) -> list[tuple[Any, Any]]:
+    def batches(self, dtype: torch.dtype = torch.float64) -> list[Any]:
         """The global batches of all steps, in float64, or in float32 for types below."""
         dtype = torch.promote_types(dtype, torch.float32)
         return [cast_floats(self.make_batch(step), dtype) for step in range(self.steps)]

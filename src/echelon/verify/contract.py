@@ -183,11 +183,12 @@ def train_rank(case: Case, plan: Plan, bug: str | Bug | None) -> TrainingResult:
 
 def train_engine(case: Case, plan: Plan, bug: str | Bug | None) -> tuple[Engine, TrainingResult]:
     """As `train_rank`, with the engine still open."""
-    engine = make_engine(case if bug is None else unaudited(case), plan)
+    engine, dtype = make_engine(case if bug is None else unaudited(case), plan), DTYPES[plan.precision]
     if bug is not None:
         inject(bug, engine, silently=True)
-    metrics = [engine.step(engine.local(batch)) for batch in case.batches(DTYPES[plan.precision])]
-    return engine, result_of(engine, case, metrics)
+    with case.without_casts(dtype):
+        metrics = [engine.step(engine.local(batch)) for batch in case.batches(dtype)]
+        return engine, result_of(engine, case, metrics)
 
 
 def make_engine(case: Case, plan: Plan) -> Engine:

@@ -29,11 +29,11 @@ class _Float64Forward(Wrapper):
     entry = "float64"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Float64():
+        with Float64():
             return self.inner(*args, **kwargs)
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """Inside, a function of a float64 tensor that asks for float32 gets float64."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

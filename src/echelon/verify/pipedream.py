@@ -60,7 +60,7 @@ def train_by_formula(
                 None if (newest, stage) in found else gradient
                 for stage, gradient in zip(parameter_stages, gradients, strict=True)
             ]
-            reference.update(kept)  # without samples there are none, and nothing changes
+            reference.update(kept, step)  # without samples there are none, and nothing changes
             versions.append(reference.copy())
             total, count = total + part_total, count + part_count
         losses.append(total / count)

@@ -8,7 +8,7 @@ applies itself; and the gates of experts, whose losses it adds as any plain loop
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, final
@@ -96,15 +96,14 @@ class ReferenceModel:
         if dtype.itemsize < 4:
             self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
         self.optimizer = case.make_optimizer(self.masters)
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def loss(self, batch: tuple[Any, Any], step: int, first_sample: int = 0) -> Any:
+    def loss(self, batch: Any, step: int, first_sample: int = 0) -> Any:
         """What the loss function returns for samples of a step, from `first_sample` of its batch on."""
         with self._scope(step, batch, first_sample):
             return self._loss(batch)
 
-    def _scope(
-        self, step: int, batch: tuple[Any, Any], first_sample: int = 0
-    ) -> AbstractContextManager[None]:
+    def _scope(self, step: int, batch: Any, first_sample: int = 0) -> AbstractContextManager[None]:
         (samples,) = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         return scope(
             seed=self._case.seed, step=step, first_sample=first_sample, samples=samples, draws=self._draws
@@ -132,8 +131,12 @@ class ReferenceModel:
             parameter.grad = None
         return gradients
 
-    def update(self, gradients: Sequence[Tensor | None]) -> float:
-        """One optimizer step, clipped as the case says; returns the norm before clipping."""
+    def update(self, gradients: Sequence[Tensor | None], step: int) -> float:
+        """One optimizer step at the rate of `step`, clipped as the case says; returns the norm before
+        clipping."""
+        schedule = self._case.options.get("schedule")
+        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base if schedule is None else base * schedule(step)
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
         clip = float("inf") if self._case.clip is None else self._case.clip
@@ -164,7 +167,7 @@ class ReferenceModel:
         for parameter, value in zip(self.parameters, weights, strict=True):
             parameter.copy_(value)
 
-    def result(self, losses: list[float], grad_norms: list[float], batch: tuple[Any, Any]) -> TrainingResult:
+    def result(self, losses: list[float], grad_norms: list[float], batch: Any) -> TrainingResult:
         """What the training left, with an evaluation of `batch`."""
         weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         self.model.eval()
@@ -173,12 +176,24 @@ class ReferenceModel:
         state, masters = self._optimizer_state(), self._full_masters()
         return TrainingResult(weights, state, losses, grad_norms, evaluation, masters=masters)
 
-    def _loss(self, batch: tuple[Any, Any]) -> Any:
-        inputs, targets = batch
-        output = self.model(cast_floats(inputs, self._dtype))
+    def _loss(self, batch: Any) -> Any:
+        output, targets = self._call(batch)
         if self._dtype.itemsize < 4:
             output = _in_float32(output)
-        return self._case.loss(output, targets)
+        return output.loss if self._case.loss is None else self._case.loss(output, targets)
+
+    def _call(self, batch: Any) -> tuple[Any, Any]:
+        """What the model returns, and the targets. A dict has the arguments of its forward by name; labels
+        are the targets, which a model takes for its own loss alone."""
+        if not isinstance(batch, Mapping):
+            inputs, targets = batch
+            return self.model(cast_floats(inputs, self._dtype)), targets
+        arguments = dict(cast_floats(batch, self._dtype))
+        if self._case.loss is not None:
+            labels = arguments.pop("labels")
+            return self.model(**arguments), labels
+        with self._case.without_casts(self._dtype):
+            return self.model(**arguments), batch["labels"]
 
     def _full_masters(self) -> dict[str, Tensor]:
         if self.masters is self.parameters or not self._keeps_masters:
@@ -232,7 +247,7 @@ def train_on_one_device(
         if delay:
             reference.load(newest)
             before = newest
-        grad_norms.append(math.inf if skips else reference.update(gradients))
+        grad_norms.append(math.inf if skips else reference.update(gradients, step))
         reference.balance(skipped=skips)
         losses.append(float(loss.detach()))
         skipped.append(skips)

@@ -6,7 +6,7 @@ In fp16 a worker's step that is not in the log had gradients that were not finit
 For dropout, a worker with n samples numbers them from worker · n, as if every worker had as many.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,16 +22,9 @@ from echelon.verify.reference import ReferenceModel, ReferenceScale, TrainingRes
 class Replay:
     """A training on one process that makes the versions of a log, one after the other."""
 
-    def __init__(
-        self,
-        case: Case,
-        workers: int,
-        schedule: Callable[[int], float] | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        self._workers, self._schedule = workers, schedule
+    def __init__(self, case: Case, workers: int, dtype: torch.dtype = torch.float64) -> None:
+        self._workers = workers
         self._reference = ReferenceModel(case, dtype)
-        self._base_rates = [group["lr"] for group in self._reference.optimizer.param_groups]
         self._batches = case.batches(dtype)
         self._versions = [self._reference.copy()]
         self._scales = [ReferenceScale(case, dtype) for _ in range(workers)]
@@ -47,8 +40,8 @@ class Replay:
             sums = [_add(total, gradient) for total, gradient in zip(sums, gradients, strict=True)]
             count += counted
         self._reference.load(self._versions[-1])
-        self._set_rates()
-        self._reference.update([None if total is None else total / count for total in sums])
+        means = [None if total is None else total / count for total in sums]
+        self._reference.update(means, len(self._versions) - 1)
         self._versions.append(self._reference.copy())
 
     def result(self) -> TrainingResult:
@@ -58,7 +51,7 @@ class Replay:
     def _gradients(self, entry: Push) -> tuple[list[Tensor | None], float]:
         """The gradients of an entry's loss total, and what the loss counted."""
         self._reference.load(self._versions[entry.pulled])
-        part: tuple[Any, Any] = take_part(self._batches[entry.step], entry.worker, self._workers)
+        part: Any = take_part(self._batches[entry.step], entry.worker, self._workers)
         samples = num_samples(part)
         result = self._reference.loss(part, entry.step, entry.worker * samples)
         total, count = total_and_count(result, samples)
@@ -76,11 +69,6 @@ class Replay:
         scale.after_step(skipped=False)
         return value
 
-    def _set_rates(self) -> None:
-        factor = 1.0 if self._schedule is None else self._schedule(len(self._versions) - 1)
-        for group, base in zip(self._reference.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * factor
-
 
 def _add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     if total is None or gradient is None:
@@ -89,14 +77,10 @@ def _add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 def replay(
-    log: Iterable[Push],
-    case: Case,
-    workers: int,
-    schedule: Callable[[int], float] | None = None,
-    dtype: torch.dtype = torch.float64,
+    log: Iterable[Push], case: Case, workers: int, dtype: torch.dtype = torch.float64
 ) -> TrainingResult:
     """The weights and the optimizer state that `log` leads to. `case` must have all the steps of the log."""
-    replayed = Replay(case, workers, schedule, dtype)
+    replayed = Replay(case, workers, dtype)
     for _, entries in groupby(log, key=lambda entry: entry.pushed):
         replayed.update(list(entries))
     return replayed.result()
