@@ -30,6 +30,7 @@ STACK = (
     "offload",
     "sequence",
     "gather",
+    "guard",
 )
 
 
@@ -98,6 +99,11 @@ class Wrapping:
         """Call `hook` after the module was called, as `register_forward_hook` does."""
         assert entry in STACK, entry
         self._hooks.append((entry, module, module.register_forward_hook(hook, **options)))
+
+    def hold(self, entry: str, module: nn.Module, handle: RemovableHandle) -> None:
+        """Keep the handle of another kind of hook, until this is removed."""
+        assert entry in STACK, entry
+        self._hooks.append((entry, module, handle))
 
     def assign(self, owner: Any, attribute: str, value: object) -> None:
         """Give an attribute of a module (or of a config) another value, until this is removed."""

@@ -42,6 +42,7 @@ from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.updates import UpdateRule
+from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
@@ -76,7 +77,7 @@ class Engine:
         savers: MemorySavers,
         rule: UpdateRule,
     ) -> None:
-        self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
+        self.module, self.mesh = module, mesh
         self._names, self._local = whole.names, local
         self._update, self._wrapping, self._reader = update, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
@@ -110,12 +111,20 @@ class Engine:
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
+        inside = Inside()
+        guard_outside(module, mesh, local, layers, wrapping, inside)
+        self._watch = Watch(module, mesh, local, layers, update, inside)
 
     # What a training loop needs.
 
     @property
     def plan(self) -> Plan:
         return self.mesh.plan
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's, over what this rank updates."""
+        return self._update.optimizer
 
     @property
     def boundaries(self) -> list[int]:
@@ -194,8 +203,10 @@ class Engine:
         self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
         start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
-        if not self.module.training:  # and else leave alone what the user has set to evaluate
-            self._set_mode(training=True)
+        with self._watch.step(is_empty=self._runner.is_empty):
+            return self._step(pair)
+
+    def _step(self, pair: Batch) -> Metrics:
         self._ask_audit(pair)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
@@ -254,6 +265,10 @@ class Engine:
         self._check_open()
         check_measure(measure, self.plan)
         pair = self._reader.read(batch)
+        with self._watch.own_work():
+            return self._evaluate(pair, measure)
+
+    def _evaluate(self, pair: Batch, measure: Measure | None) -> Evaluation:
         self.ledger.start_step()
         self._show_newest()
         modes = {module: module.training for module in self._modules}
@@ -283,12 +298,14 @@ class Engine:
         With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
-        self._finish_steps()
-        self._update.synchronize()
+        with self._watch.own_work():
+            self._finish_steps()
+            self._update.synchronize()
 
     def _show_newest(self) -> None:
-        self._finish_steps()
-        self._update.show_newest()
+        with self._watch.own_work():
+            self._finish_steps()
+            self._update.show_newest()
 
     def _finish_steps(self) -> None:
         self._check_open()
@@ -381,12 +398,18 @@ class Engine:
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
         """
-        return self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
+        with self._watch.own_work():
+            extra = self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
+            self._watch.forget()
+        return extra
 
     def load_saved(self, saved: SavedState) -> dict[str, Any]:
         """As `load`, from a checkpoint that is open: one for all ranks, or, of copies in memory, one file for
         each."""
-        return self._checkpointing.load_saved(saved)
+        with self._watch.own_work():
+            extra = self._checkpointing.load_saved(saved)
+            self._watch.forget()
+        return extra
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
@@ -468,6 +491,7 @@ class Engine:
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._watch.close()
         self._checkpointing.abandon_saving()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)
