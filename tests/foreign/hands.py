@@ -262,7 +262,8 @@ class Penalty(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         hidden = self.layer(values).tanh()
-        penalty = hidden.pow(2).sum(1).mean()
+        self.rows = hidden.pow(2).mean(1, keepdim=True)
+        penalty = self.rows.mean()
         if self.kind == "list":
             self.losses[:] = [penalty]
         else:
@@ -295,7 +296,7 @@ class ReadsNeighbour(nn.Module):
         self.layer, self._other = nn.Linear(WIDTH, WIDTH), [other]
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.layer(values) * (1 + self._other[0].auxiliary)
+        return self.layer(values) * (1 + self._other[0].rows)
 
 
 def neighbours() -> nn.Module:

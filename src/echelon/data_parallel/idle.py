@@ -7,8 +7,9 @@
 torch's own `.data` has a version counter of its own: whoever clamps `weight.data` leaves no trace.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class Idle:
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
         if not _is_traced_apart(parameter):
-            _watched[parameter] = _Watched(self, name)
+            _watched[parameter] = _Watched(ref(self), name)
             self._parameters.append(parameter)
 
     def begin(self) -> None:
@@ -44,14 +45,18 @@ class Idle:
     def end(self) -> None:
         """A step begins, or the engine closes."""
         self.is_idle = False
-        for parameter in self._parameters:
-            if type(parameter) is IdleParameter:
-                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        end_idle(self._parameters)
 
 
 class _Watched(NamedTuple):
-    idle: Idle
+    engine: "ref[Idle]"  # which has the parameter, and may be gone
     name: str
+
+    @property
+    def idle(self) -> Idle | None:
+        """Its engine's, if that is between two steps."""
+        idle = self.engine()
+        return idle if idle is not None and idle.is_idle else None
 
 
 _watched: MutableMapping[Tensor, _Watched] = WeakIdKeyDictionary()
@@ -84,14 +89,20 @@ class IdleParameter(nn.Parameter):
 
 def idle_kind(parameter: nn.Parameter, kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """What a parameter of this kind is now."""
-    watched = _watched.get(parameter)
-    return IdleParameter if kind is nn.Parameter and watched is not None and watched.idle.is_idle else kind
+    return IdleParameter if kind is nn.Parameter and is_idle(parameter) else kind
 
 
 def is_idle(parameter: Tensor) -> bool:
     """Whether its engine, if it has one, is between two steps."""
     watched = _watched.get(parameter)
-    return watched is not None and watched.idle.is_idle
+    return watched is not None and watched.idle is not None
+
+
+def end_idle(parameters: Iterable[nn.Parameter]) -> None:
+    """Another engine takes them, as the user made them."""
+    for parameter in parameters:
+        if type(parameter) is IdleParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def gradient_between_steps(parameter: Tensor) -> Tensor | None:
@@ -99,12 +110,11 @@ def gradient_between_steps(parameter: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _GRAD.__get__(parameter)
         watched = _watched.get(parameter)
-        if watched is None or not watched.idle.is_idle or watched.idle.lost_gradient is None:
-            return gradient
-        if not parameter.requires_grad:
+        idle = None if watched is None else watched.idle
+        if watched is None or idle is None or idle.lost_gradient is None or not parameter.requires_grad:
             return gradient
         lost = parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(LostGradient)
-        lost.text = f"the gradient of {watched.name}: {watched.idle.lost_gradient}"
+        lost.text = f"the gradient of {watched.name}: {idle.lost_gradient}"
         return lost
 
 

@@ -27,6 +27,6 @@ class Problem(Enum):
     )
     DIFFERENT_CHANGE = (
         "weights, their hooks or training modes were changed by hand between two steps, and not alike on "
-        "every rank, or not as this plan allows: each would go on with another model; make the same change on "
-        "all ranks, with random numbers of the same seed; in a pipeline make another engine with parallelize"
+        "every rank, or not as this plan allows: each would go on with another model; make the same change "
+        "on all ranks, with random numbers of one seed; in a pipeline make another engine with parallelize"
     )

@@ -126,6 +126,10 @@ class Engine:
         """The user's, over what this rank updates."""
         return self._update.optimizer
 
+    @optimizer.setter
+    def optimizer(self, _: object) -> None:
+        raise UserError("engine.optimizer cannot be replaced; give parallelize another optimizer function")
+
     @property
     def boundaries(self) -> list[int]:
         """The layers before which the stages of the pipeline begin."""
@@ -250,7 +254,8 @@ class Engine:
     def _late_error(self, *, but: int = 0) -> UserError | None:
         of_steps = self._counter.late_error(but=but)
         if isinstance(of_steps, NonfiniteError) and self._search is not None:
-            of_steps = self._search.explain(of_steps)
+            with self._watch.own_work():  # it runs passes again
+                of_steps = self._search.explain(of_steps)
         known = of_steps or self._drift.error(before=self._counter.begun - but)
         return known or (self._audit.late_error() if but == 0 else None)
 
@@ -336,7 +341,8 @@ class Engine:
         All ranks must call this. Rank 0 writes one tensor after the other, and holds in host memory what the
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
         """
-        export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
+        with self._watch.own_work():
+            export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
 
     def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
@@ -454,7 +460,8 @@ class Engine:
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""
-        return self._meter.read()
+        with self._watch.own_work():
+            return self._meter.read()
 
     # The end.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.data_parallel import broadcast_packed
+from echelon.data_parallel.idle import end_idle
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
 from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
@@ -31,6 +32,7 @@ def prepare(
     join()
     device = this_device()
     source = weight_source(model, plan, weights, device)
+    end_idle(model.parameters())
     check_aliases(model, plan, device if source is None else None, DTYPES[plan.precision])
     if source is not None:
         mark_empty(model, plan)

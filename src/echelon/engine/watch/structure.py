@@ -85,7 +85,7 @@ class Structure:
             list(map(id, parameters)),
             list(chain.from_iterable(hooks)),
             [module.__dict__.get("forward") for module in modules],
-            [kind.forward for kind in self._classes],
+            [getattr(kind, "forward", None) for kind in self._classes],
         )
 
     def _look_closer(self) -> _Details:
