@@ -299,7 +299,8 @@ class HostStepper(LocalStepper):
             self.weights.receive_all()
 
     def _state_storages(self) -> list[Tensor]:
-        states = [dict(state) for state in list(self.optimizer.state.values())]
+        held = dict.values(self.optimizer.state)  # which do not wait for the update that is under way
+        states = [dict(state) for state in list(held)]
         tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._twins.master_storages(), *tensors]
 

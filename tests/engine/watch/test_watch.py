@@ -196,6 +196,15 @@ def test_a_step_leaves_modes_alone() -> None:
     assert not model[1].training
 
 
+def test_an_evaluation_between_does_not_hide_a_change() -> None:
+    model = make()
+    engine = parallelize(model, "data=1 microbatches=2 precision=fp64", optimizer=adamw, loss=F.mse_loss)
+    engine.step(batch(0, torch.float64))
+    model[1].register_forward_hook(lambda _m, _a, output: output - output.mean(0))
+    engine.evaluate(batch(1, torch.float64))
+    assert "module 1 has got a hook" in refusal(lambda: engine.step(batch(1, torch.float64)))
+
+
 def test_an_optimizer_that_says_what_it_needs_may_have_hooks(warm_ranks: Any) -> None:
     texts = warm_ranks(2).run(train_with_hook)
     assert texts == ["", ""]

@@ -33,12 +33,17 @@ class OptimizerWatch:
 
     def check(self) -> None:
         check_coupling(self._optimizer, self._plan)
-        if self._read() != self._groups:
+        if self.is_changed:
             raise UserError(
                 f"the parameters of the optimizer's groups were changed since parallelize or the last step: "
                 f"plan '{self._plan}' has put parts, masters or copies in their place, and knows no others; "
                 "give all groups to the optimizer in the function that parallelize calls"
             )
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its groups have other parameters."""
+        return self._read() != self._groups
 
     def close(self) -> None:
         for handle in self._handles:

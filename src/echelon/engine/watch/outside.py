@@ -23,7 +23,7 @@ from echelon.plan import Plan
 from echelon.runtime import LocalStages
 from echelon.tensor_parallel import Column
 from echelon.tracing import untraced
-from echelon.wrapping import Wrapping, find_wrapper
+from echelon.wrapping import GUARD, Wrapping, find_wrapper
 
 
 def guard_outside(
@@ -38,11 +38,11 @@ def guard_outside(
     plan = mesh.plan
     if layers.by_layers or plan.stages > 1:
         refusal = Refusal(inside, f"plan '{plan}': {_call_sentence(plan)}")
-        wrapping.before("guard", model, refusal, with_kwargs=True, prepend=True)
+        wrapping.before(GUARD, model, refusal, with_kwargs=True, prepend=True)
     elif layers.has_split_logits:
         for column in (find_wrapper(module, Column) for module in model.modules()):
             if column is not None and column.vocabulary is not None:
-                wrapping.after("guard", column.module, WholeLogits(column, inside))
+                wrapping.after(GUARD, column.module, WholeLogits(column, inside))
     holders = [model, *_holders_of_parts(model, local, layers, plan)]
     if len(holders) > 1:
         _guard_state(holders, plan, wrapping, inside)
@@ -93,8 +93,8 @@ def _guard_state(holders: list[nn.Module], plan: Plan, wrapping: Wrapping, insid
         "read a checkpoint",
     )
     for module in dict.fromkeys(holders):
-        wrapping.hold("guard", module, module.register_state_dict_pre_hook(_StateDictHook(saves)))
-        wrapping.hold("guard", module, module.register_load_state_dict_pre_hook(loads))
+        wrapping.hold(GUARD, module, module.register_state_dict_pre_hook(_StateDictHook(saves)))
+        wrapping.hold(GUARD, module, module.register_load_state_dict_pre_hook(loads))
 
 
 @final

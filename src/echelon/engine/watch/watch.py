@@ -80,20 +80,23 @@ class Watch:
         # Other ranks do not see it: the sums of this step tell them, and it changes nothing.
         self._update.refuse_next()
         try:
-            with self._work(records=False):
+            with self._work(records_structure=False, records_weights=False):
                 yield
         except UserError as error:
             raise refusal from error
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Around what else may change weights: a load, or a look at the newest. What the user has changed
-        before is not forgotten."""
+        """Around what else reads or changes weights: a load, or a look at the newest. What the user has
+        changed before is seen; whether all ranks have changed the same, the next step compares."""
         if self.inside:
             yield
             return
         self._changed |= self._find_changed()
-        with self._work():
+        is_refused = bool(self._structure.changes()) or self._optimizer.is_changed
+        with self._work(records_structure=not is_refused):
+            if self._changed and self._change_error(is_empty=True) is None:
+                self._update.take_over(set(self._changed.values()), 0.0)
             yield
 
     def forget(self) -> None:
@@ -107,27 +110,28 @@ class Watch:
     # Before and after.
 
     @contextmanager
-    def _work(self, *, records: bool = True) -> Iterator[None]:
+    def _work(self, *, records_structure: bool = True, records_weights: bool = True) -> Iterator[None]:
         self._idle.end()
         try:
             with self.inside():
                 yield
         finally:
-            if records:
+            if records_structure:
                 self._structure.record()
-                self._weights.record()
                 self._optimizer.record()
+            if records_weights:
+                self._weights.record()
             self._idle.begin()
 
     def _check(self, *, is_empty: bool) -> UserError | None:
         """Raise what ranks refuse alike; return what other ranks may not see."""
         refusal = self._check_structure()
         self._optimizer.check()
-        changed = self._changed | self._find_changed()
+        self._changed |= self._find_changed()
+        changed = self._changed
         if changed:
             self._weights.check_forms(changed)
-            split = [name for name in changed if self._layers.shards_of(name)]
-            error = changed_weight_error(self._plan, list(changed), split, is_empty=is_empty)
+            error = self._change_error(is_empty=is_empty)
             refusal = UserError(error) if error is not None else refusal
         if refusal is not None:
             if self._decides_alone:
@@ -141,6 +145,10 @@ class Watch:
             self._update.take_over(set(changed.values()), _digest(changed, modes))
         self._changed = {}
         return None
+
+    def _change_error(self, *, is_empty: bool) -> str | None:
+        split = [name for name in self._changed if self._layers.shards_of(name)]
+        return changed_weight_error(self._plan, list(self._changed), split, is_empty=is_empty)
 
     @property
     def _decides_alone(self) -> bool:
