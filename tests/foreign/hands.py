@@ -307,7 +307,7 @@ def neighbours() -> nn.Module:
 KEPT: dict[str, Foreign] = {
     **{
         f"auxiliary {kind}": Foreign(partial(WithPenalty, kind), vectors, penalised)
-        for kind in ("none", "zero", "float", "list", "missing")
+        for kind in ("none", "zero", "float", "list")
     },
     "read by a layer": Foreign(neighbours, vectors, F.mse_loss),
 }

@@ -5,7 +5,7 @@ there is comes from before the start. Whoever reads it during a step, the loss o
 told so:
 
     first step    the read is noted, and gets zero; all ranks refuse the step before its update
-    later         the read raises
+    later         the read raises, and so does that of an attribute which no module ever had
 """
 
 from collections import deque
@@ -23,6 +23,10 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 _RESULTS = (Tensor, type(None), float, list, dict, set, deque)  # what a forward may leave in an attribute
 
 
+class AbsentAttributeError(UserError, AttributeError):
+    """An attribute of a module of another stage; `hasattr` takes it for one that is not there."""
+
+
 @final
 class AbsentReads:
     """What was read of modules that this rank does not run."""
@@ -34,15 +38,18 @@ class AbsentReads:
 
     def read(self, module: nn.Module, attribute: str) -> Tensor:
         """Somebody reads something that is not here; returns what to go on with."""
-        error = UserError(
-            f"plan '{self._plan}': {_name_of(module)}.{attribute} is read on a rank that does not run this "
-            "module, which is of another stage: what its forward leaves there stays on the rank of that "
-            "stage; return it from the layer, through the layers behind it, to the loss; or use pipeline=1"
-        )
+        error = self.error(module, attribute)
         if not self._is_first:
             raise error
         self._noted = self._noted or error
         return torch.zeros(())
+
+    def error(self, module: nn.Module, attribute: str) -> "AbsentAttributeError":
+        return AbsentAttributeError(
+            f"plan '{self._plan}': {_name_of(module)}.{attribute} is read on a rank that does not run this "
+            "module, which is of another stage: what its forward leaves there stays on the rank of that "
+            "stage; return it from the layer, through the layers behind it, to the loss; or use pipeline=1"
+        )
 
     def call(self, module: nn.Module) -> None:
         if not self.inside:
@@ -85,9 +92,9 @@ class AbsentModule:
         reads: AbsentReads = object.__getattribute__(self, "_echelon_reads")
         try:
             value = super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
+        except AttributeError as error:
             if reads.inside and not name.startswith("__"):
-                return reads.read(self, name)  # type: ignore[arg-type]
+                raise reads.error(self, name) from error  # type: ignore[arg-type]  # hasattr may ask
             raise
         return reads.read(self, name) if value is None and reads.inside else value  # type: ignore[arg-type]
 
