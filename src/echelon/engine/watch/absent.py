@@ -4,7 +4,7 @@ What their forward would leave in an attribute (an auxiliary loss, a list of the
 there is comes from before the start. Whoever reads it during a step, the loss or a layer of another stage, is
 told so:
 
-    first step    the read is noted, and gets zero; all ranks refuse the step before its update
+    first step    the read is noted, and gets that, or zero; all ranks refuse the step before its update
     later         the read raises, and so does that of an attribute which no module ever had
 """
 
@@ -36,13 +36,13 @@ class AbsentReads:
         self._noted: UserError | None = None
         self._is_first = True  # no step was decided on yet
 
-    def read(self, module: nn.Module, attribute: str) -> Tensor:
-        """Somebody reads something that is not here; returns what to go on with."""
+    def read(self, module: nn.Module, attribute: str, value: Any) -> Any:
+        """Somebody reads something that is not here, but a value of before; returns what to go on with."""
         error = self.error(module, attribute)
         if not self._is_first:
             raise error
         self._noted = self._noted or error
-        return torch.zeros(())
+        return torch.zeros(()) if value is None else value
 
     def error(self, module: nn.Module, attribute: str) -> "AbsentAttributeError":
         return AbsentAttributeError(
@@ -85,7 +85,7 @@ class AbsentModule:
             return value
         reads = object.__getattribute__(self, "_echelon_reads")
         is_torch_s = type(self).__mro__[2].__module__.startswith("torch.")  # whose forward leaves nothing
-        return value if is_torch_s or not reads.inside else reads.read(self, name)
+        return value if is_torch_s or not reads.inside else reads.read(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """What is no plain attribute: a parameter, a buffer, a module, or nothing."""
@@ -96,7 +96,7 @@ class AbsentModule:
             if reads.inside and not name.startswith("__"):
                 raise reads.error(self, name) from error  # type: ignore[arg-type]  # hasattr may ask
             raise
-        return reads.read(self, name) if value is None and reads.inside else value  # type: ignore[arg-type]
+        return reads.read(self, name, None) if value is None and reads.inside else value  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the module's own class."""
