@@ -251,6 +251,7 @@ class Penalty(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.rows: Tensor | None = None
         if kind == "none":
             self.auxiliary: Tensor | None = None
         elif kind == "zero":
