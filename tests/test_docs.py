@@ -181,7 +181,7 @@ def test_the_members_of_an_engine_are_documented() -> None:
     documented = set(re.findall(r"`(\w+)", cells))
     public = {name for name in vars(Engine) if not name.startswith("_")}
     assert documented <= public
-    assert public - documented == {"plan", "boundaries", "learning_rate"}
+    assert public - documented == {"plan", "boundaries", "learning_rate", "optimizer"}
 
 
 @by_page

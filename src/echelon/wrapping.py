@@ -31,6 +31,7 @@ STACK = (
     "sequence",
     "gather",
 )
+GUARD = "guard"  # hooks for calls between steps, which change nothing in a step and are not listed
 
 
 class Wrapper:
@@ -91,13 +92,18 @@ class Wrapping:
 
     def before(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Call `hook` before the module is called, as `register_forward_pre_hook` does."""
-        assert entry in STACK, entry
+        assert entry in (*STACK, GUARD), entry
         self._hooks.append((entry, module, module.register_forward_pre_hook(hook, **options)))
 
     def after(self, entry: str, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Call `hook` after the module was called, as `register_forward_hook` does."""
-        assert entry in STACK, entry
+        assert entry in (*STACK, GUARD), entry
         self._hooks.append((entry, module, module.register_forward_hook(hook, **options)))
+
+    def hold(self, entry: str, module: nn.Module, handle: RemovableHandle) -> None:
+        """Keep the handle of another kind of hook, until this is removed."""
+        assert entry in (*STACK, GUARD), entry
+        self._hooks.append((entry, module, handle))
 
     def assign(self, owner: Any, attribute: str, value: object) -> None:
         """Give an attribute of a module (or of a config) another value, until this is removed."""

@@ -356,6 +356,14 @@ class FlatUnit:
             first = int(local.tensor.storage_offset()) - start
             local.tensor.data = self.shard[first : first + local.tensor.numel()].view(local.tensor.shape)
 
+    @torch.no_grad()
+    def move_back(self) -> None:
+        """Somebody has given parameters other memory: their values come into the buffer again."""
+        for (_, parameter), view in zip(self.parameters, self._weights, strict=True):
+            if not _lies_at(parameter, view):
+                view.copy_(parameter)
+                parameter.data = view
+
     # Gradients.
 
     @property

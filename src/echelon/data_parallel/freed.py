@@ -10,7 +10,7 @@ own reads do not come by here: the version of a freed weight is another than the
 import copy
 from collections.abc import Callable, MutableMapping, Sequence
 from types import GetSetDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakMethod
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from echelon.data_parallel.idle import gradient_between_steps, idle_kind, is_idle
 from echelon.errors import UserError
 from echelon.tracing import untraced
 
@@ -29,6 +30,8 @@ class FreedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func == _GRADIENT:
+            return gradient_between_steps(args[0])
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -59,7 +62,7 @@ def register_owner(parameter: nn.Parameter, name: str, read: Callable[[str], Non
 def mark_whole(parameter: nn.Parameter) -> None:
     """It may be read again, as what it was."""
     if parameter in _freed:
-        parameter.__class__ = _freed[parameter].kind
+        parameter.__class__ = idle_kind(parameter, _freed[parameter].kind)
 
 
 @untraced
@@ -70,6 +73,8 @@ def _read(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for leaf in tree_leaves((args, kwargs)):
         if type(leaf) is FreedParameter:
             _make_whole(leaf)
+    if func == _DATA and is_idle(args[0]):
+        return args[0].detach()  # a write through it is then seen
     return func(*args, **kwargs)
 
 
@@ -104,3 +109,4 @@ def _functions_without_values() -> set[Callable[..., Any]]:
 
 
 _WITHOUT_VALUES = _functions_without_values()
+_DATA, _GRADIENT = (descriptor.__get__ for descriptor in cast(Any, (Tensor.data, Tensor.grad)))

@@ -25,3 +25,8 @@ class Problem(Enum):
         "come, and has overwritten the change; call engine.synchronize() before you change weights. This "
         "change is lost"
     )
+    DIFFERENT_CHANGE = (
+        "weights, their hooks or training modes were changed by hand between two steps, and not alike on "
+        "every rank, or not as this plan allows: each would go on with another model; make the same change "
+        "on all ranks, with random numbers of one seed; in a pipeline make another engine with parallelize"
+    )

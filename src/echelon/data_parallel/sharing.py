@@ -177,6 +177,10 @@ class Sharing(ABC):
     def abandon_pass(self) -> None:  # noqa: B027
         """A pass has raised: nobody runs a module any more. Talks to no one."""
 
+    def take_over(self, changed: Set[nn.Parameter]) -> None:  # noqa: B027 (nothing to do where a parameter
+        # is all that is updated)
+        """Between two steps: somebody has changed these parameters, or given them other memory."""
+
     def end_watch(self) -> None:  # noqa: B027
         """Before the first update: raise if a pass has changed weights in a way that is lost."""
 

@@ -295,6 +295,11 @@ class Zero(Sharing):
         self._uses = []
         self.residency.abandon()
 
+    def take_over(self, changed: Set[nn.Parameter]) -> None:
+        for flat in self._reduced:
+            if flat.resident and not changed.isdisjoint(_parameters(flat)):
+                flat.move_back()
+
     def end_watch(self) -> None:
         if self._moves:
             changed = {flat: names for flat in self._unit_of if (names := flat.end_watch())}

@@ -43,6 +43,7 @@ from echelon.engine.samples import Scopes
 from echelon.engine.step_counter import StepCounter
 from echelon.engine.step_runner import StepRunner
 from echelon.engine.updates import UpdateRule
+from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
@@ -77,7 +78,7 @@ class Engine:
         savers: MemorySavers,
         rule: UpdateRule,
     ) -> None:
-        self.module, self.mesh, self.optimizer = module, mesh, update.optimizer
+        self.module, self.mesh = module, mesh
         self._names, self._local = whole.names, local
         self._update, self._wrapping, self._reader = update, wrapping, reader
         self._stashed: Callable[[], list[Tensor]] = list  # none before there is a runner
@@ -112,12 +113,24 @@ class Engine:
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
+        inside = Inside()
+        guard_outside(module, mesh, local, layers, wrapping, inside)
+        self._watch = Watch(module, mesh, local, layers, update, inside)
 
     # What a training loop needs.
 
     @property
     def plan(self) -> Plan:
         return self.mesh.plan
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's, over what this rank updates."""
+        return self._update.optimizer
+
+    @optimizer.setter
+    def optimizer(self, _: object) -> None:
+        raise UserError("engine.optimizer cannot be replaced; give parallelize another optimizer function")
 
     @property
     def boundaries(self) -> list[int]:
@@ -196,8 +209,10 @@ class Engine:
         self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
         start_step(self._counter.begun + 1)
         pair = self._reader.read(batch)
-        if not self.module.training:  # and else leave alone what the user has set to evaluate
-            self._set_mode(training=True)
+        with self._watch.step(is_empty=self._runner.is_empty):
+            return self._step(pair)
+
+    def _step(self, pair: Batch) -> Metrics:
         self._ask_audit(pair)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
@@ -239,7 +254,8 @@ class Engine:
     def _late_error(self, *, but: int = 0) -> UserError | None:
         of_steps = self._counter.late_error(but=but)
         if isinstance(of_steps, NonfiniteError) and self._search is not None:
-            of_steps = self._search.explain(of_steps)
+            with self._watch.own_work():  # it runs passes again
+                of_steps = self._search.explain(of_steps)
         known = of_steps or self._drift.error(before=self._counter.begun - but)
         return known or (self._audit.late_error() if but == 0 else None)
 
@@ -254,6 +270,10 @@ class Engine:
         self._check_open()
         check_measure(measure, self.plan)
         pair = self._reader.read(batch)
+        with self._watch.own_work():
+            return self._evaluate(pair, measure)
+
+    def _evaluate(self, pair: Batch, measure: Measure | None) -> Evaluation:
         self.ledger.start_step()
         self._show_newest()
         modes = {module: module.training for module in self._modules}
@@ -283,12 +303,14 @@ class Engine:
         With delay=1 the next step computes with these, as the first one does. Whatever else reads the newest
         weights (`evaluate`, `full_state_dict`, `export`) changes no training.
         """
-        self._finish_steps()
-        self._update.synchronize()
+        with self._watch.own_work():
+            self._finish_steps()
+            self._update.synchronize()
 
     def _show_newest(self) -> None:
-        self._finish_steps()
-        self._update.show_newest()
+        with self._watch.own_work():
+            self._finish_steps()
+            self._update.show_newest()
 
     def _finish_steps(self) -> None:
         self._check_open()
@@ -319,7 +341,8 @@ class Engine:
         All ranks must call this. Rank 0 writes one tensor after the other, and holds in host memory what the
         tensor is made of (query, key and value of GPT-2) beside it. Any other rank holds one at a time.
         """
-        export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
+        with self._watch.own_work():
+            export(self.module, self._names, self._assembly(_is_value), folder, self.mesh.rank, shard_bytes)
 
     def save_pretrained(self, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write a model of transformers as its own save_pretrained does: from_pretrained loads the folder.
@@ -381,12 +404,18 @@ class Engine:
         If anything does not fit, all errors are raised and nothing has changed. An engine whose load fails
         later (a damaged file) trains no more until another one has succeeded.
         """
-        return self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
+        with self._watch.own_work():
+            extra = self._checkpointing.load(path, optimizer=optimizer, options=options, verify=verify)
+            self._watch.forget()
+        return extra
 
     def load_saved(self, saved: SavedState) -> dict[str, Any]:
         """As `load`, from a checkpoint that is open: one for all ranks, or, of copies in memory, one file for
         each."""
-        return self._checkpointing.load_saved(saved)
+        with self._watch.own_work():
+            extra = self._checkpointing.load_saved(saved)
+            self._watch.forget()
+        return extra
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter, whole, under every original name (copies)."""
@@ -431,7 +460,8 @@ class Engine:
 
     def memory(self) -> Memory:
         """Bytes on this rank by category, now and at their peak, on the device and in the host's memory."""
-        return self._meter.read()
+        with self._watch.own_work():
+            return self._meter.read()
 
     # The end.
 
@@ -468,6 +498,7 @@ class Engine:
     def _release(self, *, failed: bool) -> None:
         """Without a word to other ranks, which may be gone."""
         self._is_closed = True
+        self._watch.close()
         self._checkpointing.abandon_saving()  # what is still under way after a failure
         with ExitStack() as stack:  # goes on to the next if one raises
             stack.callback(self.mesh.close, failed=failed)

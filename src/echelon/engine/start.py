@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from echelon.collectives import Group
 from echelon.data_parallel import broadcast_packed
+from echelon.data_parallel.idle import end_idle
 from echelon.data_parallel.text_agreement import Difference, check_same_text
 from echelon.data_parallel.unit_agreement import describe
 from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
 from echelon.engine.restore import mark_empty
+from echelon.engine.watch.aliases import check_aliases
 from echelon.huggingface import frequencies
 from echelon.initialization import WeightSource
 from echelon.launching import join
@@ -30,6 +32,8 @@ def prepare(
     join()
     device = this_device()
     source = weight_source(model, plan, weights, device)
+    end_idle(model.parameters())
+    check_aliases(model, plan, device if source is None else None, DTYPES[plan.precision])
     if source is not None:
         mark_empty(model, plan)
     return convert(model, device, DTYPES[plan.precision], has_values=source is None), source

@@ -15,6 +15,7 @@ from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.nonfinite import NonfiniteRule
 from echelon.engine.parameter_parts import make_exchange
 from echelon.engine.sparse_checks import check_sparse_gradients
+from echelon.engine.watch.optimizer import check_coupling
 from echelon.engine.whole_routes import make_routes
 from echelon.errors import UserError
 from echelon.mesh import Mesh
@@ -196,6 +197,7 @@ def _checked(make: Make, plan: Plan) -> Make:
         check_optimizer(optimizer, given, whole=plan.stages == 1)
         if has_parts(plan):
             check_parts(optimizer, f"plan '{plan}'")
+        check_coupling(optimizer, plan)
         _check_sparse(optimizer, plan)
         if plan.update != "step":
             check_takes_units(optimizer)

@@ -20,6 +20,7 @@ from echelon.ownership import LocalParameter
 from echelon.precision.buffer_layout import block_size, lay_out
 from echelon.precision.flat_memory import dense_strides
 from echelon.precision.rounding import KeyedRounding, Placement
+from echelon.precision.stepper import follow
 
 # Bytes of optimizer state for each byte of what it updates, of optimizers that keep less than two moments.
 _STATE = {"SGD": 1, "Adafactor": 0, "SM3": 1, "Muon": 1, "Adagrad": 1, "RMSprop": 1}
@@ -53,6 +54,11 @@ class Twin:
         if not self.is_watched:
             return 0, 0
         return self.local.parameter._version, self.local.parameter.data_ptr()
+
+    def forget_version(self) -> None:
+        """Somebody has changed the weight, as others have found."""
+        if self.version is not None:
+            self.version = (-1, -1)
 
     @property
     def is_changed(self) -> bool:
@@ -105,8 +111,7 @@ class HostTwins:
             self._pinned.append(memory)
             for twin, view in zip(own, views, strict=True):
                 twin.weights = view
-                can_change = twin.standing is None and not self.has_masters
-                twin.is_watched = can_change and _shares_memory(twin.local)
+                twin.is_watched = twin.standing is None and _shares_memory(twin.local)
             for twin in of_type:
                 if twin.standing is not None and self._in_place:
                     twin.weights = twin.standing.memory
@@ -131,6 +136,12 @@ class HostTwins:
                 twin.weights.copy_(twin.standing.memory)
         if self.has_masters and twins:
             torch._foreach_copy_([twin.updated.detach() for twin in twins], [twin.weights for twin in twins])
+
+    def follow(self, twins: Sequence[Twin]) -> None:
+        """`weights` have values of the user's: masters take the elements that are others."""
+        if self.has_masters:
+            for twin in twins:
+                follow(twin.updated.detach(), twin.weights)
 
     def update(
         self, twins: Sequence[Twin], gradients: Sequence[Tensor], call: Callable[[], None], number: int

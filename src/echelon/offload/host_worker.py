@@ -80,6 +80,11 @@ class HostWorker:
             self._last.done.wait()
         self.check()
 
+    def wait_from_outside(self) -> None:
+        """The same, in any other thread than that of the jobs; an engine that is closed has none."""
+        if self._last is not None and threading.current_thread() is not self._thread:
+            self._last.done.wait()
+
     def check(self) -> None:
         """Raise if a job has failed, any number of times."""
         if self._error is not None:

@@ -29,6 +29,7 @@ from echelon.offload.host_twins import HostTwins, Twin
 from echelon.offload.host_worker import HostWorker
 from echelon.offload.kept_weights import KeptWeights
 from echelon.offload.weight_return import WeightReturn
+from echelon.optim.first_state import FirstStates
 from echelon.optim.local import Make, make_local
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision.buffer_layout import ALIGNMENT, round_up
@@ -141,7 +142,7 @@ class HostStepper(LocalStepper):
                 for twin in twins:
                     if twin.standing is not None:
                         twin.standing.join()
-                self._twins.load(new)
+                self._twins.follow(new)
                 factor, skip = numbers.read()
                 if not skip:
                     self._twins.update(twins, gradients, lambda: call(factor), number)
@@ -227,6 +228,13 @@ class HostStepper(LocalStepper):
     def loses_change(self) -> bool:  # type: ignore[override]
         return bool(self.weights.changed_twins()) or self._before.is_changed()
 
+    def changed(self) -> list[LocalParameter]:
+        return [twin.local for twin in self._twins.all if self.weights.is_changed(twin)]
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:
+        for each in local:  # also where the address is what it was again
+            self._twins.of(each).forget_version()
+
     def finish(self, *, for_a_look: bool = False) -> bool:
         self._worker.wait()
         self._finish_stores(0)
@@ -291,12 +299,15 @@ class HostStepper(LocalStepper):
             self.weights.receive_all()
 
     def _state_storages(self) -> list[Tensor]:
-        states = [dict(state) for state in list(self.optimizer.state.values())]
+        held = dict.values(self.optimizer.state)  # which do not wait for the update that is under way
+        states = [dict(state) for state in list(held)]
         tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._twins.master_storages(), *tensors]
 
     def _watch_state_dicts(self) -> None:
         """Whoever reads or replaces the optimizer's state waits for the update that is under way."""
+        if isinstance(self.optimizer.state, FirstStates):
+            self.optimizer.state.before_read = self._worker.wait_from_outside
         for register in ("register_state_dict_pre_hook", "register_load_state_dict_pre_hook"):
             if hasattr(self.optimizer, register):
                 getattr(self.optimizer, register)(self._wait_for_state)

@@ -7,11 +7,13 @@ until then.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+
+from echelon.errors import UserError
 
 State = dict[str, Any]
 
@@ -34,20 +36,61 @@ class FirstState(NamedTuple):
 
 @final
 class FirstStates(defaultdict[Tensor, State]):
-    """The state of an optimizer, in which that of a tensor is made when it is asked for."""
+    """The state of an optimizer, in which that of a tensor is made when it is asked for.
+
+    The user may read and edit it between steps. It is that of what is updated here: a parameter of the model
+    in whose place something else is updated has none, and is refused.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*(given or (dict,)))
         self.first: dict[Tensor, FirstState] = {}
+        self.replaced: frozenset[Tensor] = frozenset()  # parameters in whose place others are updated
+        self.before_read: Callable[[], None] | None = None  # returns when no update is under way
+
+    def __getitem__(self, tensor: Tensor) -> State:
+        self._ready()
+        return super().__getitem__(tensor)
+
+    def __setitem__(self, tensor: Tensor, state: State) -> None:
+        self._check(tensor)
+        super().__setitem__(tensor, state)
+
+    def get(self, tensor: Tensor, default: Any = None) -> Any:
+        self._ready()
+        self._check(tensor)
+        return super().get(tensor, default)
+
+    def values(self) -> Any:
+        self._ready()
+        return super().values()
+
+    def items(self) -> Any:
+        self._ready()
+        return super().items()
+
+    def _ready(self) -> None:
+        if self.before_read is not None:
+            self.before_read()
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor in self.replaced:
+            raise UserError(
+                f"optimizer.state of a parameter of shape {tuple(tensor.shape)}: in its place this plan "
+                "updates parts, float32 masters or copies in host memory, and has their state; go over "
+                "optimizer.state.values(), or read engine.full_optimizer_state()"
+            )
 
     @torch.no_grad()
     def __missing__(self, tensor: Tensor) -> State:
+        self._check(tensor)
         first = self.first.get(tensor)
         self[tensor] = {} if first is None else first.of(tensor)
         return self[tensor]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict,), vars(self), None, iter(self.items())
+        known = vars(self) | {"replaced": frozenset(), "before_read": None}  # which are of one engine
+        return type(self), (dict,), known, None, iter(self.items())
 
 
 def begin_like(state: Mapping[Tensor, State], tensor: Tensor, like: Tensor) -> FirstStates:

@@ -23,10 +23,12 @@ def make_local(
     """The optimizer that `make` makes of `parameters`, each replaced by the parts that are `held` of it."""
     optimizer = make_whole(make, parameters)
     states = _first_states(optimizer, held)
+    own = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
         group["params"] = [part for p in group["params"] for part in held.get(p, ())]
     optimizer.state.clear()
-    if states.first:
+    states.replaced = frozenset(p for p in own if not any(part is p for part in held.get(p, ())))
+    if states.first or states.replaced:
         for each in (optimizer, *inner_optimizers(optimizer)):
             each.state = states
     return optimizer

@@ -157,13 +157,14 @@ def restricted(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody hears of the optimizer's steps, or of those of all optimizers."""
-    return bool(  # some wrappers of optimizers never call Optimizer.__init__
-        getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        or getattr(optimizer, "_optimizer_step_post_hooks", None)
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+    """Whether anybody but the engine hears of the optimizer's steps, or of those of all optimizers."""
+    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = (  # some wrappers of optimizers never call Optimizer.__init__
+        *(getattr(optimizer, name, None) or {} for name in own),
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
     )
+    return any(not hook.__module__.startswith("echelon.engine") for each in hooks for hook in each.values())
 
 
 def may_fuse(optimizer: torch.optim.Optimizer) -> bool:

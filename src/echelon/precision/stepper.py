@@ -68,6 +68,15 @@ class Stepper(ABC):
         """Take the state of a local parameter, and its master, from a checkpoint; what there was is gone. The
         weight is loaded already. Talks to no one."""
 
+    def changed(self) -> list[LocalParameter]:
+        """Those that somebody has changed since the last update, of weights that come from elsewhere."""
+        return []
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:  # noqa: B027 (nothing to do where weights
+        # are updated themselves)
+        """Between two updates: somebody has changed these weights. What stands for them here follows, in the
+        elements that are others now. Talks to no one."""
+
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer updates on this rank, each with the name of its parameter."""
         return []
@@ -226,6 +235,12 @@ class MasterStepper(LocalStepper):
     def updated(self, local: LocalParameter) -> nn.Parameter:
         return self._masters[local.tensor]
 
+    def take_over(self, local: Sequence[LocalParameter]) -> None:
+        if self._has_masters:
+            for each in local:
+                if each.tensor not in self._not_made:
+                    follow(self._masters[each.tensor], each.tensor)
+
     @torch.no_grad()
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
         if saved.has_finer(local.tensor.dtype):
@@ -279,16 +294,27 @@ def check_takes_units(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody hears of the calls, by a hook or in place of `step`."""
-    replaced = vars(optimizer).get("step")
-    is_replaced = replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
     inside: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", ())
-    return is_replaced or has_step_hooks(optimizer) or any(map(_is_watched, inside))
+    return has_other_step(optimizer) or has_step_hooks(optimizer) or any(map(_is_watched, inside))
+
+
+def has_other_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has replaced `step` of this very optimizer."""
+    replaced = vars(optimizer).get("step")
+    return replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched")  # which only counts
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into others of the same shapes, with few kernels."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+@torch.no_grad()
+def follow(master: Tensor, weight: Tensor) -> None:
+    """Give a master the elements of a weight that are not those which it was rounded to."""
+    is_same = master.to(weight.dtype) == weight
+    master.copy_(torch.where(is_same, master.detach(), weight.detach().to(master.dtype)))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, updated: nn.Parameter) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from echelon.precision.element_runs import whole_run
 from echelon.precision.optimizer_call import Factor, Skip
 from echelon.precision.rounding import KeyedRounding, Placement
 from echelon.precision.saved_state import load_state
-from echelon.precision.stepper import Stepper, state_tensors
+from echelon.precision.stepper import Stepper, follow, state_tensors
 
 
 class PartRoute(NamedTuple):
@@ -119,6 +119,7 @@ class WholeStepper(Stepper):
             local: Placement.of(local.name, [whole_run(whole)]) for local, whole in self._wholes.items()
         }
         self._is_here: set[LocalParameter] = set()  # whose weights the rank that updates them has
+        self._changed: set[LocalParameter] = set()  # of these, those that the user has changed since
         held = {local.parameter: [whole] for local, whole in self._wholes.items()}
         super().__init__(make_local(lambda _: optimizer, [], held), deferred=deferred)
 
@@ -134,6 +135,8 @@ class WholeStepper(Stepper):
         updated = list(dict.fromkeys(self._wholes[route.local] for route in routes.wholes))
         # Masters of all parameters, as one device has them: also of those that no update ever reaches.
         self._bring_weights(self._present_routes(chosen) if self._masters else routes)
+        if self._changed:  # on all ranks alike
+            self._follow_changes()
         for whole in updated:
             whole.grad = torch.zeros_like(whole)
         routes.collect(_gradient, lambda local: _gradient_of(self._wholes[local]))
@@ -169,6 +172,19 @@ class WholeStepper(Stepper):
             whole.data = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
         new.collect(lambda local: local.tensor.detach(), lambda local: self._wholes[local].detach())
         self._is_here.update(route.local for route in new.parts)
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:
+        self._changed.update(self._is_here.intersection(local))
+
+    def _follow_changes(self) -> None:
+        """Masters take the elements that the user has changed."""
+        changed = self._routes.only(lambda local: local in self._changed)
+        wholes = dict.fromkeys(route.local for route in changed.wholes)
+        copies = {local: torch.empty_like(self._wholes[local]) for local in wholes}
+        changed.collect(lambda local: local.tensor.detach(), lambda local: copies[local])
+        for local, copy in copies.items():
+            follow(self._wholes[local].detach(), copy.to(local.tensor.dtype))
+        self._changed.clear()
 
     def _forget_weights(self, wholes: Iterable[nn.Parameter]) -> None:
         """Until the next update, whose weights somebody may have changed."""

@@ -54,6 +54,12 @@ class ParametersStepper(Stepper):
     def load(self, local: LocalParameter, saved: SavedParameter) -> None:
         self._stepper.load(local, saved)
 
+    def changed(self) -> list[LocalParameter]:
+        return self._stepper.changed()
+
+    def take_over(self, local: Sequence[LocalParameter]) -> None:
+        self._stepper.take_over(local)
+
     def updated_tensors(self) -> list[tuple[str, nn.Parameter]]:
         return self._stepper.updated_tensors()
 

@@ -1,6 +1,6 @@
 """The update that all replicas make together, in every step: one mean over the global batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import final
 
@@ -13,7 +13,7 @@ from echelon.data_parallel import Problem, squared_norm
 from echelon.errors import UserError
 from echelon.launching.group import check_on_every_rank
 from echelon.optim.learning_rate import LearningRate
-from echelon.ownership import ENGINE, OwnedSlice, Slice, own_run, own_state, whole_slice
+from echelon.ownership import ENGINE, LocalParameter, OwnedSlice, Slice, own_run, own_state, whole_slice
 from echelon.precision import LossScaling, Stepper
 from echelon.runtime.numbers import GateNumbers, StepNumbers, check_counted
 from echelon.runtime.scaling import Number, scale_on_device, scale_on_host
@@ -58,6 +58,8 @@ class SynchronousUpdate(Update):
         self._learning_rate = LearningRate(self.optimizer, schedule, by_step=steady)
         self._last_count: Number | None = None
         self._has_published = False
+        self._digest = 0.0  # of what the user has done by hand since the last step
+        self._refuses_next = False
         self.units = UnitUpdates(stages.sharings, stepper) if in_backward else None
 
     def set_learning_rate(self, step: int) -> None:
@@ -83,6 +85,11 @@ class SynchronousUpdate(Update):
         flags = self._stages.problem_flags(tally.device)
         if self._loses_change:
             flags[list(Problem).index(Problem.LOST_CHANGE)] += 1.0
+        # Zero over all ranks where they agree: the first one's as often as there are others.
+        weight = self._group.size - 1 if self._group.rank == 0 else -1
+        flag = weight * self._digest + (0.5 if self._refuses_next else 0.0)  # integers never cancel it
+        flags[list(Problem).index(Problem.DIFFERENT_CHANGE)] += flag
+        self._digest, self._refuses_next = 0.0, False
         of_gates = [] if gates is None else [gates.is_broken, gates.auxiliary.view(1)]
         summed = torch.cat([tally, square.view(1), flags, *of_gates])
         _sum(summed, self._group)
@@ -227,6 +234,20 @@ class SynchronousUpdate(Update):
         state += [owned.tensor for owned in self.stepper.held_whole()]
         gradients = [*weights.gradients, *self.stepper.gradients_in_flight()]
         return {"parameters": weights.parameters, "gradients": gradients, "optimizer": state}
+
+    def changed(self) -> list[LocalParameter]:
+        return self.stepper.changed()
+
+    def refuse_next(self) -> None:
+        self._refuses_next = True
+
+    def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:
+        self._digest = digest
+        for sharing in self._stages.sharings:
+            sharing.take_over(changed)
+        local = [each for each in self._stages.local_parameters() if each.parameter in changed]
+        if local:
+            self.stepper.take_over(local)
 
     def synchronize(self) -> None:
         self._finish(for_a_look=False)

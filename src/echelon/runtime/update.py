@@ -1,14 +1,14 @@
 """From the gradients of one rank's samples to new weights: the interface of every way."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from echelon.checkpoint import SavedState
-from echelon.ownership import OwnedSlice
+from echelon.ownership import LocalParameter, OwnedSlice
 from echelon.precision import LossScaling
 from echelon.runtime.numbers import GateNumbers, StepNumbers
 from echelon.runtime.scaling import Number
@@ -89,6 +89,18 @@ class Update(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Bring the new weights to all ranks that use them."""
+
+    def changed(self) -> list[LocalParameter]:
+        """Weights that somebody has changed since the last update, of those that are on their way when a step
+        ends, and that only this can tell of."""
+        return []
+
+    def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:  # noqa: B027
+        """Between two steps: the user has changed these weights by hand. `digest`: of all that was done by
+        hand, an integer up to 2²⁰; where those of ranks differ, all of them refuse the next step."""
+
+    def refuse_next(self) -> None:  # noqa: B027
+        """This rank cannot make the next step, and the others may not know: all of them refuse it."""
 
     def synchronize(self) -> None:  # noqa: B027 (nothing to do where every step ends with all ranks alike)
         """Bring the newest weights to every rank: before all ranks do something together between steps."""

@@ -20,7 +20,7 @@ split     applies a table to a model
 
 from echelon.shards import Shard
 from echelon.tensor_parallel.loss import SPLIT_LOSSES, split_loss, vocabulary_cross_entropy
-from echelon.tensor_parallel.modules import number_layers, prepare_compiling
+from echelon.tensor_parallel.modules import Column, number_layers, prepare_compiling
 from echelon.tensor_parallel.regions import Region
 from echelon.tensor_parallel.split import Sharded, split_over
 from echelon.tensor_parallel.styles import TABLES, Table
@@ -28,6 +28,7 @@ from echelon.tensor_parallel.styles import TABLES, Table
 __all__ = [
     "SPLIT_LOSSES",
     "TABLES",
+    "Column",
     "Region",
     "Shard",
     "Sharded",

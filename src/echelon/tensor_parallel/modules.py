@@ -78,9 +78,13 @@ class Column(SplitModule):
             bias: Any = self.module.bias
             output = apply_matrix(self.module, self.region.enter(x, to_matrices=True), bias)
         if self.joined:
-            joined = self.region.join_logits(output)
-            return joined[..., : self.vocabulary].contiguous() if self.is_padded else joined
+            return self.join(output)
         return _mask_last(output, self.num_padded) if self.num_padded else output
+
+    def join(self, output: Tensor) -> Tensor:
+        """All logits, of which `output` is this rank's part."""
+        joined = self.region.join_logits(output)
+        return joined[..., : self.vocabulary].contiguous() if self.is_padded else joined
 
     def _with_others(self, x: Tensor) -> Tensor | None:
         """The output, computed together with all columns of input `x`; None where that is not possible."""

@@ -1,0 +1,116 @@
+"""Other memory of the model that is the memory of a weight: a plan that moves the weight leaves it behind.
+
+    self.b = nn.Parameter(self.a.weight.data)        another parameter
+    self.register_buffer("shadow", self.a.weight.data)
+    self.views = [self.a.weight.data.T]              a plain attribute, or a list, tuple or dict of them
+
+The same Parameter object in several modules is a tied weight, which every plan keeps.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from echelon.errors import raise_errors
+from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
+
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
+
+
+class _Place(NamedTuple):
+    """A tensor of the model, where it is, and the module that has it."""
+
+    name: str
+    tensor: Tensor
+    module: nn.Module
+
+
+def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dtype: torch.dtype) -> None:
+    """Refuse memory that is also a trained weight's, where the plan gives the weight other memory. Without a
+    device, values come later."""
+    weights = [_Place(name, p, model) for name, p in model.named_parameters() if p.layout == torch.strided]
+    trained = [weight for weight in weights if weight.tensor.requires_grad]
+    by_storage: dict[int, list[_Place]] = {}
+    for weight in trained:
+        by_storage.setdefault(weight.tensor.untyped_storage()._cdata, []).append(weight)
+    errors = []
+    for place in [*weights, *_buffers(model), *_attributes(model)]:
+        for weight in by_storage.get(place.tensor.untyped_storage()._cdata, ()):
+            if place.tensor is weight.tensor:
+                is_left = place.name != weight.name and _is_left_behind(place, plan, model)
+            else:
+                is_left = _overlap(place.tensor, weight.tensor) and _moves(weight.tensor, plan, device, dtype)
+            if (
+                is_left
+                and (place.name, weight.name) not in errors
+                and (weight.name, place.name) not in errors
+            ):
+                errors.append((place.name, weight.name))
+    raise_errors(
+        f"the model with plan '{plan}'",
+        [
+            f"{place} is memory of the weight {weight}, which this plan moves: {place} would stay as it is "
+            "now; let both modules have the same Parameter object, which ties them, use data alone (zero=0), "
+            f"or give {place} memory of its own (clone)"
+            for place, weight in errors
+        ],
+    )
+
+
+def _buffers(model: nn.Module) -> Iterator[_Place]:
+    for name, buffer in model.named_buffers():
+        if buffer.layout == torch.strided:
+            yield _Place(name, buffer, model)
+
+
+def _attributes(model: nn.Module) -> Iterator[_Place]:
+    """Tensors that modules have and torch does not know of."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            is_list_of_torch = isinstance(module, nn.RNNBase) and key == "_flat_weights"
+            if key not in _OWN and not is_list_of_torch:
+                for tensor in _tensors(value):
+                    yield _Place(f"{path}.{key}".removeprefix("."), tensor, module)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if not isinstance(value, Tensor | list | tuple | dict):
+        return []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def _is_left_behind(place: _Place, plan: Plan, model: nn.Module) -> bool:
+    """Of an attribute that is a Parameter object itself: whether the module that owns it gets another object,
+    or is of another stage."""
+    if plan.tensor > 1 or plan.expert > 1:
+        return True
+    is_inside = place.module is not model and any(p is place.tensor for p in place.module.parameters())
+    return plan.stages > 1 and not is_inside
+
+
+def _moves(weight: Tensor, plan: Plan, device: torch.device | None, dtype: torch.dtype) -> bool:
+    """Whether a weight gets other memory than it has, now or in a step."""
+    is_converted = (
+        device is None or weight.device != device or (weight.is_floating_point() and weight.dtype != dtype)
+    )
+    is_sharded = (plan.zero > 0 and plan.ranks > 1) or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
+    is_copied = plan.precision in ("bf16", "fp16") or bool(plan.offload) or plan.sync == "async"
+    return is_converted or is_sharded or is_copied or plan.schedule in ASYNCHRONOUS_SCHEDULES
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have elements in common, as far as their ends tell."""
+    (a, b), (c, d) = _span(one), _span(other)
+    return a < d and c < b
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """In bytes of the storage."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()

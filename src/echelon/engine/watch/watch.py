@@ -1,0 +1,188 @@
+"""The engine watches what it owns: what the user does to model and optimizer between two steps.
+
+    before a step                                      it is
+    a weight has another version or address            taken over by masters, shards and host copies
+    a weight that this rank sees a part of was changed refused
+    other hooks, children, Parameter objects, forwards refused, unless the plan calls the model as one device
+    a module has another training mode                 respected
+    the optimizer has other parameters, or is coupled  refused
+
+All of it is read from Python objects: no tensor and no device. Ranks decide alike, since they run the same
+script; where what they did by hand differs, the sums of the step show it, and none of them updates.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+from torch import nn
+
+from echelon.data_parallel.idle import Idle
+from echelon.engine.layer_sharding import LayerSharding
+from echelon.engine.watch.inside import Inside
+from echelon.engine.watch.optimizer import OptimizerWatch
+from echelon.engine.watch.rules import calls_as_one_device, changed_weight_error, lost_gradient, needs_idle
+from echelon.engine.watch.structure import Structure
+from echelon.engine.watch.weights import WeightWatch
+from echelon.errors import UserError
+from echelon.fingerprint import fingerprint
+from echelon.mesh import Mesh
+from echelon.plan import ASYNCHRONOUS_SCHEDULES
+from echelon.runtime import LocalStages, Update
+
+_DIGESTS = 1 << 20  # their weighted sums over ranks stay exact in float64
+
+
+@final
+class Watch:
+    """Of one engine; `step` is around each of its steps, `own_work` around what else it does."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        local: LocalStages,
+        layers: LayerSharding,
+        update: Update,
+        inside: Inside,
+    ) -> None:
+        self._plan, self._model, self._update, self.inside = mesh.plan, model, update, inside
+        self._layers = layers
+        names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        made = [each for stage in local.modules for each in stage.modules() if each not in names]
+        self._made = list(dict.fromkeys(made))  # on the fly: they have the mode of the model
+        self._structure = Structure(names | {each: type(each).__name__ for each in self._made})
+        parameters = {name: p for sharing in local.sharings for name, p in sharing.parameter_set.trained}
+        self._weights = WeightWatch(parameters)
+        self._trained = {p: name for name, p in parameters.items()}
+        self._optimizer = OptimizerWatch(update.optimizer, mesh.plan, inside)
+        self._changed: dict[str, nn.Parameter] = {}  # found before the engine itself changed weights
+        self._idle = Idle(lost_gradient(mesh.plan))
+        if needs_idle(mesh.plan):
+            for name, parameter in parameters.items():
+                self._idle.watch(name, parameter)
+        if not model.training:
+            model.train()
+        self._modes = self._read_modes()
+        self._idle.begin()
+
+    # What an engine calls.
+
+    @contextmanager
+    def step(self, *, is_empty: bool) -> Iterator[None]:
+        """Around a step. `is_empty`: nothing is under way that began with weights of before."""
+        refusal = self._check(is_empty=is_empty)
+        if refusal is None:
+            with self._work():
+                yield
+            return
+        # Other ranks do not see it: the sums of this step tell them, and it changes nothing.
+        self._update.refuse_next()
+        try:
+            with self._work(records_structure=False, records_weights=False):
+                yield
+        except UserError as error:
+            raise refusal from error
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Around what else reads or changes weights: a load, or a look at the newest. What the user has
+        changed before is seen; whether all ranks have changed the same, the next step compares."""
+        if self.inside:
+            yield
+            return
+        self._changed |= self._find_changed()
+        is_refused = bool(self._structure.changes()) or self._optimizer.is_changed
+        with self._work(records_structure=not is_refused):
+            if self._changed and self._change_error(is_empty=True) is None:
+                self._update.take_over(set(self._changed.values()), 0.0)
+            yield
+
+    def forget(self) -> None:
+        """All weights are others now, by a load: what the user has changed is gone."""
+        self._changed.clear()
+
+    def close(self) -> None:
+        self._idle.end()
+        self._optimizer.close()
+
+    # Before and after.
+
+    @contextmanager
+    def _work(self, *, records_structure: bool = True, records_weights: bool = True) -> Iterator[None]:
+        self._idle.end()
+        try:
+            with self.inside():
+                yield
+        finally:
+            if records_structure:
+                self._structure.record()
+                self._optimizer.record()
+            if records_weights:
+                self._weights.record()
+            self._idle.begin()
+
+    def _check(self, *, is_empty: bool) -> UserError | None:
+        """Raise what ranks refuse alike; return what other ranks may not see."""
+        refusal = self._check_structure()
+        self._optimizer.check()
+        self._changed |= self._find_changed()
+        changed = self._changed
+        if changed:
+            self._weights.check_forms(changed)
+            error = self._change_error(is_empty=is_empty)
+            refusal = UserError(error) if error is not None else refusal
+        if refusal is not None:
+            if self._decides_alone:
+                raise refusal
+            return refusal
+        modes = self._read_modes()
+        for module in self._made:
+            module.training = self._model.training
+        if changed or modes != self._modes:
+            self._modes = modes
+            self._update.take_over(set(changed.values()), _digest(changed, modes))
+        self._changed = {}
+        return None
+
+    def _change_error(self, *, is_empty: bool) -> str | None:
+        split = [name for name in self._changed if self._layers.shards_of(name)]
+        return changed_weight_error(self._plan, list(self._changed), split, is_empty=is_empty)
+
+    @property
+    def _decides_alone(self) -> bool:
+        """Whether other ranks see the same, or nobody can wait for them before the update."""
+        plan = self._plan
+        is_flushed = plan.schedule not in ASYNCHRONOUS_SCHEDULES and plan.update == "step"
+        return plan.stages == 1 or not is_flushed
+
+    def _check_structure(self) -> UserError | None:
+        changes = self._structure.changes()
+        respected = ("hooks", "weight hooks", "forwards") if calls_as_one_device(self._plan) else ()
+        refused = [change for change in changes if change.kind not in respected]
+        if not refused:
+            return None
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        error = UserError(
+            f"{refused[0].text}{more} since parallelize or the last step: plan '{self._plan}' was made for "
+            "the model as it was then, and the audit has compared that one; call engine.close(), change the "
+            "model, and make another engine with parallelize. To change the values of a weight, write into "
+            "it: with torch.no_grad(): weight.copy_(…)"
+        )
+        if any(change.kind != "weight hooks" for change in refused):
+            raise error  # all ranks have all modules
+        return error
+
+    def _find_changed(self) -> dict[str, nn.Parameter]:
+        on_the_way = {each.name: each.parameter for each in self._update.changed()}
+        return self._weights.changed() | on_the_way
+
+    def _read_modes(self) -> list[bool]:
+        return [module.training for module in self._structure.modules]
+
+
+def _digest(changed: Mapping[str, nn.Parameter], modes: list[bool]) -> int:
+    """A number of all that was done by hand; reads the weights that were changed."""
+    values = [(name, fingerprint(parameter)) for name, parameter in sorted(changed.items())]
+    return 1 + zlib.crc32(repr((values, modes)).encode()) % (_DIGESTS - 1)
