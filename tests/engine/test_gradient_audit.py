@@ -387,6 +387,59 @@ def test_it_costs_few_samples() -> None:
         assert counts[2] == 0
 
 
+class Scaled(nn.Module):
+    """The gradient of its shift is a millionth of the others, and of another batch."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.layer, self.shift, self.mixes = nn.Linear(6, 5), nn.Parameter(torch.zeros(5)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = 1e-7 * self.shift * (x.mean() if self.mixes else x[:, :1])
+        output: Tensor = self.layer(x) + shift
+        return output
+
+
+def test_a_small_gradient_is_compared_by_its_own_size() -> None:
+    assert "differ from shift" in refusal(Scaled(True), plan="microbatches=2 precision=fp64")
+    assert outcome(engine_of(Scaled(False), "microbatches=2 precision=fp64")) == "gradients: held"
+
+
+class Attending(nn.Module):
+    """Adds the same to all scores of a softmax: but for rounding, that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.value, self.last = nn.Linear(6, 1), nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.stack([x, x.flip(1), x.cos()], 1)
+        output: Tensor = self.last((self.score(steps).softmax(1) * self.value(steps)).sum(1))
+        return output
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_gradients_of_nothing_but_rounding_hold(precision: str) -> None:
+    engine = engine_of(Attending(), f"microbatches=4 precision={precision}", audit="always")
+    for step in range(3):
+        engine.step(batch(step))
+        assert str(engine.audit[1]) == "gradients: held"
+
+
+def pipedream(audit: str) -> tuple[list[float], list[Tensor]]:
+    engine = engine_of(plain(), "pipeline=2 schedule=pipedream microbatches=2 precision=fp64", audit=audit)
+    losses = [engine.step(batch(step)).loss for step in range(3)]
+    return losses, list(engine.full_state_dict().values())
+
+
+def test_an_audit_changes_no_pipedream(warm_ranks: Warm) -> None:
+    """What was counted in the audit went into the first update."""
+    ranks = warm_ranks(2)
+    (losses, state), (audited, same) = (ranks.run(pipedream, audit)[0] for audit in ("off", "sampled"))
+    assert losses == audited
+    assert all(torch.equal(one, other) for one, other in zip(state, same, strict=True))
+
+
 def refused_on(plan: str, model: Callable[[], nn.Module], loss: Loss, samples: int) -> str:
     """In a rank: the error of its first step, or what the audit found."""
     torch.manual_seed(0)
