@@ -87,6 +87,7 @@ def test_tests_of_as_many_files_as_fit_into_the_time() -> None:
     assert chosen[:4] == ["a.py::test[0]", "c.py::test", "b.py::test", "a.py::other"]
     assert "d.py::test" not in chosen
     assert sum(seconds[test] for test in chosen) <= 30.0
+    assert spread(seconds, seconds, "b.py")[:2] == ["b.py::test", "a.py::test[0]"]
 
 
 _SOURCE = """

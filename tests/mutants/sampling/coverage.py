@@ -64,7 +64,7 @@ class Coverage:
         if not numbers and not on_gpu:
             of_file = [v for key, v in self._functions.items() if key.startswith(f"{mutant.file}::")]
             numbers = {number for lines in of_file for each in lines.values() for number in each}
-        tests = spread([self._tests[number] for number in numbers], self._seconds)
+        tests = spread([self._tests[number] for number in numbers], self._seconds, _mirror(mutant.file))
         in_order = (*sorted(tests, key=self._seconds.__getitem__), *on_gpu)
         return in_order or tuple(_naming(mutant.file, root))
 
@@ -72,8 +72,9 @@ class Coverage:
         return sum(self._seconds.get(test, 10.0) for test in tests)
 
 
-def spread(tests: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
-    """Tests of as many files and functions as fit into the time: one of each file, then a second of each …"""
+def spread(tests: Iterable[str], seconds: Mapping[str, float], mirror: str = "") -> list[str]:
+    """Tests of as many files and functions as fit into the time: those of the file that mirrors the source,
+    then one of each other file, then a second of each …"""
     turns: defaultdict[str, int] = defaultdict(int)
     of_functions: defaultdict[str, list[str]] = defaultdict(list)
     for test in sorted(tests, key=lambda test: (seconds[test], test)):
@@ -82,7 +83,8 @@ def spread(tests: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
     for cases in of_functions.values():
         for case, test in enumerate(cases):
             file = test.partition("::")[0]
-            ordered.append((turns[file] + 4 * case, seconds[test], test))
+            turn = case // 8 - 1 if file == mirror else turns[file] + 4 * case
+            ordered.append((turn, seconds[test], test))
             turns[file] += case == 0
     chosen, total = [], 0.0
     for _, cost, test in sorted(ordered):
@@ -116,7 +118,8 @@ def merge(records: Path, packages: list[str], root: Path = ROOT) -> Coverage:
         file = Path(path).relative_to(source).as_posix()
         for line, (function, text) in enumerate(_places(Path(path).read_text(encoding="utf-8")), 1):
             if (number, line) in found:
-                chosen = [numbers[test] for test in spread(found[number, line], seconds)]
+                tests_of_line = spread(found[number, line], seconds, _mirror(file))
+                chosen = [numbers[test] for test in tests_of_line]
                 functions[f"{file}::{function}"][text] = chosen
     return Coverage(seconds, functions)
 
@@ -141,6 +144,12 @@ def _places(source: str) -> list[tuple[str, str]]:
         times[place] += 1
         places.append((place[0], f"{place[1]} #{times[place]}" if times[place] > 1 else place[1]))
     return places
+
+
+def _mirror(file: str) -> str:
+    """The test file of a source file, by its name."""
+    folder, _, name = file.rpartition("/")
+    return f"tests/{folder}/test_{name}"
 
 
 def _gpu_tests(file: str) -> tuple[str, ...]:
