@@ -313,7 +313,16 @@ LAYERS = (
         "how modules are called, and called again",
     ),
     Layer(
-        ("tracing", "products", "entropy", "fingerprint", "hashing", "text_file", "disk_sync"),
+        (
+            "tracing",
+            "products",
+            "entropy",
+            "fingerprint",
+            "hashing",
+            "text_file",
+            "bounded_json",
+            "disk_sync",
+        ),
         (),
         "small tools",
     ),

@@ -7,13 +7,18 @@
 import difflib
 from collections.abc import Iterable
 
+_MOST_SHOWN = 100  # errors of one input: a stranger's file can have a million
+
 
 class UserError(ValueError):
-    """Mistakes in the user's input. `errors` has one full sentence for each."""
+    """Mistakes in the user's input. `errors` has one full sentence for each.
+
+    Half a character, which JSON can hold, is shown as \\ud800, so that a message can always be written.
+    """
 
     def __init__(self, title: str, errors: Iterable[str] = ()) -> None:
-        self.title = title
-        self.errors = tuple(errors)
+        self.title = printable(title)
+        self.errors = tuple(map(printable, errors))
         super().__init__("\n".join([title, *(f"  - {error}" for error in self.errors)]))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, tuple[str, ...]]]:
@@ -24,6 +29,10 @@ class DamagedError(UserError):
     """A file is missing, or not what was written: no later try will find it whole."""
 
 
+def printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
 def raise_errors(subject: str, errors: list[str]) -> None:
     """Raise one UserError that lists every error of `subject`, if there is any.
 
@@ -31,7 +40,8 @@ def raise_errors(subject: str, errors: list[str]) -> None:
     """
     if errors:
         count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
-        raise UserError(f"{count} in {subject}:", errors)
+        more = [f"and {len(errors) - _MOST_SHOWN} more"] if len(errors) > _MOST_SHOWN else []
+        raise UserError(f"{count} in {subject}:", [*errors[:_MOST_SHOWN], *more])
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

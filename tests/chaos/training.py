@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def train_undisturbed(job: Job) -> Path:
 def train_disturbed(job: Job, kills: Sequence[Kill]) -> tuple[Path, list[Kill], list[str]]:
     """The run, the kills that hit a rank, and what was wrong on the way and after the end."""
     others = {each.pid for each in rank_processes()}
+    launches = launch_folders()  # of other tests
     killer, problems = Killer(kills), []
 
     def show(event: Event) -> None:
@@ -62,8 +64,13 @@ def train_disturbed(job: Job, kills: Sequence[Kill]) -> tuple[Path, list[Kill], 
         finally:
             killer.stop()
         problems += [f"{path} is left" for path in folder.glob("echelon-*")]
+    problems += [f"{path} is left" for path in launch_folders() - launches]
     problems += leftovers(run, killer.pids, others)
     return run, killer.done, problems
+
+
+def launch_folders() -> set[Path]:
+    return set(Path(get_temp_dir()).glob("echelon-*"))
 
 
 def leftovers(run: Path, pids: set[int], others: Collection[int | None] = ()) -> list[str]:

@@ -175,14 +175,17 @@ def test_an_engine_that_has_trained_goes_back(tmp_path: Path) -> None:
     assert_same(copied(engine), copied(other))
 
 
-def test_a_checkpoint_of_before_the_first_step_takes_state_away(tmp_path: Path) -> None:
-    engine, other = make_engine(), make_engine()
+@pytest.mark.parametrize("plan", ["precision=fp64", "precision=bf16", "precision=bf16 offload=optimizer"])
+def test_a_checkpoint_of_before_the_first_step_takes_state_away(plan: str, tmp_path: Path) -> None:
+    """Also the float32 masters: they would bring back the weights that were trained."""
+    dtype = torch.float64 if "fp64" in plan else torch.float32
+    engine, other = make_engine(plan=plan), make_engine(plan=plan)
     engine.save(tmp_path / "a")
-    train(other, 5, 7)
+    train(other, 5, 7, dtype)
     other.load(tmp_path / "a")
-    assert not any(other.full_optimizer_state().values())
-    train(engine, 0, 2)
-    train(other, 0, 2)
+    assert not any(value.any() for parts in other.full_optimizer_state().values() for value in parts.values())
+    train(engine, 0, 2, dtype)
+    train(other, 0, 2, dtype)
     assert_same(copied(engine), copied(other))
     assert other.steps == 2
 

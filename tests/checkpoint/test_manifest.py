@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from echelon.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from echelon.checkpoint.manifest_text import MOST_BYTES, parse, to_bytes
 from echelon.checkpoint.saved import SavedState
-from echelon.errors import UserError
+from echelon.errors import DamagedError, UserError
 from echelon.ownership import Slice
-from tests.checkpoint.small import BIAS, FILES, WEIGHT, small_manifest, write_small
+from tests.checkpoint.small import BIAS, FILES, WEIGHT, record_of, small_manifest, write_small
 
 SHA = "0" * 64
 Change = Callable[[dict[str, Any]], None]
@@ -155,7 +156,7 @@ def test_a_manifest_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyP
     """An empty list takes 3 bytes in the file and 64 in memory."""
     monkeypatch.setattr("echelon.checkpoint.manifest_text.MOST_VALUES", 1000)
     assert parse(to_bytes({"extra": [[]] * 490}))
-    with pytest.raises(UserError, match="values; a manifest has 1000 at most"):
+    with pytest.raises(UserError, match="values; 1000 are allowed"):
         parse(to_bytes({"extra": [[]] * 510}))
 
 
@@ -188,13 +189,49 @@ def test_links_folders_and_pipes_are_not_opened(tmp_path: Path, name: str) -> No
         (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
 
 
-def test_a_header_that_differs_from_the_manifest_is_found(tmp_path: Path) -> None:
-    """The hash is that of the file; but the manifest says another type."""
+def change_entry(entries: dict[str, Any]) -> None:
+    entries["tensors"]["bias"]["value"]["dtype"] = "int32"
+
+
+def rename_tensor(entries: dict[str, Any]) -> None:
+    entries["tensors"]["bias"]["value"]["pieces"][0]["tensor"] = "other"
+
+
+def drop_tensor(entries: dict[str, Any]) -> None:
+    del entries["tensors"]["bias"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_entry, "holds torch.float32 [3] as bias/value, and the manifest says torch.int32 [3]"),
+        (rename_tensor, "holds nothing as other, and the manifest says torch.float32 [3]"),
+        (drop_tensor, "holds torch.float32 [3] as bias/value, and the manifest says nothing"),
+    ],
+)
+def test_a_header_that_differs_from_the_manifest_is_found_before_anything_is_read(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    """All hashes are right, but the file holds another type, another name, or a tensor more."""
     manifest = write_small(tmp_path / "a")
     entries = json.loads(json.dumps(manifest.as_json()))
-    entries["tensors"]["bias"]["value"]["dtype"] = "int32"
+    change(entries)
     (tmp_path / "a" / MANIFEST).write_bytes(Manifest.from_json(entries).as_bytes())
-    saved = SavedState.open(tmp_path / "a")
-    saved.verify()
-    with pytest.raises(UserError, match=r"rank-00001.safetensors: holds torch.float32 \[3\] as bias/value"):
-        saved.read(Slice("bias", "value", (3,), (0,), (3,)), torch.empty(3))
+    with pytest.raises(DamagedError, match=re.escape(f"{FILES[1]}: {said}")):
+        SavedState.open(tmp_path / "a").verify()
+    with pytest.raises(DamagedError, match=re.escape(said)):  # also without hashes
+        SavedState.open(tmp_path / "a").read(
+            Slice("weight", "value", (3, 4), (1, 0), (1, 4)), torch.empty(1, 4)
+        )
+
+
+def test_a_file_that_is_no_safetensors_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    manifest = write_small(tmp_path / "a")
+    path = tmp_path / "a" / FILES[1]
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"data_offsets":[0,', b'"data_offsets":[1,'))
+    assert path.read_bytes() != data
+    files = {**manifest.files, FILES[1]: record_of(path)}
+    (tmp_path / "a" / MANIFEST).write_bytes(small_manifest(files).as_bytes())
+    with pytest.raises(DamagedError, match=f"{FILES[1]}: cannot be read as safetensors .*are not where"):
+        SavedState.open(tmp_path / "a").verify()

@@ -28,7 +28,10 @@ def train_command(out: Path) -> list[str]:
 def training(out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """A training of its own process, which does not outlive its test."""
     with subprocess.Popen(
-        [*train_command(out), *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*train_command(out), *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a group of its own, which a test can signal
     ) as process:
         try:
             wait_for(lambda: list(out.glob("*/metrics.jsonl")))

@@ -89,3 +89,20 @@ def test_a_rank_that_aborts_is_a_consequence_of_one_that_was_killed() -> None:
     aborted = from_exit_code(0, -signal.SIGABRT, while_starting=False)
     killed = from_exit_code(1, -signal.SIGKILL, while_starting=False)
     assert root_cause([aborted, killed]) is killed
+
+
+def test_a_full_disk_of_temporary_files_is_no_lost_peer() -> None:
+    """Ranks were started again and again, which finds the disk as full."""
+    for error in (dist.DistStoreError("No space left on device"), _raised_from(dist.DistStoreError)):
+        failure = from_exception(1, error)
+        assert failure.kind == Kind.RAISED
+        assert "whose disk is full (No space left on device); free space there" in str(failure.user_error)
+    assert from_exception(1, dist.DistStoreError("wait timeout")).kind == Kind.PEER_LOST
+    assert from_exception(1, OSError(28, "No space left on device")).user_error is None, "the user's own"
+
+
+def _raised_from(kind: type[Exception]) -> Exception:
+    try:
+        raise RuntimeError from kind("[enforce fail] No space left on device")
+    except RuntimeError as error:
+        return error

@@ -15,6 +15,13 @@ from .processes import needs_proc, still_alive, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
 STARTING = SCRIPT.with_name("starting.py")
+SLOW_MODULE = """
+import os, time
+with open(os.environ["NOTE"] + "~", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(file.name, os.environ["NOTE"])
+time.sleep(600)
+"""
 
 pytestmark = needs_proc
 
@@ -55,7 +62,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_through_their_parent(launched: Launched) -> None:
     assert len(still_alive(launched.pids, seconds=0)) == 6
-    assert len(list(launched.temporary.glob("echelon-*"))) == 1
+    assert len(list(launched.temporary.glob("pymp-*/echelon-*"))) == 1
 
     # Ctrl-C in a terminal goes to the whole foreground group; the ranks are not in it.
     os.killpg(launched.process.pid, signal.SIGINT)
@@ -71,9 +78,17 @@ def test_a_killed_parent_takes_its_ranks_along(launched: Launched, number: signa
     assert launched.leaves_nothing()
 
 
-@pytest.mark.slow  # the server imports torch
-def test_the_fork_server_of_a_killed_parent_removes_its_folder() -> None:
-    """No rank has started that could."""
+def test_the_fork_server_of_a_killed_parent_ends_with_its_folder_while_it_imports(tmp_path: Path) -> None:
+    """No rank has started that could; on a busy machine, the server imported torch for a minute."""
+    (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
     with tempfile.TemporaryDirectory(prefix="starting-") as folder:
-        subprocess.run([sys.executable, STARTING], env=os.environ | {"TMPDIR": folder}, check=False)
-        assert wait_until(lambda: not any(Path(folder).iterdir()), 60)
+        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": paths, "NOTE": str(tmp_path / "note")}
+        process = subprocess.Popen([sys.executable, STARTING], env=environment)
+        assert wait_until((tmp_path / "note").exists, 300)
+        (launch,) = Path(folder).glob("pymp-*/echelon-*")
+        process.kill()
+        process.wait()
+        assert wait_until(lambda: not launch.parent.exists(), 60)
+        assert not any(Path(folder).iterdir())
+        assert still_alive([int((tmp_path / "note").read_text())]) == []

@@ -2,7 +2,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +19,7 @@ from .processes import needs_proc, still_alive, wait_until
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where launches make their private folders during this test."""
-    with Ranks(1):  # starts the fork server, whose own folder outlives this test
-        pass
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("echelon.launching.ranks.get_temp_dir", lambda: str(tmp_path))
     return tmp_path
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 SCRIPT = Path(__file__).parent / "scripts" / "server_settings.py"
 
 
+def hears(value: bool) -> dict[str, bool]:
+    return {"hears Ctrl-C": value, "hears SIGTERM": value}
+
+
 def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() -> None:
     """multiprocessing has one fork server: the user's own processes ran without garbage collection too."""
     paths = os.pathsep.join([str(SCRIPT.parent), *sys.path])  # the fork server has the path of its start
@@ -14,11 +18,11 @@ def test_the_settings_of_the_fork_server_end_in_every_process_that_it_forks() ->
         [sys.executable, SCRIPT], env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True
     )
     found = json.loads(done.stdout)
-    assert found["server"] == {"NVML": "1", "collects garbage": False, "hears Ctrl-C": False}
-    usual = {"NVML": None, "collects garbage": True, "hears Ctrl-C": True, "SIGUSR2 is free": True}
+    assert found["server"] == {"NVML": "1", "collects garbage": False, **hears(False)}
+    usual = {"NVML": None, "collects garbage": True, **hears(True), "SIGUSR2 is free": True}
     for process in ("rank", "user's process"):
         frozen = found[process].pop("frozen")
         assert found[process] == usual, process
         assert frozen > 10_000, "it shares the memory of what the server has imported"
     changed = {"NVML": "mine", "collects garbage": False, "SIGUSR2 is free": False}
-    assert found["fork of a rank"] == {**changed, "hears Ctrl-C": True}
+    assert found["fork of a rank"] == {**changed, **hears(True)}

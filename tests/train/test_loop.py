@@ -7,9 +7,9 @@ import pytest
 
 import echelon
 from echelon.collectives import Move, Traffic
-from echelon.launching import Ranks
-from echelon.train import loop
-from echelon.train.events import Evaluated, Event, Stepped
+from echelon.launching import Ranks, pulse
+from echelon.train import language_task, loop
+from echelon.train.events import Evaluated, Event, Sampled, Stepped
 from echelon.train.job import Job, ModelJob
 from tests.cases import Perceptron, adamw, mean_loss, vectors
 
@@ -43,6 +43,21 @@ def test_rank_0_alone_computes_and_tells(tmp_path: Path, warm_ranks: Callable[[i
     for step in steps:
         assert 0 <= step.comm_hidden_seconds <= step.comm_seconds <= step.seconds
         assert step.memory_bytes > 0
+
+
+def sample_place(job: Job, folder: Path) -> list[str]:
+    """Where a rank says that it is while it writes the sample of a training."""
+    events: list[Event] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_task, "sample", lambda *_: pulse.read_own().instruction)
+        loop.train_rank(job, folder, events.append)
+    return [event.text for event in events if isinstance(event, Sampled)]
+
+
+def test_a_long_sample_is_not_taken_for_a_hang(tmp_path: Path, warm_ranks: Callable[[int], Ranks]) -> None:
+    """On a busy machine with a short deadline, the run was restarted for it, again and again."""
+    job = Job(steps=1, batch=4, sequence=16, evaluate_batches=1, model=ModelJob(layers=1, width=32, heads=2))
+    assert warm_ranks(2).run(sample_place, job, tmp_path) == [["the sample"], []]
 
 
 class OnDevice:

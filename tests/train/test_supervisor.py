@@ -73,6 +73,23 @@ def test_sigterm_waits_until_all_ranks_handle_it(tmp_path: Path) -> None:
     assert caught.value.step == 7
 
 
+def test_sigterm_that_ends_ranks_while_they_start_loses_nothing(tmp_path: Path) -> None:
+    """`timeout` sends it to the whole group, in which ranks are at their start."""
+
+    def play(ranks: StandIn, on_message: OnMessage) -> list[int | None]:
+        (run,) = tmp_path.iterdir()
+        (run / "checkpoints" / "step-00000050").mkdir(parents=True)
+        on_message(0, supervisor._LISTENS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise RankFailed(1, "was killed by SIGTERM before it joined the others")
+
+    with pytest.raises(Preempted) as caught:
+        _supervise(tmp_path, play)
+    assert caught.value.step == 50
+    (run,) = tmp_path.iterdir()
+    assert RunFolder(run).state == "preempted"
+
+
 @pytest.mark.parametrize("error", [RankFailed(1, "was killed by SIGKILL"), UserError("no space is left")])
 def test_ranks_that_fail_after_sigterm_have_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -102,8 +119,8 @@ def test_ranks_that_fail_after_sigterm_have_not_saved(
         _supervise(tmp_path / "runs", play, keep="memory")
     assert str(error).splitlines()[0] in str(caught.value)
     (run,) = (tmp_path / "runs").iterdir()
-    says = f"and of step 5 in the memory of this machine (0: none); go on with: echelon train --resume {run}"
-    assert "SIGTERM had come, and this was not saved" in str(caught.value)
+    says = f"and step 5 is in the memory of this machine; go on with: echelon train --resume {run}"
+    assert "stopped by SIGTERM before saving; there is no checkpoint, and" in str(caught.value)
     assert says in str(caught.value)
     assert RunFolder(run).state == "failed"
     assert len(list((tmp_path / "memory").iterdir())) == 1, "the copies stay"

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,22 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     assert len(headers.errors) == 3
     assert "'../secret.safetensors' is not the name of a file beside it" in headers.errors[0]
     assert headers.tensors == {}
+
+
+def test_half_a_character_in_an_index_is_refused_in_words(tmp_path: Path) -> None:
+    weight_map = {"t0": "a\ud800.safetensors", "t\udfff": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    file, name = read_headers(tmp_path).errors
+    assert r"weight_map: 'a\ud800.safetensors' is not the name of a file beside it" in file
+    assert r"weight_map: the name 't\udfff' has half a character; must be Unicode text" in name
+
+
+def test_an_index_of_many_files_is_read_in_time_that_grows_with_their_number(tmp_path: Path) -> None:
+    weight_map = {f"t{number}": f"{number}.safetensors" for number in range(10_000)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    begin = time.process_time()
+    assert len(read_headers(tmp_path).errors) == 10_000
+    assert time.process_time() - begin < 5, "each file is looked for in all names"
+    weight_map["t"] = "t.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert "lists 10001 files; must list 10000 at most" in read_headers(tmp_path).errors[0]

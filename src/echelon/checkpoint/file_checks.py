@@ -7,9 +7,10 @@ from pathlib import Path
 from echelon.checkpoint.file_hash import hash_file
 from echelon.checkpoint.manifest import FileRecord
 from echelon.checkpoint.manifest_reader import shown
-from echelon.checkpoint.regular_file import open_regular
+from echelon.checkpoint.regular_file import no_links, open_regular
 from echelon.errors import DamagedError, UserError
 from echelon.weight_files.layout import Described
+from echelon.weight_files.tensor_file import StoredTensor, read_header
 
 
 def check_size(path: Path, record: FileRecord) -> None:
@@ -28,13 +29,19 @@ def check_hash(path: Path, record: FileRecord) -> None:
         )
 
 
-def check_header(path: Path, header: Mapping[str, Described], expected: Mapping[str, Described]) -> None:
-    """A file must hold exactly the tensors that the manifest says, in their shapes and types."""
+def checked_header(path: Path, expected: Mapping[str, Described]) -> dict[str, StoredTensor]:
+    """The header of a file, which must hold exactly the tensors that the manifest says, in their shapes and
+    types."""
+    try:
+        header = read_header(path, opener=no_links)
+    except UserError as error:
+        kind = UserError if isinstance(error.__cause__, OSError) else DamagedError  # a disk may recover
+        raise kind(error.title, error.errors) from error
     for name in {**expected, **header}:
-        found = _described(header.get(name))
-        wanted = _described(expected.get(name))
+        found, wanted = _described(header.get(name)), _described(expected.get(name))
         if found != wanted:
-            raise UserError(f"{path}: holds {found} as {shown(name)}, and the manifest says {wanted}")
+            raise DamagedError(f"{path}: holds {found} as {shown(name)}, and the manifest says {wanted}")
+    return header
 
 
 def share_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:

@@ -13,6 +13,7 @@ from typing import BinaryIO, final
 from xxhash import xxh3_64_digest
 
 from echelon.hardware import usable_cores
+from echelon.launching.pulse import beat
 
 BLOCK_BYTES = 4 << 20
 _PART_BYTES, _THREADS = 4 * BLOCK_BYTES, 4
@@ -58,6 +59,7 @@ def _checks(descriptor: int, begin: int, size: int) -> bytes:
         block = memory[: begin + size - offset]
         _read_exactly(descriptor, offset, block)
         checks.append(xxh3_64_digest(block))
+        beat()
     return b"".join(checks)
 
 

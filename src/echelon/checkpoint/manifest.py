@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its contents as plain data, and as JSON.
 
 {
-  "format": "echelon-checkpoint", "version": 1, "sha256": "…",
+  "format": "echelon-checkpoint", "version": 2, "sha256": "…",
   "step": 100, "plan": "data=2 zero=1", "ranks": 2, "saved": "…", "versions": {"echelon": …, "torch": …},
   "tensors": {"blocks.0.weight": {"value": {"shape": [8, 4], "dtype": "float32", "pieces": [
       {"file": "rank-00000.safetensors", "tensor": "blocks.0.weight/value@0,0",
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from echelon.bounded_json import paused_collector
 from echelon.checkpoint.manifest_reader import PlacedTensor, Reader, check_pieces, inside, shown
 from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, VERSION, check_version, from_bytes, to_bytes
 from echelon.errors import UserError
@@ -105,7 +106,9 @@ class Manifest:
 
         `is_whole=False`: that of one rank's file, which has parts of tensors.
         """
-        return cls.from_json({"format": FORMAT, "version": VERSION, **from_bytes(data)}, is_whole=is_whole)
+        with paused_collector():
+            entries = {"format": FORMAT, "version": VERSION, **from_bytes(data)}
+            return cls.from_json(entries, is_whole=is_whole)
 
     @classmethod
     def from_json(cls, value: Any, *, is_whole: bool = True) -> "Manifest":

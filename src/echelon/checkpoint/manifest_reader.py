@@ -98,10 +98,13 @@ class Reader:
         return {name: value.get(name) for name in names}
 
     def shape(self, value: Any, entry: str) -> Shape:
-        lengths: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-        is_shape = len(lengths) <= _MOST_DIMS and all(type(n) is int and n >= 0 for n in lengths)
-        if is_shape and math.prod(max(n, 1) for n in lengths) < _MOST_ELEMENTS:
-            return tuple(lengths)
+        if isinstance(value, list | tuple) and len(value) <= _MOST_DIMS:
+            num_elements = 1  # a loop, not a generator: there are two shapes for each of many pieces
+            for length in value:
+                is_length = type(length) is int and length >= 0
+                num_elements *= max(length, 1) if is_length else _MOST_ELEMENTS
+            if num_elements < _MOST_ELEMENTS:
+                return tuple(value)
         self.error(
             entry, f"must be a list of integers, at least 0, for at most 2^63 elements, is {shown(value)}"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.fetching import CheckpointFiles, files_at, report_read_errors
-from echelon.checkpoint.file_checks import check_hash, check_header, check_size, share_files
+from echelon.checkpoint.file_checks import check_hash, check_size, checked_header, share_files
 from echelon.checkpoint.manifest import MANIFEST, Manifest, TensorRecord
 from echelon.checkpoint.manifest_reader import dtype_of
 from echelon.checkpoint.manifest_text import MOST_BYTES, OtherVersionError
@@ -18,7 +18,7 @@ from echelon.checkpoint.regular_file import no_links, read_regular
 from echelon.errors import DamagedError, UserError
 from echelon.ownership import MASTER, VALUE, OwnedSlice, Slice
 from echelon.weight_files.pieces import Piece, Window, read_pieces, whole
-from echelon.weight_files.tensor_file import StoredTensor, read_box, read_header
+from echelon.weight_files.tensor_file import StoredTensor, read_box
 
 
 class SavedTensor(NamedTuple):
@@ -48,10 +48,12 @@ class SavedState:
         return saved
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compare the hashes of files: of this rank's share, where several verify a checkpoint together."""
+        """Compare the hashes and the headers of files with the manifest: of this rank's share, where several
+        verify a checkpoint together."""
         names = list(self.manifest.files)
         for name in share_files({n: self.manifest.files[n].bytes for n in names}, ranks)[rank]:
             check_hash(self._file(name), self.manifest.files[name])
+            self._header(name)
 
     def _file(self, name: str) -> Path:
         """A file of the size in the manifest, on this machine."""
@@ -92,9 +94,7 @@ class SavedState:
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self._headers:
             path = self._file(file)
-            header = read_header(path, opener=no_links)
-            check_header(path, header, self._expected[file])
-            self._headers[file] = header
+            self._headers[file] = checked_header(path, self._expected.get(file, {}))
         return self._headers[file]
 
     @cached_property

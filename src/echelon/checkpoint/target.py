@@ -20,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from echelon.bounded_json import parse_json
 from echelon.checkpoint.direct_file import DirectFile
 from echelon.checkpoint.manifest import MANIFEST, FileRecord
-from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, from_bytes
+from echelon.checkpoint.manifest_text import FORMAT, MOST_BYTES, MOST_VALUES, from_bytes
 from echelon.checkpoint.part_writer import Sink
 from echelon.checkpoint.regular_file import no_links, open_regular, read_regular
 from echelon.checkpoint.storage_errors import as_folder, is_url
@@ -160,8 +161,8 @@ class FolderTarget(Target):
 def parse_report(data: bytes, place: object) -> Report:
     """What a rank has reported. Names, sizes and hashes in it are checked as those of the manifest."""
     try:
-        report: Any = json.loads(data)
-    except (ValueError, RecursionError):
+        report: Any = parse_json(data, most_bytes=MOST_BYTES, most_values=MOST_VALUES)
+    except ValueError:
         report = None
     if isinstance(report, dict) and isinstance(report.get("numbers"), dict):
         files = report.get("files")

@@ -9,7 +9,6 @@ covers. Those of boxes side by side cancel, and what remains are the corners of 
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import final
@@ -56,10 +55,14 @@ def tiling_error(shape: Shape, boxes: Sequence[Box], budget: CornerBudget) -> st
 
 
 def _corners_cancel(shape: Shape, boxes: Sequence[Box], cut: Sequence[int]) -> bool:
-    corners: Counter[Shape] = Counter()
+    corners: dict[Shape, int] = {}
     whole = ((0,) * len(shape), shape)
+    # The corners of a box: what is added to its offsets, per dim that is cut, and the sign.
+    kinds = [
+        (list(zip(cut, ends, strict=True)), (-1) ** sum(ends)) for ends in product((0, 1), repeat=len(cut))
+    ]
     for sign, (offsets, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
-        for ends in product((0, 1), repeat=len(cut)):
-            place = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True))
-            corners[place] += sign * (-1) ** sum(ends)
+        for ends, parity in kinds:
+            place = tuple([offsets[dim] + end * sizes[dim] for dim, end in ends])
+            corners[place] = corners.get(place, 0) + sign * parity
     return not any(corners.values())

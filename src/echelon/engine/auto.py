@@ -19,6 +19,7 @@ from echelon.collectives import Group, Ledger, group_over
 from echelon.engine.batch import Batch, cast, take_part
 from echelon.engine.upload import to_device
 from echelon.errors import UserError
+from echelon.launching import host_work
 from echelon.launching.group import decide_on_rank_0
 from echelon.mesh import this_device
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, AUTO, Plan
@@ -83,7 +84,8 @@ def _choose(
 ) -> dict[str, Any]:
     inputs, targets = take_part(take_part(sample_batch, 0, plan.data), 0, plan.microbatches)
     inputs = cast(to_device(inputs, device), DTYPES[plan.precision])
-    measured = profile(model, (inputs, targets))
+    with host_work("the times of layers"):
+        measured = profile(model, (inputs, targets))
     # Weight versions and gathered weights are each rank's own, and ranks with different experts compute
     # together: those stages have no replicas.
     straight = plan.schedule in ASYNCHRONOUS_SCHEDULES or plan.zero == 3 or plan.expert > 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.bounded_json import parse_json
 from echelon.checkpoint import Manifest
 from echelon.checkpoint.manifest import Number
 from echelon.engine.learned import LEARNED, learned
@@ -150,10 +151,11 @@ def owned_extra_state(module: nn.Module) -> list[OwnedSlice]:
             continue
         try:
             data = json.dumps(value).encode()
-        except (TypeError, ValueError):
+            parse_json(data)  # what is saved can be loaded
+        except (TypeError, ValueError, RecursionError) as error:
             errors.append(
                 f"{name}: get_extra_state() of {type(each).__name__} returns a {type(value).__name__}; it "
-                "must return a tensor, or lists, dicts, strings and numbers"
+                f"must return a tensor, or lists, dicts, strings and numbers ({error})"
             )
             continue
         owned.append(_bytes(name, JSON, torch.frombuffer(bytearray(data), dtype=torch.uint8)))

@@ -9,6 +9,7 @@ from echelon.assembly import Assembly, Key
 from echelon.errors import UserError, raise_errors
 from echelon.huggingface import config_json, is_pretrained, weight_layout, write_generation_config
 from echelon.launching.group import check_on_every_rank
+from echelon.launching.pulse import beat
 from echelon.ownership import VALUE, StateNames
 from echelon.weight_files import write_folder
 
@@ -85,4 +86,5 @@ class _Stream:
         self._is_inside_tensor = True
         tensor = self._assembly.tensor(key, to=0)
         self._is_inside_tensor = False
+        beat()  # rank 0 writes it, and the others wait
         return tensor

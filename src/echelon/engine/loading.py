@@ -9,7 +9,6 @@ anything does not fit, nothing changes. Then each rank reads what it holds:
     numbers       counters of steps, loss scale, normaliser
 """
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from echelon.bounded_json import parse_json
 from echelon.checkpoint import SavedState, number_errors
 from echelon.engine.checkpoints import EXTRA_STATE, JSON, RANDOM, extra_state_modules, gather
 from echelon.engine.engine_state import EngineState
@@ -119,7 +119,7 @@ class Loading(NamedTuple):
     def _plain(self, name: str, part: str) -> Any:
         """A small tensor of bytes that are JSON."""
         with self._refusing_strangers(name):
-            return json.loads(bytes(self._whole(name, part).tolist()))
+            return parse_json(self._whole(name, part).numpy().tobytes())
 
     @contextmanager
     def _refusing_strangers(self, name: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ Importing this package does not import torch.
 
 from echelon.launching.channel import is_launched_rank, send_message
 from echelon.launching.errors import PeerLost, RankFailed, RankHung
+from echelon.launching.host_work import host_work
 from echelon.launching.launcher import launch
 from echelon.launching.preloading import TRAINING_MODULES, preload, start_fork_server
 from echelon.launching.pulse import (
@@ -31,6 +32,7 @@ __all__ = [
     "beat",
     "enter_operation",
     "finish_step",
+    "host_work",
     "is_launched_rank",
     "join",
     "launch",

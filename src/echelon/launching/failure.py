@@ -5,8 +5,11 @@ first. So failures are ordered by kind first, and then by time.
 """
 
 import enum
+import errno
+import os
 import signal
 import sys
+import tempfile
 import time
 import traceback as tracebacks
 from collections.abc import Iterable, Iterator
@@ -26,6 +29,7 @@ _PEER_WORDS = (
     "gloo/transport",
     "gloo connectfullmesh",
 )
+_NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class Kind(enum.IntEnum):
@@ -59,6 +63,9 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     text = "".join(tracebacks.format_exception(error))
     if isinstance(error, SystemExit):
         return Failure(rank, Kind.DIED, f"called sys.exit({error.code!r}) before it finished", text)
+    full = full_disk_error(error)
+    if full is not None:  # a restart would not help
+        return Failure(rank, Kind.RAISED, f"raised {full}", text, full)
     kind = Kind.PEER_LOST if is_peer_error(error) else Kind.RAISED
     headline = "".join(tracebacks.format_exception_only(error)).strip()
     return Failure(rank, kind, f"raised {headline}", text, _portable_user_error(error))
@@ -78,6 +85,16 @@ def from_exit_code(rank: int, code: int, while_starting: bool) -> Failure:
 def is_peer_error(error: BaseException) -> bool:
     """Whether `error`, or one of its causes, means that another rank was lost."""
     return any(_means_peer_lost(each) for each in _chain(error))
+
+
+def full_disk_error(error: BaseException) -> UserError | None:
+    """That the disk of temporary files is full, where ranks meet; None for another error."""
+    if not any(_NO_SPACE in str(each) and "Store" in type(each).__name__ for each in _chain(error)):
+        return None
+    return UserError(
+        f"ranks meet in a file of {tempfile.gettempdir()}, whose disk is full ({_NO_SPACE}); free space "
+        "there, or set TMPDIR to a folder on another disk"
+    )
 
 
 def _portable_user_error(error: BaseException) -> UserError | None:

@@ -17,9 +17,11 @@ import threading
 from importlib import import_module
 
 from echelon.launching.preloading import TRAINING_MODULES
+from echelon.launching.server_settings import end_without_parent, remove_folder
 
 _SERVER_PID = os.getpid()
 _REQUEST = signal.SIGUSR2
+_LOOK_SECONDS = 0.2
 
 # A rank that is forked during an import would have half a module, locked forever. So importing and forking
 # both take this lock: a launch waits for an import that has begun.
@@ -58,12 +60,19 @@ def _import_training_modules() -> None:
         _lock.release()
 
 
+def _await_import() -> None:
+    """Before a fork: take the lock, or end with the parent, which need not wait for an import."""
+    while not _lock.acquire(timeout=_LOOK_SECONDS):
+        end_without_parent()
+
+
 def _end_during_import() -> None:
     """End the server with its parent: it must not keep the parent's output open until it has imported."""
     if _lock.locked() and os.getpid() == _SERVER_PID:
+        remove_folder()
         os._exit(0)  # a normal exit tears modules down while the thread still imports
 
 
 signal.signal(_REQUEST, _on_request)
 atexit.register(_end_during_import)
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_leave_server)
+os.register_at_fork(before=_await_import, after_in_parent=_lock.release, after_in_child=_leave_server)

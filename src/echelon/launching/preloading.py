@@ -4,8 +4,14 @@ This is the side of the launching process; that of the fork server is `fork_serv
 """
 
 import multiprocessing
+import os
+import signal
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
+from multiprocessing.util import get_temp_dir
+
+PARENT = "ECHELON_FORK_SERVER_PARENT"  # in the environment of the server: its parent, and its folder
 
 # What a rank that trains imports: the first step of a torch optimizer imports torch._dynamo. Together they
 # take 1.5 s. They are named, not imported, because this package is below the engine.
@@ -30,11 +36,20 @@ def start_fork_server(*modules: str) -> None:
     """Like `preload`, and start the fork server now, so that it imports while this process does too."""
     preload(*modules)
     fork_server_context()
-    ensure_running()
 
 
 def fork_server_context() -> ForkServerContext:
-    """The multiprocessing context that starts processes from the fork server."""
+    """The multiprocessing context that starts processes from the fork server, which runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_modules)
+    # SIGTERM to the whole process group must not end the server, with which ranks end, before its settings
+    # do this. The tracker first: when it starts, it takes these signals from what is blocked.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    os.environ[PARENT] = f"{os.getpid()} {get_temp_dir()}"
+    try:
+        ensure_running()
+    finally:
+        del os.environ[PARENT]
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context

@@ -48,6 +48,11 @@ class Pulse(NamedTuple):
 _slot: _Slot | None = None
 
 
+def has_slot() -> bool:
+    """Whether anybody looks for signs of life of this process."""
+    return _slot is not None
+
+
 def beat() -> None:
     """Give a sign of life; call it in long work that has no operation with other ranks."""
     if _slot is not None:

@@ -26,6 +26,7 @@ from echelon.launching.deadline import FROM_ENVIRONMENT, Deadline, deadline_seco
 from echelon.launching.environment import Environment, variables_of
 from echelon.launching.errors import RankFailed, RankHung
 from echelon.launching.failure import Failure, root_cause
+from echelon.launching.preloading import fork_server_context
 from echelon.launching.pulse import Board
 from echelon.launching.rank_process import RankProcess, collect_stacks, kill_all, stop_all
 from echelon.launching.worker import RankConfig
@@ -73,7 +74,8 @@ class Ranks:
         _check_arguments(ranks, deadline)
         overrides = [variables_of(environment, rank) for rank in range(ranks)]
         self._deadline = deadline_seconds(deadline)
-        self._folder = Path(tempfile.mkdtemp(prefix="echelon-"))
+        fork_server_context()  # before there is a folder: it removes those of a process that was killed
+        self._folder = Path(tempfile.mkdtemp(prefix="echelon-", dir=get_temp_dir()))
         self._processes: list[RankProcess] = []
         self._is_open, self._kills_at_once = True, kills_at_once
         # Runs before multiprocessing's own handler, which would wait for the ranks forever.

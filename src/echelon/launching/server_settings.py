@@ -6,11 +6,12 @@ whether CUDA is available while it is imported, NVML must answer.
 Garbage: what a module makes while it is imported mostly lives forever, and the collector would look through
 it again and again, for a quarter of the time.
 
-Its folder: multiprocessing makes one for the server's socket, and the parent removes it at its end. A parent
-that is killed cannot, and maybe no rank has started that could; so the server does.
+Its end: when the parent is gone, also while modules are imported, which takes long on a busy machine. Then
+the server removes the folder that multiprocessing has made for its socket, in which the folders of launches
+are: a parent that was killed cannot, and maybe no rank has started that could.
 
-Ctrl-C: a terminal sends it to the server too, which would print a traceback while it imports. It is meant for
-the parent.
+Signals: a terminal sends Ctrl-C to the server too, and `timeout` SIGTERM. Both are meant for the parent,
+which may need its ranks to save; and ranks end with the server.
 
 Every process that the server forks has the usual settings again: ranks, and the user's own processes, because
 multiprocessing has one fork server for all.
@@ -21,14 +22,67 @@ import gc
 import os
 import shutil
 import signal
-from multiprocessing import forkserver
+import threading
+import time
 from pathlib import Path
 
-_SERVER_PID, _PARENT_PID = os.getpid(), os.getppid()
+from echelon.launching.preloading import PARENT
+
+_SERVER_PID = os.getpid()
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _is_set_by_user = _NVML_CHECK in os.environ
-# Blocked, not ignored: multiprocessing gives the handlers of this moment to every process that it forks.
-_SIGNALS_BEFORE = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_REMOVE_SECONDS, _LOOK_SECONDS = 1.0, 0.2
+
+# Blocked, not ignored: multiprocessing gives the handlers of this moment to every process that it forks. The
+# parent has blocked them already for the moments before this line (preloading.py).
+_signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) - _SIGNALS
+
+# Of the process that has started this server, and multiprocessing's folder there; not in other processes. The
+# parent says so itself: it may have been killed before this line.
+_parent_pid, _, _folder_name = os.environ.pop(PARENT, "0 ").partition(" ")
+_folder = Path(_folder_name) if Path(_folder_name).name.startswith("pymp-") else None
+
+
+def is_parent_gone() -> bool:
+    """Whether the process that started this server has ended. Its pipe does not tell: requests that wait in
+    the socket, and ranks, hold it open."""
+    return _parent_pid != "0" and os.getppid() != int(_parent_pid)
+
+
+def remove_folder() -> None:
+    """At the end of the server, if its parent is gone: remove multiprocessing's folder."""
+    if os.getpid() != _SERVER_PID or _folder is None or not is_parent_gone():
+        return
+    give_up = time.monotonic() + _REMOVE_SECONDS
+    while _folder.exists() and time.monotonic() < give_up:  # a rank that starts may make a file meanwhile
+        shutil.rmtree(_folder, ignore_errors=True)
+
+
+def end_without_parent() -> None:
+    """End this server now if its parent is gone."""
+    if is_parent_gone():
+        remove_folder()
+        os._exit(0)  # a normal exit waits for threads that import
+
+
+class _ParentWatch:
+    """A thread that ends the server with its parent while modules are imported. It is gone before the server
+    forks: a child would inherit its locks."""
+
+    def __init__(self) -> None:
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="echelon-parent-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if os.getpid() == _SERVER_PID and not self._is_over.is_set():
+            self._is_over.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_SECONDS):
+            end_without_parent()
 
 
 def _restore_settings() -> None:
@@ -41,21 +95,14 @@ def _restore_settings() -> None:
         return
     gc.freeze()
     gc.enable()
-    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS_BEFORE)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _signals_before)
     if not _is_set_by_user:
         os.environ.pop(_NVML_CHECK, None)
 
 
-def _remove_folder() -> None:
-    """At the end of the server, if its parent is gone: remove multiprocessing's folder."""
-    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-    if os.getpid() == _SERVER_PID and os.getppid() != _PARENT_PID and address:
-        folder = Path(address).parent
-        if folder.name.startswith("pymp-"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-atexit.register(_remove_folder)
+atexit.register(remove_folder)
 os.environ.setdefault(_NVML_CHECK, "1")
 gc.disable()
 os.register_at_fork(after_in_child=_restore_settings)
+if _folder is not None:
+    os.register_at_fork(before=_ParentWatch().stop)

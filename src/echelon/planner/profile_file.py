@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from echelon.bounded_json import parse_json
 from echelon.errors import UserError, did_you_mean, raise_errors
 from echelon.planner.graph import AMOUNTS, Node, Profile, chain, make_profile
 from echelon.planner.graph_text import parse_graph_text
@@ -37,8 +38,8 @@ def read_profile(path: str | Path) -> Profile:
     if not text.lstrip().startswith("{"):
         return parse_graph_text(text, subject)
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # too many digits or braces
+        value = parse_json(text.encode())
+    except ValueError as error:  # also too many digits or brackets
         raise UserError(f"{subject} is not JSON: {error}") from None
     return profile_of(value, subject)
 

@@ -16,6 +16,7 @@ from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.balance import ExpertLoad
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.initialization import deferred
+from echelon.launching import host_work
 from echelon.mesh import this_device
 from echelon.optim.optimizers import make_optimizer
 from echelon.plan import AUTO, Plan
@@ -48,9 +49,11 @@ def train_rank(
 
 def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRequest) -> int | None:
     torch.manual_seed(job.seed)
-    task, measures = open_task(job), Plan.parse(job.plan).pipeline == AUTO
-    refuse_small_device(job, task.config, this_device())
-    model = _whole(job, task) if measures else deferred(task.build)
+    measures = Plan.parse(job.plan).pipeline == AUTO
+    with host_work("the data and the model"):
+        task = open_task(job)
+        refuse_small_device(job, task.config, this_device())
+        model = _whole(job, task) if measures else deferred(task.build)
     engine = parallelize(
         model,
         job.plan,
@@ -91,7 +94,8 @@ def _train(job: Job, folder: Path, report: Callable[[Event], None], stop: StopRe
     checkpoints.finish()
     engine.close(restore=False)
     if first and task.num_parameters <= LARGEST_TO_SAMPLE:
-        report(Sampled(task.sample(folder / "model")))
+        with host_work("the sample"):
+            report(Sampled(task.sample(folder / "model")))
     return None
 
 

@@ -1,16 +1,17 @@
 """metrics.jsonl as events again, for a run that goes on: what was before its checkpoint stays."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from echelon.bounded_json import parse_json
 from echelon.train import strict_json
 from echelon.train.events import Evaluated, GateLoad, RolledBack, Stepped
 
 METRICS = "metrics.jsonl"
+_LONGEST_LINE = 2**22  # bytes
 
 
 def entry_of(event: Stepped | Evaluated | RolledBack) -> dict[str, Any]:
@@ -92,16 +93,17 @@ def _is_after(entry: dict[str, Any], step: int) -> bool:
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        entry = _entry(line)
-        if entry is not None:
-            yield entry
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):  # a longer one is cut, and cannot be read
+            entry = _entry(line.decode(errors="replace"))
+            if entry is not None:
+                yield entry
 
 
 def _entry(line: str) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry = parse_json(line.encode(errors="replace"))
+    except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
 

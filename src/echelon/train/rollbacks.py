@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
+from echelon.bounded_json import MOST_BYTES, parse_json
 from echelon.checkpoint.regular_file import read_regular
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.errors import UserError
@@ -21,7 +22,6 @@ from echelon.train.job import Job
 from echelon.train.spikes import Trouble
 
 SKIPPED = "skipped_batches.json"
-_MOST_BYTES = 10**8
 
 
 class Checkpoints(Protocol):
@@ -108,9 +108,8 @@ class SkippedBatches(NamedTuple):
     def read(cls, path: Path) -> "SkippedBatches":
         """Of a run without the file: nothing. A UserError if it is not what a training has written."""
         try:
-            text = read_regular(path, _MOST_BYTES) if path.exists() else cls().text()
-            return cls.parse(json.loads(text))
-        except (ValueError, RecursionError) as error:  # also a UserError, of a file that cannot be read
+            return cls.parse(parse_json(read_regular(path, MOST_BYTES))) if path.exists() else cls()
+        except ValueError as error:  # also a UserError, of a file that cannot be read
             raise UserError(
                 f"{path} cannot be read ({str(error).splitlines()[0]}); it lists the batches that a rollback "
                 "has left out: remove it to train them again"

@@ -12,6 +12,7 @@ import torch
 
 from echelon import __version__
 from echelon.errors import UserError
+from echelon.launching import host_work
 from echelon.train.events import Event, Noted, Restarting, RolledBack, Starting
 from echelon.train.job import Job, as_plain
 from echelon.train.logbook import Logbook
@@ -43,7 +44,10 @@ class Run:
         self.show(event)
 
     def finish(self) -> dict[str, Any]:
-        self.logbook.close()
+        with host_work(
+            "the picture of the loss"
+        ):  # under torchrun this is rank 0, and others may wait for it
+            self.logbook.close()
         summary = {"run": str(self.folder.path), **self.logbook.summary()}
         self.folder.mark("finished", {"summary": summary})
         return summary

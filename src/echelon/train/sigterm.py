@@ -16,6 +16,7 @@ class Sigterm:
 
     def __init__(self) -> None:
         self.came = False
+        self.is_forwarded = False  # to all ranks: they have begun, and save
         self.is_answered = False  # all is saved: another one has nothing to end
         self._ranks: Ranks | None = None
         self._listeners: set[int] = set()
@@ -48,6 +49,7 @@ class Sigterm:
     def _forward(self) -> None:
         self.came = True
         if self._ranks is not None and len(self._listeners) == self._ranks.size:
+            self.is_forwarded = True
             self._ranks.send_signal(signal.SIGTERM)
 
     def _give_back(self) -> None:

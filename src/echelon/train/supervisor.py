@@ -44,6 +44,10 @@ def supervise(job: Job, run: Run, fit: Fit, sigterm: Sigterm) -> None:
             with suppress(OSError, UserError):  # and must not hide the error
                 checkpoint_folder(job, path).remove_leftovers()
             rescue.at_end()
+            if isinstance(error, RankFailed) and sigterm.came and not sigterm.is_forwarded:
+                # Ranks that start do not handle it yet, and nothing is lost: they had not trained.
+                sigterm.is_answered = True
+                raise Preempted(newest_step(job, path)) from error
             if not sigterm.came or not run.logbook.has_started:
                 raise
             note = _what_is_saved(fit(job), path)
@@ -100,11 +104,9 @@ def rank_main(job: Job, folder: Path) -> int | None:
 def _what_is_saved(job: Job, run: Path) -> str:
     """After a SIGTERM that was not answered by a save: what there is to go on from."""
     on_disk, in_memory = newest_step(job, run), newest_in_memory(job, run)
-    kept = f", and of step {in_memory} in the memory of this machine" if in_memory > on_disk else ""
-    return (
-        f"SIGTERM had come, and this was not saved; there is a checkpoint of step {on_disk}{kept} (0: "
-        f"none); go on with: echelon train --resume {run}"
-    )
+    last = f"the last checkpoint is step {on_disk}" if on_disk else "there is no checkpoint"
+    kept = f", and step {in_memory} is in the memory of this machine" if in_memory > on_disk else ""
+    return f"stopped by SIGTERM before saving; {last}{kept}; go on with: echelon train --resume {run}"
 
 
 def _with_note(error: RankFailed | UserError, note: str) -> RankFailed | UserError:

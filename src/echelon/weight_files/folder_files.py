@@ -3,21 +3,21 @@
 `layout` knows what the tensors mean. Pickle is never read.
 """
 
-import json
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import UserError
-from echelon.weight_files.tensor_file import StoredTensor, read_header
+from echelon.bounded_json import MOST_BYTES, parse_json
+from echelon.errors import UserError, raise_errors
+from echelon.weight_files.tensor_file import StoredTensor, is_text, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_LONGEST_JSON = 100_000_000
+_MOST_SHARDS = 10_000
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -26,14 +26,14 @@ def read_json(path: Path) -> dict[str, Any]:
         about = path.stat()
         if not stat.S_ISREG(about.st_mode):
             raise UserError(f"{path}: cannot be read: is not a regular file")
-        if about.st_size > _LONGEST_JSON:
-            raise UserError(f"{path}: has {about.st_size} bytes; must have {_LONGEST_JSON} at most")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if about.st_size > MOST_BYTES:
+            raise UserError(f"{path}: has {about.st_size} bytes; must have {MOST_BYTES} at most")
+        value = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except UserError:
         raise
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too many brackets
+    except ValueError as error:  # not UTF-8, not JSON, or too much of it
         raise UserError(f"{path}: is damaged, or is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold a JSON object, holds a {type(value).__name__}")
@@ -83,21 +83,35 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path}: must hold a 'weight_map' from tensor names to file names")
-    # A file name in the index must not lead out of the folder.
-    bad = [f for f in weight_map.values() if not isinstance(f, str) or Path(f).name != f]
-    if bad:
-        raise UserError(
-            str(path), [f"{path}: weight_map: {name!r} is not the name of a file beside it" for name in bad]
-        )
+    errors = [
+        f"{path}: weight_map: {ascii(file)[:200]} is not the name of a file beside it"
+        for file in weight_map.values()
+        if not _is_file_name(file)
+    ]
+    errors += [
+        f"{path}: weight_map: the name {ascii(name)[:200]} has half a character; must be Unicode text"
+        for name in weight_map
+        if not is_text(name)
+    ]
+    raise_errors(str(path), errors)
     return weight_map
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether it does not lead out of the folder."""
+    return isinstance(value, str) and is_text(value) and Path(value).name == value
 
 
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> FolderHeaders:
     tensors: dict[str, StoredTensor] = {}
     unreadable: set[str] = set()
     errors: list[str] = []
-    for file in sorted(set(weight_map.values())):
-        listed = {name for name, place in weight_map.items() if place == file}
+    names: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        names.setdefault(file, set()).add(name)
+    if len(names) > _MOST_SHARDS:
+        raise UserError(f"{folder / INDEX}: lists {len(names)} files; must list {_MOST_SHARDS} at most")
+    for file, listed in sorted(names.items()):
         try:
             shard = read_header(folder / file)
         except UserError as error:

@@ -4,7 +4,6 @@ Boxes are read at their place in the file, straight into the tensors that are re
 keep every page that was touched in the memory of the process.
 """
 
-import json
 import math
 import os
 import stat
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.bounded_json import parse_json
 from echelon.errors import UserError
 from echelon.hardware import usable_cores
 
@@ -47,7 +47,7 @@ LENGTH = struct.Struct("<Q")  # of the header, in front of it
 METADATA = "__metadata__"  # the one key of a header that is no tensor
 
 _LONGEST_HEADER = 100_000_000  # as in safetensors itself
-_MOST_VALUES = 1 << 22  # of a header: some hundred thousand tensors
+_MOST_VALUES = 1 << 22  # of a header: some 500,000 tensors
 _MOST_DIMS, _LARGEST = 64, 2**63 - 1  # of a shape, as in torch
 _BLOCK_BYTES = 2**20  # of whole rows, from which parts are cut
 _SHARE_BYTES, _MOST_THREADS = 4 * 2**20, 4  # of a large read: what a thread reads at once
@@ -73,7 +73,7 @@ def read_header(path: Path, opener: Opener | None = None) -> dict[str, StoredTen
         return _place_tensors(path, begin, size, entries)
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
+    except (OSError, ValueError, TypeError, LookupError, struct.error) as error:
         raise UserError(f"{path}: cannot be read as safetensors (cut short, or damaged?): {error}") from error
 
 
@@ -82,10 +82,7 @@ def _parse_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
     (length,) = LENGTH.unpack(file.read(LENGTH.size))
     if length > min(size - LENGTH.size, _LONGEST_HEADER):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    text = file.read(length)
-    if text.count(b",") > _MOST_VALUES:  # small in a file, large in memory
-        raise ValueError(f"a header of more than {_MOST_VALUES} values")
-    entries = json.loads(text)
+    entries = parse_json(file.read(length), most_bytes=_LONGEST_HEADER, most_values=_MOST_VALUES)
     if not isinstance(entries, dict):
         raise TypeError(f"the header is a {type(entries).__name__}, must be an object")
     entries.pop(METADATA, None)
@@ -100,6 +97,8 @@ def _place_tensors(path: Path, begin: int, size: int, entries: dict[str, Any]) -
         if entry["dtype"] not in DTYPES:
             raise UserError(f"{path}: {name} is of type {entry['dtype']}; must be one of {', '.join(DTYPES)}")
         tensor = StoredTensor(path, end, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        if not is_text(name):
+            raise ValueError(f"the name {ascii(name)[:200]} has half a character")
         if len(tensor.shape) > _MOST_DIMS:
             raise ValueError(f"{name} has {len(tensor.shape)} dims")
         if any(type(length) is not int or not 0 <= length <= _LARGEST for length in tensor.shape):
@@ -111,6 +110,15 @@ def _place_tensors(path: Path, begin: int, size: int, entries: dict[str, Any]) -
     if end != size:
         raise ValueError(f"the tensors end at byte {end}, and the file at {size}")
     return tensors
+
+
+def is_text(name: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can hold half a character, a surrogate of UTF-16."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ def settings() -> dict[str, object]:
         "collects garbage": gc.isenabled(),
         "hears Ctrl-C": signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "hears SIGTERM": signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "SIGUSR2 is free": signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL,
     }
 
@@ -29,6 +30,7 @@ def inspect_rank() -> dict[str, object]:
         "NVML": asking_module.answer,
         "collects garbage": asking_module.collects_garbage,
         "hears Ctrl-C": asking_module.hears_ctrl_c,
+        "hears SIGTERM": asking_module.hears_sigterm,
     }
     rank = settings() | {"frozen": gc.get_freeze_count()}
     gc.disable()
