@@ -99,6 +99,10 @@ def _sizes(candidates: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple[str,
     yield ("model", "kv_heads"), lambda v: v["model"] in ("llama", "experts") or v["kv_heads"] == 0
     yield ("kv_heads", "heads"), lambda v: v["kv_heads"] == 0 or v["heads"] % v["kv_heads"] == 0
     yield ("tensor", "heads"), lambda v: v["model"] in POOL or v["heads"] % v["tensor"] == 0
+    yield (
+        ("bold", "model", "tensor"),
+        lambda v: v["bold"] or v["model"] not in POOL or _kv_heads(v["model"]) % v["tensor"] == 0,
+    )
     yield ("tensor", "kv_heads"), lambda v: v["kv_heads"] % v["tensor"] == 0
     most = max(candidates["heads"])
     yield ("attention", "context", "tensor"), lambda v: not _head_errors({**v, "heads": most})
@@ -110,13 +114,16 @@ def _layers_of(model: str) -> Sequence[int]:
     return POOL_LAYERS if model in POOL else (1,)
 
 
+def _kv_heads(model: str) -> int:
+    """Of a model of the pool."""
+    return _HEADS if model in _WHOLE_HEADS else _HEADS // 2
+
+
 def _head_errors(values: Values) -> list[str]:
     """Why ranks cannot each take a part of the heads."""
     heads, kv_heads = values["heads"], values.get("kv_heads") or values["heads"]
     if values["model"] in POOL:
-        heads, kv_heads = _HEADS, _HEADS if values["model"] in _WHOLE_HEADS else _HEADS // 2
-        if kv_heads % values["tensor"] and not values["bold"]:
-            return ["no rank has a part of a head"]
+        heads, kv_heads = _HEADS, _kv_heads(values["model"])
     if values["attention"] == "ring" or values["bold"]:
         return []
     return head_errors(heads, kv_heads, values["context"], values["tensor"])
@@ -126,7 +133,7 @@ def _gates() -> Iterator[tuple[tuple[str, ...], Rule]]:
     """Which experts a token has may change with the last bit."""
     yield ("model", "precision"), lambda v: v["model"] not in _GATED or v["precision"] not in LOW_PRECISIONS
     yield ("model", "compress"), lambda v: v["model"] not in _GATED or v["compress"] in ("none", "gist")
-    yield ("model", "masters"), lambda v: v["model"] not in _GATED or v["masters"]
+    yield ("model", "masters"), lambda v: v["model"] not in (*_GATED, "cnn-norm") or v["masters"]
     yield ("model", "compile"), lambda v: not v["compile"] or v["model"] not in (*_GATED, *CONTRACT_MODELS)
 
 
