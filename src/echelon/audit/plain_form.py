@@ -3,7 +3,8 @@
 A plan wraps forwards, sets hooks and attributes, and leaves a rank with parts of the weights. All of that
 lies in the `__dict__` of modules (and of wrappers around them), so the plain form is a set of dicts:
 
-    before      what modules held when parallelize began to change them; dropout is keyed already
+    before      what modules held, and of which class they were, when parallelize began to change them;
+                dropout is keyed already
     settled     what the plan has changed since: only these keys are put back
     installed   each module has a copy of its dict, with those keys as before and whole tensors in it
 
@@ -56,6 +57,7 @@ class PlainForm:
             if key in module._non_persistent_buffers_set and buffer is not None
         }
         self._before = {owner: _entries(owner) for owner in _owners(self._tensors)}
+        self._kinds = {owner: type(owner) for owner in self._before}
         self._changed: dict[Owner, dict[str, Any]] = {}
         self._outside: Sequence[tuple[Any, str, object]] = ()
 
@@ -128,6 +130,9 @@ class PlainForm:
                         for key, name in tensors.buffers.items()
                     }
                 object.__setattr__(owner, "__dict__", plain)
+                if type(owner) is not self._kinds[owner]:  # one that watches what is read of it
+                    stack.callback(object.__setattr__, owner, "__class__", type(owner))
+                    object.__setattr__(owner, "__class__", self._kinds[owner])
             for module in self._tensors:
                 if isinstance(module, nn.RNNBase):  # it has a list of its weights beside them
                     module._init_flat_weights()

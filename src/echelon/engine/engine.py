@@ -104,6 +104,8 @@ class Engine:
         self._stashed, self._buffer_copies = self._runner.storages, self._runner.buffer_copies
         in_stages = [each for stage in local.modules for each in stage.modules()]
         self._modules = list(dict.fromkeys([*module.modules(), *in_stages]))  # layers may be made on the fly
+        inside = Inside()
+        guard_outside(module, mesh, local, layers, wrapping, inside)
         parts = Parts(module, mesh, local, update, self._runner, scopes, layers.in_whole, self._state.values)
         self._audit = make_audit(audit, parts, layers, wrapping)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
@@ -113,8 +115,6 @@ class Engine:
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
         self._is_closed = False
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
-        inside = Inside()
-        guard_outside(module, mesh, local, layers, wrapping, inside)
         self._watch = Watch(module, mesh, local, layers, update, inside)
 
     # What a training loop needs.
