@@ -30,6 +30,7 @@ _ABSENT = object()
 _NOT_RECORDED = frozenset({"training", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 
 Owner = nn.Module | Wrapper
+Hook = Callable[[Tensor], Any]
 
 
 class _Tensors(NamedTuple):
@@ -47,6 +48,11 @@ class PlainForm:
         self._names = names
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.order = list(self._shapes)  # of parameters in the model
+        # Of parameters that another rank has, and of those here: those that come and go lose none of them.
+        self._hooks = {
+            name: (list((p._backward_hooks or {}).values()), late_hooks(p))
+            for name, p in model.named_parameters()
+        }
         self._complex = {name for name, parameter in model.named_parameters() if parameter.is_complex()}
         self._tensors = {module: _tensors(path, module, names) for path, module in model.named_modules()}
         # Buffers in no state dict: no rank can give those that another one has dropped.
@@ -168,6 +174,8 @@ class PlainForm:
                 if name in whole:
                     trained = name in self._names.trained if current is None else current.requires_grad
                     parameters[name] = nn.Parameter(whole[name], requires_grad=trained)
+                    if trained:
+                        _set_hooks(parameters[name], *self._hooks[name])
                 elif self._is_here(current, name, device):
                     assert current is not None
                     parameters[name] = _same_memory(current) if fresh else current
@@ -216,14 +224,18 @@ def _is_same(one: Any, other: Any) -> bool:
 def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
     """Another leaf of autograd with the same values, and the user's hooks on gradients."""
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    for hook in (parameter._backward_hooks or {}).values():
-        twin.register_hook(hook)
-    for hook in late_hooks(parameter):
-        twin.register_post_accumulate_grad_hook(hook)
+    _set_hooks(twin, list((parameter._backward_hooks or {}).values()), late_hooks(parameter))
     return twin
 
 
-def late_hooks(parameter: nn.Parameter) -> list[Callable[[Tensor], None]]:
+def _set_hooks(parameter: nn.Parameter, hooks: Sequence[Hook], late: Sequence[Hook]) -> None:
+    for hook in hooks:
+        parameter.register_hook(hook)
+    for hook in late:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def late_hooks(parameter: nn.Parameter) -> list[Hook]:
     """The user's hooks on accumulated gradients, which `torch.autograd.grad` does not call."""
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
     return [hook for hook in hooks.values() if not is_own_hook(hook)]

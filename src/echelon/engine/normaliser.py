@@ -17,6 +17,7 @@ know it. Where several fit, a batch for which they differ is rehearsed too. A de
 not tell: there the last that fits is taken, and the numbers of a step say if it was wrong.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -87,6 +88,13 @@ class LossNormaliser:
             has_update = self._is_only and self._mesh.plan.stages == 1
             normaliser.apply(rule, compares=self._compares, has_update=has_update)
         return normaliser
+
+    def for_a_trial(self) -> "LossNormaliser":
+        """Another one, which knows as much but for what units need: no update follows, and nothing of the
+        trial is kept."""
+        trial = copy.copy(self)
+        trial._is_learned = False
+        return trial
 
     def counters(self) -> dict[str, Number]:
         """What the next step's normaliser depends on, by name."""

@@ -5,7 +5,6 @@
 finishes what is under way.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -186,7 +185,7 @@ class StepRunner(ABC):
         this, with nothing under way."""
         normaliser, balance = self._normaliser, self._balance
         watches = {stage: stage.first_forward for stage in self._local.stages.values()}
-        self._normaliser, self._balance, self._records_gates = copy.copy(normaliser), None, False
+        self._normaliser, self._balance, self._records_gates = normaliser.for_a_trial(), None, False
         try:
             self._local.start_step()  # and not that of the update, which may bring other weights
             for stage in watches:
