@@ -40,13 +40,13 @@ class Doubling(Wrapper):
 def changed() -> tuple[Keeping, PlainForm, Wrapping]:
     torch.manual_seed(0)
     model, wrapping = Keeping(), Wrapping()
-    form = PlainForm(model, StateNames.of(model))
+    form = PlainForm(model, StateNames.of(model), wrapping)
     wrapping.wrap(Doubling(model.layer))
     wrapping.after("tensor", model, lambda *_: torch.zeros(()))
     wrapping.assign(model, "factor", 7.0)
     wrapping.assign(model.config, "scale", 5.0)
     wrapping.assign(model.config, "scale", 6.0)
-    form.settle(wrapping)
+    form.settle()
     return model, form, wrapping
 
 
@@ -112,8 +112,8 @@ def test_fresh_parameters_leave_gradients_and_engine_hooks_alone() -> None:
 def test_tied_weights_stay_tied_and_recurrent_ones_are_listed() -> None:
     model = nn.ModuleDict({"one": nn.LSTM(2, 2), "other": nn.Linear(2, 2), "tied": nn.Linear(2, 2)})
     model["tied"].weight = model["other"].weight
-    form = PlainForm(model, StateNames.of(model))
-    form.settle(Wrapping())
+    form = PlainForm(model, StateNames.of(model), Wrapping())
+    form.settle()
     whole = {"other.weight": torch.ones(2, 2), "one.weight_hh_l0": torch.zeros(8, 2)}
     model["other"]._parameters["weight"] = model["tied"]._parameters["weight"] = None
     with form.installed(whole, CPU):

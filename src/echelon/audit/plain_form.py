@@ -44,8 +44,9 @@ class _Tensors(NamedTuple):
 class PlainForm:
     """Made before a model is split; `settle` when that is done."""
 
-    def __init__(self, model: nn.Module, names: StateNames) -> None:
-        self._names = names
+    def __init__(self, model: nn.Module, names: StateNames, wrapping: Wrapping) -> None:
+        self._names, self._wrapping = names, wrapping
+        self._num_assigned = len(wrapping.assigned())
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.order = list(self._shapes)  # of parameters in the model
         # Of parameters that another rank has, and of those here: those that come and go lose none of them.
@@ -67,7 +68,7 @@ class PlainForm:
         self._changed: dict[Owner, dict[str, Any]] = {}
         self._outside: Sequence[tuple[Any, str, object]] = ()
 
-    def settle(self, wrapping: Wrapping) -> None:
+    def settle(self) -> None:
         """The plan has changed all that it changes, also attributes of what is no module (a config)."""
         for owner, before in self._before.items():
             now = _entries(owner)
@@ -78,7 +79,8 @@ class PlainForm:
             ]
             if keys:
                 self._changed[owner] = {key: before.get(key, _ABSENT) for key in keys}
-        self._outside = [each for each in wrapping.assigned() if not isinstance(each[0], nn.Module)]
+        assigned = self._wrapping.assigned()[self._num_assigned :]
+        self._outside = [each for each in assigned if not isinstance(each[0], nn.Module)]
         self._before = {owner: {} for owner in self._before}  # what has not changed is not kept alive
 
     def missing(self, device: torch.device) -> list[str]:

@@ -45,9 +45,11 @@ class AuditSettings(NamedTuple):
     form: PlainForm | None
 
     @classmethod
-    def of(cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int) -> "AuditSettings":
+    def of(
+        cls, model: nn.Module, names: StateNames, mode: Mode, check_every: int, wrapping: Wrapping
+    ) -> "AuditSettings":
         check_audit(mode, check_every)
-        return cls(mode, check_every, None if mode == "off" else PlainForm(model, names))
+        return cls(mode, check_every, None if mode == "off" else PlainForm(model, names, wrapping))
 
 
 class _Unread(NamedTuple):
@@ -165,7 +167,7 @@ def _no_result() -> AuditResult:
     raise AssertionError("nothing is audited")
 
 
-def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding, wrapping: Wrapping) -> Audit:
+def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> Audit:
     """The audit of a plan; its model is split and wrapped by now."""
     mesh, local, plan = parts.mesh, parts.local, parts.mesh.plan
     # Asynchronous workers wait for nobody.
@@ -173,7 +175,7 @@ def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding, wra
     agreement = RankAgreement(group, mesh.device)
     if settings.form is None:
         return Audit("off", None, _no_result, agreement, nullcontext, watches=False)
-    settings.form.settle(wrapping)
+    settings.form.settle()
     dtype = DTYPES[plan.precision]
     reference = Reference(parts.model, settings.form, layers.whole_loss, parts.scopes, mesh.device, dtype)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)

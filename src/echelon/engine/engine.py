@@ -107,7 +107,7 @@ class Engine:
         inside = Inside()
         guard_outside(module, mesh, local, layers, wrapping, inside)
         parts = Parts(module, mesh, local, update, self._runner, scopes, layers.in_whole, self._state.values)
-        self._audit = make_audit(audit, parts, layers, wrapping)
+        self._audit = make_audit(audit, parts, layers)
         self._drift = make_drift_check(local, layers, mesh, audit.check_every)
         self._compression = savers.compression
         self._search: NonfiniteSearch | None = None

@@ -49,6 +49,9 @@ _DRAWN = (
 )
 
 
+_REFUSED = "refused: "
+
+
 class Parts(NamedTuple):
     """Of an engine, what an audit runs: all of this rank."""
 
@@ -185,10 +188,12 @@ class GradientAudit:
                 raise _CannotCompareError("a replica has no sample", is_final=False)
             result = self._try_reference(samples, weights, step, training=training)
             is_result = isinstance(result, Result)
-            said = (
-                [result.counted, result.has_drawn, ""] if isinstance(result, Result) else [0, False, result]
-            )
+            said = [0, False, result]
+            if isinstance(result, Result):
+                said = [result.counted, result.has_drawn, ""]
             counted, has_drawn, failure = self._agreement.gather(said)[0]
+            if failure.startswith(_REFUSED):  # as the step itself would be
+                raise UserError(failure.removeprefix(_REFUSED))
             if not failure:
                 if not counted:
                     raise _CannotCompareError("the loss counts none of its samples", is_final=False)
@@ -209,6 +214,8 @@ class GradientAudit:
             if len(samples.bounds) > 1:
                 self._reference.check_takes(samples.part(0), weights, step)
             return self._reference.run(samples.whole, weights, step, training=training, scale=scale)
+        except UserError as refusal:
+            return f"{_REFUSED}{refusal}"
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0]
 

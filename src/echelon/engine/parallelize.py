@@ -86,7 +86,7 @@ def parallelize(
         mesh, wrapping = undo.enter_context(closing(Mesh.join(plan))), undo.enter_context(Wrapping())
         start_equal(model, mesh.group("all"), mesh.device, source)
         scopes = make_scopes(model, mesh, seed, wrapping)  # dropout
-        whole = WholeModel.of(model, plan, audit, check_every)
+        whole = WholeModel.of(model, plan, audit, check_every, wrapping)
         layers = LayerSharding(model, mesh, loss, tensor_table, wrapping)  # tensor, sequence, context, expert
         split = split_stages(model, mesh, boundaries, by_layers=layers.by_layers)  # pipeline
         layers.connect(model, split.modules, split.program, wrapping)

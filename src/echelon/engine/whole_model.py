@@ -9,6 +9,7 @@ from echelon.engine.auditing import AuditSettings
 from echelon.engine.balance import GateList
 from echelon.ownership import StateNames
 from echelon.plan import Plan
+from echelon.wrapping import Wrapping
 
 
 class WholeModel(NamedTuple):
@@ -19,6 +20,10 @@ class WholeModel(NamedTuple):
     audit: AuditSettings
 
     @classmethod
-    def of(cls, model: nn.Module, plan: Plan, audit: Mode, check_every: int) -> "WholeModel":
+    def of(
+        cls, model: nn.Module, plan: Plan, audit: Mode, check_every: int, wrapping: Wrapping
+    ) -> "WholeModel":
         names = StateNames.of(model)
-        return cls(names, GateList.of(model, plan), AuditSettings.of(model, names, audit, check_every))
+        return cls(
+            names, GateList.of(model, plan), AuditSettings.of(model, names, audit, check_every, wrapping)
+        )

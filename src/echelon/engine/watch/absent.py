@@ -84,8 +84,7 @@ class AbsentModule:
         ):
             return value
         reads = object.__getattribute__(self, "_echelon_reads")
-        is_torch_s = type(self).__mro__[2].__module__.startswith("torch.")  # whose forward leaves nothing
-        return value if is_torch_s or not reads.inside else reads.read(self, name, value)
+        return value if _leaves_nothing(self) or not reads.inside else reads.read(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """What is no plain attribute: a parameter, a buffer, a module, or nothing."""
@@ -96,17 +95,16 @@ class AbsentModule:
             if reads.inside and not name.startswith("__"):
                 raise reads.error(self, name) from error  # type: ignore[arg-type]  # hasattr may ask
             raise
-        return reads.read(self, name, None) if value is None and reads.inside else value  # type: ignore[arg-type]
+        if value is not None or _leaves_nothing(self) or not reads.inside:
+            return value
+        return reads.read(self, name, None)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the module's own class."""
         reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *state = reduced
-        return (
-            make,
-            tuple(type(self).__mro__[2] if each is type(self) else each for each in arguments),
-            *state,
-        )
+        _, arguments, *state = reduced
+        kinds = tuple(type(self).__mro__[2] if each is type(self) else each for each in arguments)
+        return (_make, kinds, *state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._echelon_reads.call(self)  # type: ignore[arg-type]
@@ -120,6 +118,17 @@ def mark_absent(modules: dict[str, nn.Module], reads: AbsentReads, wrapping: Wra
         content = {"_echelon_reads": reads, "_echelon_name": name, "__module__": kind.__module__}
         absent = type(kind.__name__, (AbsentModule, kind), content)
         wrapping.assign(module, "__class__", absent)
+
+
+def _make(kind: type, *arguments: Any) -> Any:
+    """As copyreg's, which pickle takes only for objects of the very class."""
+    return kind.__new__(kind, *arguments)
+
+
+def _leaves_nothing(module: object) -> bool:
+    """Whether its class is torch's or echelon's own: the forward of these leaves no result in an attribute,
+    and the engine reads what there is."""
+    return type(module).__mro__[2].__module__.startswith(("torch.", "echelon."))
 
 
 def _name_of(module: nn.Module) -> str:
