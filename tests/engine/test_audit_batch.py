@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from echelon.audit.agreement import RankAgreement
-from echelon.engine.audit_batch import choose_samples, smallest_factor
+from echelon.engine.audit_batch import GivenBatch, choose_samples, smallest_factor
 from echelon.mesh import Mesh
 from echelon.plan import Plan
+
+
+def given(batch: Any) -> GivenBatch:
+    return GivenBatch(batch, batch, lambda read: read)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,7 @@ def test_each_sample_is_repeated_as_often(plan: str, samples: int, whole: Any, l
     mesh = Mesh.pretend(Plan.parse(plan), 0)
     batch = (torch.arange(samples), torch.arange(samples) * 10)
     agreement = RankAgreement(None, torch.device("cpu"))
-    chosen = choose_samples(batch, None, 0, 0, mesh, agreement)
+    chosen = choose_samples(given(batch), None, 0, 0, mesh, agreement)
     assert chosen is not None
     assert chosen.whole[0].tolist() == whole
     assert chosen.local[1].tolist() == [10 * sample for sample in local]
@@ -40,7 +44,7 @@ def test_each_sample_is_repeated_as_often(plan: str, samples: int, whole: Any, l
 
 def test_whole_microbatches_where_a_model_takes_no_others() -> None:
     mesh, agreement = Mesh.pretend(Plan.parse("microbatches=2"), 0), RankAgreement(None, torch.device("cpu"))
-    chosen = choose_samples((torch.arange(8), None), None, 0, 0, mesh, agreement, is_small=False)
+    chosen = choose_samples(given((torch.arange(8), None)), None, 0, 0, mesh, agreement, is_small=False)
     assert chosen is not None
     assert chosen.per_part == 4
     assert chosen.bounds == [(0, 4), (4, 8)]
@@ -49,7 +53,7 @@ def test_whole_microbatches_where_a_model_takes_no_others() -> None:
 
 def test_without_samples_there_is_nothing() -> None:
     mesh, agreement = Mesh.pretend(Plan.parse("microbatches=2"), 0), RankAgreement(None, torch.device("cpu"))
-    assert choose_samples((torch.zeros(0, 2), None), None, 0, 0, mesh, agreement) is None
+    assert choose_samples(given((torch.zeros(0, 2), None)), None, 0, 0, mesh, agreement) is None
 
 
 def test_smallest_factors() -> None:

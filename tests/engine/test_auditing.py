@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import echelon
 from echelon.audit import AuditResult, Mode, held, skipped
 from echelon.audit.agreement import RankAgreement
+from echelon.engine.audit_batch import GivenBatch
 from echelon.engine.auditing import Audit
 from echelon.errors import UserError
 from tests.cases import mean_loss, sgd, vectors
@@ -82,7 +83,8 @@ def test_batches_with_new_traits_are_asked_once() -> None:
     audit = audit_of(gradients, "sampled", watches=True)
     plain, padded = torch.tensor([[1, 2], [3, 1]]), torch.tensor([[1, 2], [3, -100]])
     for step in range(9):
-        audit.ask((torch.zeros(2, 3), padded if step in (4, 5) else plain), step, is_empty=True)
+        pair = (torch.zeros(2, 3), padded if step in (4, 5) else plain)
+        audit.ask(GivenBatch(pair, pair, lambda given: given), step, is_empty=True)
     assert gradients.steps == [1, 2, 4, 5, 8]
 
 

@@ -7,7 +7,7 @@ the mean over repeated samples is the mean over the samples, if every one is rep
     one device: a b c d                          a | b       c | d       a | b       c | d
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from echelon.audit.agreement import RankAgreement
-from echelon.engine.batch import num_samples
+from echelon.engine.batch import Batch, num_samples
 from echelon.engine.batch_traits import most_different
 from echelon.mesh import Mesh
 
 _UPDATE_PER_MICROBATCH = ("pipedream", "pipedream-vertical")  # each is a batch of its own
 _PER_PART = 2  # samples of a microbatch, if it has so many: a model may treat one sample differently
+
+
+class GivenBatch(NamedTuple):
+    """A batch as the user gave it, whose form is the same on all ranks, and as (inputs, targets), whose form
+    may depend on its values: a mask of nothing is left out."""
+
+    given: Any
+    pair: Batch
+    read: Callable[[Any], Batch]
 
 
 class AuditBatch(NamedTuple):
@@ -43,7 +52,7 @@ class AuditBatch(NamedTuple):
 
 
 def choose_samples(
-    batch: Any,
+    batch: GivenBatch,
     traits: Tensor | None,
     known: int,
     source: int,
@@ -55,7 +64,7 @@ def choose_samples(
     """The samples of an audit, on all ranks together; None where a replica has none. `source` is the replica
     that gives them, if it has enough; `known`: traits that were compared already. `is_small`: parts are
     smaller than microbatches."""
-    plan, samples = mesh.plan, num_samples(batch)
+    plan, samples = mesh.plan, num_samples(batch.pair)
     (least,) = agreement.least(samples)
     if least == 0:
         return None
@@ -79,7 +88,7 @@ def choose_samples(
     first = 0 if is_alone else mesh.position.replica % replicas * share
     places = [first + part % period * per_part for part in range(parts)]
     numbers = [place + offset for place in places for offset in range(per_part)]
-    return AuditBatch(whole, take(whole, numbers), places, per_part)
+    return AuditBatch(batch.read(whole), batch.read(take(whole, numbers)), places, per_part)
 
 
 def smallest_factor(number: int) -> int:
@@ -93,8 +102,8 @@ def take(batch: Any, numbers: Sequence[int]) -> Any:
     return tree_map(lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _choose(batch: Any, traits: Tensor | None, count: int, known: int) -> Any:
-    return take(batch, most_different(batch, traits, count, known))
+def _choose(batch: GivenBatch, traits: Tensor | None, count: int, known: int) -> Any:
+    return take(batch.given, most_different(batch.pair, traits, count, known))
 
 
 def _joined(*leaves: Any) -> Any:

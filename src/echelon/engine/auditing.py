@@ -11,7 +11,7 @@ An engine counts its own steps: the first one after a checkpoint was loaded is a
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from echelon.audit.agreement import RankAgreement
 from echelon.audit.finite_weights import FiniteWeights
 from echelon.audit.plain_form import PlainForm
 from echelon.engine.arguments import check_audit
+from echelon.engine.audit_batch import GivenBatch
 from echelon.engine.batch_traits import sample_traits, union
 from echelon.engine.gradient_audit import GradientAudit, Parts
 from echelon.engine.layer_sharding import LayerSharding
@@ -55,7 +56,7 @@ class AuditSettings(NamedTuple):
 class _Unread(NamedTuple):
     """A batch whose traits are on their way from a device."""
 
-    batch: Any
+    batch: GivenBatch
     step: int
     traits: Tensor
     is_new: HostCopy
@@ -91,12 +92,12 @@ class Audit:
         """Whether steps may be audited, from the next one on."""
         return self._next > 0 or self._watches
 
-    def ask(self, batch: Any, step: int, *, is_empty: bool) -> None:
+    def ask(self, batch: GivenBatch, step: int, *, is_empty: bool) -> None:
         """Raise a UserError, on every rank, if the plan would train something else than one device.
         `is_empty`: nothing is under way, so that ranks can do something together."""
         self._num_steps += 1
         self._ask_late()
-        traits = sample_traits(batch) if self._watches else None
+        traits = sample_traits(batch.pair) if self._watches else None
         is_due = 0 < self._next <= self._num_steps
         if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
             self._compare(batch, step, traits)
@@ -112,7 +113,7 @@ class Audit:
         else:
             self._next = 2 ** self._num_steps.bit_length() if self._mode == "sampled" else 0
 
-    def _shows_new(self, batch: Any, step: int, traits: Tensor) -> bool:
+    def _shows_new(self, batch: GivenBatch, step: int, traits: Tensor) -> bool:
         """Whether any replica's batch has a trait that was not compared yet. On a device the next step tells:
         to read there is to wait."""
         flag = ((union(traits) & ~self._known) != 0).long().view(1)
@@ -127,7 +128,7 @@ class Audit:
         if unread is not None and unread.is_new.wait()[0] > 0:
             self._compare(unread.batch, unread.step, unread.traits)
 
-    def _compare(self, batch: Any, step: int, traits: Tensor | None) -> None:
+    def _compare(self, batch: GivenBatch, step: int, traits: Tensor | None) -> None:
         assert self._gradients is not None
         known, source = self._known, 0
         if traits is not None:

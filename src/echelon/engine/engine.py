@@ -20,6 +20,7 @@ from echelon.audit import AuditResult
 from echelon.checkpoint import RETRIES, Manifest, SavedState, SaveOptions
 from echelon.collectives import Ledger
 from echelon.engine.agreement import check_same_batch
+from echelon.engine.audit_batch import GivenBatch
 from echelon.engine.auditing import make_audit
 from echelon.engine.balance import ExpertLoad, make_balance
 from echelon.engine.batch import Batch, take_part
@@ -47,6 +48,7 @@ from echelon.engine.watch import Inside, Watch, guard_outside
 from echelon.engine.whole_model import WholeModel
 from echelon.errors import UserError
 from echelon.launching import beat, finish_step, start_step
+from echelon.launching.group import check_on_every_rank
 from echelon.memory import Memory, Meter
 from echelon.mesh import Mesh
 from echelon.ownership import ENGINE, MASTER, VALUE, OwnedSlice, Slice
@@ -208,12 +210,18 @@ class Engine:
         # After many steps that were skipped, the next one must not begin before the last one is known.
         self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
         start_step(self._counter.begun + 1)
-        pair = self._reader.read(batch)
+        pair = self._read(batch)
         with self._watch.step(is_empty=self._runner.is_empty):
-            return self._step(pair)
+            return self._step(batch, pair)
 
-    def _step(self, pair: Batch) -> Metrics:
-        self._ask_audit(pair)
+    def _read(self, batch: Any) -> Batch:
+        """What a replica refuses of its first batch is raised by all: the others would wait for it."""
+        if self._counter.begun == 0 and self.plan.sync != "async":
+            check_on_every_rank(lambda: self._reader.read(batch))
+        return self._reader.read(batch)
+
+    def _step(self, given: Any, pair: Batch) -> Metrics:
+        self._ask_audit(given, pair)
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
@@ -233,13 +241,14 @@ class Engine:
             self._check_steps()
         return Metrics(numbers, timer)
 
-    def _ask_audit(self, batch: Batch) -> None:
+    def _ask_audit(self, given: Any, batch: Batch) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if self._audit.is_on:
             check_batch(batch)
             if not self._audit.results:
                 check_same_batch(batch, self.mesh)
-            self._audit.ask(batch, self._counter.begun, is_empty=self._runner.is_empty)
+            read = GivenBatch(to_plain(given), batch, self._reader.read)
+            self._audit.ask(read, self._counter.begun, is_empty=self._runner.is_empty)
 
     def _check_steps(self, *, but: int = 0) -> None:
         """Raise if an earlier step was refused; the last `but` are left for later.

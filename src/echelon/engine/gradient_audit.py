@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from echelon.assembly import Assembly
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.report import AuditResult, held, skipped
-from echelon.engine.audit_batch import AuditBatch, choose_samples
+from echelon.engine.audit_batch import AuditBatch, GivenBatch, choose_samples
 from echelon.engine.diagnosis import explain
 from echelon.engine.free_memory import free_bytes
 from echelon.engine.gradient_comparison import (
@@ -99,7 +99,7 @@ class GradientAudit:
         return self._parts.mesh.position.replica
 
     def __call__(
-        self, batch: Any, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
+        self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
     ) -> AuditResult:
         """Raise, on every rank, if the plan would train something else than one device."""
         choose = partial(choose_samples, batch, traits, known, source, self._parts.mesh, self._agreement)
@@ -188,7 +188,7 @@ class GradientAudit:
                 raise _CannotCompareError("a replica has no sample", is_final=False)
             result = self._try_reference(samples, weights, step, training=training)
             is_result = isinstance(result, Result)
-            said = [0, False, result]
+            said: list[Any] = [0, False, result]
             if isinstance(result, Result):
                 said = [result.counted, result.has_drawn, ""]
             counted, has_drawn, failure = self._agreement.gather(said)[0]
