@@ -50,6 +50,7 @@ _DRAWN = (
 
 
 _REFUSED = "refused: "
+_DRAWS = 3  # of rounding: where a model amplifies it, one says little
 
 
 class Parts(NamedTuple):
@@ -142,7 +143,8 @@ class GradientAudit:
         samples, whole, weights, found, has_drawn = compared
         assert whole is not None
         run = partial(self._reference.run, samples.whole, weights, step)
-        others = [(TIMES_ROUNDING, run(rounding=torch.finfo(self._reference.dtype).eps))]
+        eps = torch.finfo(self._reference.dtype).eps
+        others = [(TIMES_ROUNDING, run(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run(is_second=True))] if has_drawn else []
         beyond = [each for each in found if not each.distance <= _explained(each.name, whole, others)]
         if not beyond:

@@ -58,16 +58,18 @@ class Reference:
         *,
         place: int = 0,
         rounding: float = 0.0,
+        draw: int = 0,
         training: bool = True,
         scale: float = 1.0,
         is_second: bool = False,
     ) -> Result:
         """`whole`: what of the weights is not here. `place`: of the first sample among all that are compared.
-        `rounding`: every output of a module is changed by about so much of itself, as rounding might.
+        `rounding`: every output of a module is changed by about so much of itself, as rounding might; each
+        `draw` in another way.
         `scale`: of the loss before its backward pass, against underflows. `is_second`: after another forward,
         so that generators have moved on."""
         scope = partial(self._scopes.of_plain, self._model, step, place, num_samples(batch))
-        with self._without_trace(), _rounded(rounding) if rounding else nullcontext():
+        with self._without_trace(), _rounded(rounding, draw) if rounding else nullcontext():
             if is_second:
                 self._forward(batch, whole, scope)
             differentiate = partial(self._differentiate, batch, whole, scope, training, scale)
@@ -147,7 +149,7 @@ class Reference:
 
 
 @contextmanager
-def _rounded(size: float) -> Iterator[None]:
+def _rounded(size: float, draw: int) -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(leaf: Any) -> Any:
@@ -156,7 +158,7 @@ def _rounded(size: float) -> Iterator[None]:
         )  # of a loss's autograd.grad
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or is_input:
             return leaf
-        generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
+        generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(draw))
         wide = torch.promote_types(leaf.dtype, torch.float32)
         noise = torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=wide)
         return (leaf * (1 + size * (2 * noise - 1))).to(leaf.dtype)
