@@ -374,9 +374,9 @@ def test_it_costs_few_samples() -> None:
     """Counted in samples that go through the first module, in steps that are audited and one that is not."""
     for plan, most in (("microbatches=2", 10), ("microbatches=8", 22)):
         model = plain()
-        engine = engine_of(model, plan)
         seen: list[int] = []
         model[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))  # type: ignore[misc]
+        engine = engine_of(model, plan)
         counts = []
         for step in range(3):
             seen.clear()
@@ -427,6 +427,7 @@ def test_gradients_of_nothing_but_rounding_hold(precision: str) -> None:
 
 
 def pipedream(audit: str) -> tuple[list[float], list[Tensor]]:
+    torch.manual_seed(0)
     engine = engine_of(plain(), "pipeline=2 schedule=pipedream microbatches=2 precision=fp64", audit=audit)
     losses = [engine.step(batch(step)).loss for step in range(3)]
     return losses, list(engine.full_state_dict().values())
