@@ -4,7 +4,7 @@ from echelon.engine import Engine
 
 
 def accept(engine: Engine) -> None:
-    """Take the modules and weights of now for those that `parallelize` was given. Users have no such call: the
-    audit has not seen them."""
+    """Take the modules and weights of now for those that `parallelize` was given. Users have no such call,
+    since no audit would see them."""
     engine._watch._structure.record()
     engine._watch._weights.record()

@@ -80,4 +80,4 @@ def refusal_of_squares(plan: str) -> str:
 def test_what_experts_compute_otherwise_is_found(warm_ranks: Warm, refusal: Callable[[str], str]) -> None:
     for message in warm_ranks(2).run(refusal, "data=2 expert=2"):
         assert "step 1 would not train as on one device" in message
-        assert "mlp.experts" in message
+        assert "gradients differ from head.projection.weight backward" in message

@@ -13,6 +13,7 @@ from echelon.huggingface import casts_to_float32, draws_by_function, draws_by_he
 from echelon.mesh import Mesh
 from echelon.models import cross_entropy
 from echelon.plan import Plan
+from echelon.verify import assert_equal
 from echelon.wrapping import Wrapping
 from tests.huggingface.models import case, double, make, tokens
 
