@@ -1,6 +1,7 @@
 """Drift: copies of a weight that are no longer the same are found, and what may differ is not."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ class DropPath(nn.Module):
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
         self.num_calls = 0
+        self.register_buffer("table", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
@@ -38,13 +40,39 @@ class DropPath(nn.Module):
 TABLE = {"up": "column", "down": "row", "norm": "replicated"}
 
 
-def engine_of(plan: str, check_every: int) -> Engine:
+def changing(change: Callable[[], object], step: int) -> Callable[[Any], torch.optim.Optimizer]:
+    """An optimizer that changes something more on rank 1 alone, in one of its steps."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer, num_steps = sgd(parameters), 0
+
+        def after(*_: object) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == step:
+                change()
+
+        if torch.distributed.get_rank() == 1:
+            optimizer.register_step_post_hook(after)
+            optimizer.needs = "element"  # type: ignore[attr-defined]  # else a pipeline refuses hooks
+        return optimizer
+
+    return make
+
+
+def engine_of(plan: str, check_every: int, changed: str = "") -> Engine:
     torch.manual_seed(0)
     table = TABLE if "tensor" in plan else None
+    model = DropPath()
+
+    def change() -> None:
+        first = (dict(model.named_parameters()) | dict(model.named_buffers()))[changed].data[:1]
+        first.copy_(torch.nextafter(first, torch.tensor(9.0)))
+
     return echelon.parallelize(
-        DropPath(),
+        model,
         plan,
-        optimizer=sgd,
+        optimizer=changing(change, 3) if changed else sgd,
         loss=F.mse_loss,
         tensor_table=table,
         audit="off",
@@ -52,14 +80,11 @@ def engine_of(plan: str, check_every: int) -> Engine:
     )
 
 
-def answers(plan: str, check_every: int, change: bool = False) -> list[str]:
-    """What each of 5 steps says; `change`: rank 1 alone changes a weight before the third."""
-    engine = engine_of(plan, check_every)
+def answers(plan: str, check_every: int, changed: str = "") -> list[str]:
+    """What each of 5 steps says; `changed`: what rank 1 alone changes in the third."""
+    engine = engine_of(plan, check_every, changed)
     said = []
     for step in range(5):
-        if change and step == 2 and engine.mesh.rank == 1:
-            weight = engine.module.norm.weight.data
-            weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
         inputs, targets = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(step))
         try:
             engine.step(engine.local((inputs, targets)))
@@ -69,12 +94,13 @@ def answers(plan: str, check_every: int, change: bool = False) -> list[str]:
     return said
 
 
-def test_a_weight_that_one_replica_changes_is_named(warm_ranks: Warm) -> None:
-    """Of one bit, at the next comparison; then by every later one."""
-    first, other = warm_ranks(2).run(answers, "data=2", 2, True)
+@pytest.mark.parametrize("name", ["norm.weight", "table"])
+def test_what_one_replica_changes_is_named(warm_ranks: Warm, name: str) -> None:
+    """A weight, or a buffer; of one bit, at the next comparison; then by every later one."""
+    first, other = warm_ranks(2).run(answers, "data=2", 2, name)
     assert first == other
     assert first[:2] == ["", ""]
-    assert "after step 3 rank 0 and rank 1 hold different values of norm.weight, of" in first[2]
+    assert f"after step 3 rank 0 and rank 1 hold different values of {name}, of" in first[2]
     assert first[3] == ""
     assert "after step 5 " in first[4]
 
@@ -114,12 +140,14 @@ def test_steps_between_move_nothing(warm_ranks: Warm) -> None:
 
 
 def tied_answers(plan: str) -> list[str]:
+    def change() -> None:
+        engine._local.local_parameters()[-1].tensor.data.mul_(2)
+
     torch.manual_seed(0)
-    engine = echelon.parallelize(gpt(), plan, optimizer=sgd, loss=cross_entropy, check_every=1, audit="off")
+    make = changing(change, 2)
+    engine = echelon.parallelize(gpt(), plan, optimizer=make, loss=cross_entropy, check_every=1, audit="off")
     said = []
     for step in range(3):
-        if step == 1 and engine.mesh.rank == 1:
-            engine._local.local_parameters()[-1].tensor.data.mul_(2)
         try:
             engine.step(engine.local(tokens(step, 4)))
             said.append("")

@@ -110,7 +110,7 @@ def count_sums(plan: str, model: type[nn.Module]) -> tuple[int, int]:
         answers.append(ask(accumulation, weight))
         return answers[-1]
 
-    engine = parallelize(model(), plan, optimizer=adamw, loss=mean_loss)
+    engine = parallelize(model(), plan, optimizer=adamw, loss=mean_loss, audit="off")
     engine.step(engine.local(vectors(0)))
     Accumulation.may_add = listen  # type: ignore[method-assign]
     try:

@@ -133,7 +133,7 @@ def train_with_penalty(plan: str | None) -> list[float]:
         return losses
     engine = echelon.parallelize(model, f"{plan} precision=fp64", optimizer=adamw, loss=loss)
     losses = [float(engine.step(engine.local(batch)).loss) for batch in batches]
-    with pytest.raises(echelon.UserError, match=r"0.weight has no values on this rank.*full_state_dict"):
+    with pytest.raises(echelon.UserError, match=r"state_dict\(\): .* a part of the model.*full_state_dict"):
         engine.module.state_dict()
     engine.close()
     assert all(value.isfinite().all() for value in model.state_dict().values())

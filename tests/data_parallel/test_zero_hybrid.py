@@ -102,7 +102,7 @@ def step_of_choices(plan: str, chosen: list[int]) -> dict[str, Tensor] | str:
     """The weights after a step in which each rank runs the layer that it chose; or why it was refused."""
     torch.manual_seed(0)
     model = Chooses(chosen[dist.get_rank()])
-    options = {"optimizer": adamw, "loss": class_loss, "smallest_unit": 0, "prefetch": 0}
+    options = {"optimizer": adamw, "loss": class_loss, "smallest_unit": 0, "prefetch": 0, "audit": "off"}
     with echelon.parallelize(model, plan, **options) as engine:  # type: ignore[arg-type]
         try:
             engine.step(engine.local(vectors(0)))

@@ -1,4 +1,4 @@
-"""The first step compares layers whose experts are on several ranks with one device."""
+"""The audit compares models whose experts are on several ranks with one device."""
 
 from collections.abc import Callable
 
@@ -25,9 +25,9 @@ def audits(plan: str) -> list[tuple[str, str]]:
         return [(result.name, result.outcome) for result in engine.audit]
 
 
-def test_the_layers_hold(warm_ranks: Warm) -> None:
+def test_gradients_hold(warm_ranks: Warm) -> None:
     (found, *others) = warm_ranks(2).run(audits, "data=2 expert=2")
-    assert dict(found)["layers"] == "held"
+    assert dict(found) == {"finite weights": "held", "gradients": "held"}
     assert others == [found]
 
 
@@ -79,5 +79,5 @@ def refusal_of_squares(plan: str) -> str:
 @pytest.mark.parametrize("refusal", [refusal_with_a_bug, refusal_of_squares])
 def test_what_experts_compute_otherwise_is_found(warm_ranks: Warm, refusal: Callable[[str], str]) -> None:
     for message in warm_ranks(2).run(refusal, "data=2 expert=2"):
-        assert "computes something else split over ranks than unsplit" in message
-        assert "look for experts that do more with the weight of a token" in message
+        assert "step 1 would not train as on one device" in message
+        assert "gradients differ from head.projection.weight backward" in message

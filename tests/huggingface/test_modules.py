@@ -13,6 +13,7 @@ from echelon.huggingface import casts_to_float32, draws_by_function, draws_by_he
 from echelon.mesh import Mesh
 from echelon.models import cross_entropy
 from echelon.plan import Plan
+from echelon.verify import assert_equal
 from echelon.wrapping import Wrapping
 from tests.huggingface.models import case, double, make, tokens
 
@@ -49,9 +50,10 @@ def test_jitter_of_a_router_is_named() -> None:
     assert found == [f"model.layers.{number}.mlp" for number in range(3)]
 
 
-def test_the_contract_refuses_attention_with_a_rate() -> None:
-    with pytest.raises(UserError, match=r"dropout inside model.layers.0.self_attn, .*set it to 0"):
-        case("llama", attention_dropout=0.1).build()
+@pytest.mark.usefixtures("warm_contract")
+def test_attention_with_a_rate_is_equal_to_one_device() -> None:
+    """It draws by a function of torch, for each sample what one device draws for it."""
+    assert_equal(case("llama", steps=3, attention_dropout=0.1), "data=2 microbatches=2")
 
 
 def test_routers_that_draw_are_refused_where_ranks_split_their_experts() -> None:

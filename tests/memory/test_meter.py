@@ -10,7 +10,9 @@ from tests.cases import adamw, mean_loss, vectors
 
 
 def trained(model: nn.Module, microbatches: int = 1, steps: int = 1) -> Memory:
-    engine = echelon.parallelize(model, f"microbatches={microbatches}", optimizer=adamw, loss=mean_loss)
+    engine = echelon.parallelize(
+        model, f"microbatches={microbatches}", optimizer=adamw, loss=mean_loss, audit="off"
+    )
     for step in range(steps):
         engine.step(vectors(step))
     return engine.memory()

@@ -15,6 +15,7 @@ from echelon.models import ModelConfig, build
 from echelon.verify import Case, assert_equal
 from tests.cases import adamw
 from tests.contract_models import SEQUENCE, VOCAB, class_loss, images, token_loss, tokens
+from tests.instrumented import accept
 from tests.recompute.test_training import resnet
 from tests.sets import padded_bytes
 
@@ -72,7 +73,9 @@ class Gathered(NamedTuple):
 
 def gathered(plan: str, prefetch: int) -> Gathered:
     torch.manual_seed(0)
-    engine = echelon.parallelize(deep(), plan, optimizer=adamw, loss=token_loss, prefetch=prefetch)
+    engine = echelon.parallelize(
+        deep(), plan, optimizer=adamw, loss=token_loss, prefetch=prefetch, audit="off"
+    )
     (zero,) = engine._local.sharings
     assert isinstance(zero, Zero)
     most = 0
@@ -87,6 +90,7 @@ def gathered(plan: str, prefetch: int) -> Gathered:
         module.register_forward_hook(count, always_call=True)
     for parameter in engine.module.parameters():
         parameter.register_hook(count)
+    accept(engine)
     engine.step(engine.local(tokens(0)))
     most = 0
     engine.ledger.totals.clear()

@@ -63,7 +63,7 @@ def test_a_step_marks_its_instructions_on_the_clock_of_the_device(monkeypatch: p
 
 def last_rounds(plan: str) -> list[bool]:
     """Of each backward pass that this rank takes part in, whether its strategy is told it is the last."""
-    engine = engine_for(plan)
+    engine = engine_for(plan, audit="off")
     (sharing,) = engine._local.sharings
     begin, told = sharing.start_backward, list[bool]()
 
@@ -198,7 +198,7 @@ def test_a_stage_may_change_what_a_stage_of_the_same_rank_made(tmp_path: Path) -
         torch.manual_seed(0)
         first, second = nn.Linear(6, 6), nn.Linear(6, 5)
         stages = [nn.Sequential(first, nn.Tanh()), nn.Sequential(Doubled(inplace), second)]
-        engine = engine_for(f"schedule={file}", nn.Sequential(*stages))
+        engine = engine_for(f"schedule={file}", nn.Sequential(*stages), audit="off")
         norms.append(engine.step(vectors(0)).grad_norm)
     assert norms[0] == norms[1] > 0
 

@@ -59,7 +59,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     }
     assert about["pid"] == os.getpid()
     assert summary["loss"] == losses(summary)[-1]
-    assert [each["name"] for each in summary["audit"]] == ["finite weights", "samples"]
+    assert [each["name"] for each in summary["audit"]] == ["finite weights", "gradients"]
     assert {each["outcome"] for each in summary["audit"]} == {"held"}
     assert load_hf(folder / "model").config.num_parameters == summary["parameters"]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from echelon.collectives.alone import check_not_alone
 from echelon.collectives.comparison import Call, CallComparison
 from echelon.collectives.ledger import Ledger, Move, Traffic
 from echelon.collectives.timing import HOST_TIMING, Timing
@@ -274,6 +275,8 @@ class Group(ABC):
     ) -> Handle:
         if self._is_closed:
             raise RuntimeError(f"{operation} along {self.axis}: the group is closed; make a new engine")
+        if self.size > 1:
+            check_not_alone(operation, self.axis)
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Group, Ledger
+from echelon.collectives.alone import check_not_alone
 from echelon.data_parallel.flat import FlatUnit
 from echelon.data_parallel.gather_agreement import GatherAgreement
 from echelon.data_parallel.problems import Problem
@@ -165,6 +166,8 @@ class Residency:
         return {Problem.DIFFERENT_UNITS: extremes[0] != -extremes[1]}
 
     def _gather(self, index: int) -> None:
+        if any(flat.comings.gathers and not flat.is_gathered for flat in self._units[index]):
+            check_not_alone("all_gather", "data")
         if self._agreement is not None and not all(flat.is_gathered for flat in self._units[index]):
             self._agreement.gather(index)
         with self._ledger.about("parameters"):

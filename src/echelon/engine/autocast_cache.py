@@ -1,4 +1,4 @@
-"""autocast around a step, without torch's cache of weights that were cast.
+"""autocast around a step: the type in which it computes, without torch's cache of weights that were cast.
 
 The cache lives as long as the outermost autocast: the second microbatch would use what the first one has
 cast, and so would the next step, after an update. And the gradient of a weight would come after all of its
@@ -20,3 +20,10 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def computed_type(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The coarsest type of what is computed on `device` for weights of `dtype`."""
+    if dtype == torch.float64 or not torch.is_autocast_enabled(device.type):  # which casts no float64
+        return dtype
+    return max(dtype, torch.get_autocast_dtype(device.type), key=lambda each: torch.finfo(each).eps)

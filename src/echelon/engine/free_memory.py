@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from echelon.quantities import show_bytes
+
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process could still take: of a CUDA device also those that torch has kept for it."""
@@ -17,3 +19,14 @@ def free_bytes(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def reason_not_to_take(needed: int, device: torch.device) -> str:
+    """Why an audit should not take so many bytes, if it should not."""
+    free = free_bytes(device)
+    if 2 * needed <= free:
+        return ""
+    return (
+        f"whole weights and gradients take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} "
+        "free, half of it for the audit"
+    )

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from echelon.assembly import Assembly
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.report import AuditResult, held, skipped
+from echelon.collectives.alone import alone
 from echelon.engine.audit_batch import AuditBatch, GivenBatch, choose_samples
+from echelon.engine.autocast_cache import computed_type, without_autocast_cache
 from echelon.engine.diagnosis import explain
-from echelon.engine.free_memory import free_bytes
+from echelon.engine.free_memory import reason_not_to_take
 from echelon.engine.gradient_comparison import (
     TIMES_DRAWS,
     TIMES_ROUNDING,
@@ -39,7 +41,6 @@ from echelon.generators import GeneratorStates
 from echelon.gist import uncompressed
 from echelon.mesh import Mesh
 from echelon.ownership import VALUE, LocalParameter, OwnedSlice, own_run
-from echelon.quantities import show_bytes
 from echelon.runtime import InWhole, LocalStages, Update
 
 NAME = "gradients"
@@ -99,6 +100,10 @@ class GradientAudit:
     def replica(self) -> int:
         return self._parts.mesh.position.replica
 
+    @property
+    def _type(self) -> torch.dtype:
+        return computed_type(self._reference.device, self._reference.dtype)
+
     def __call__(
         self, batch: GivenBatch, step: int, *, traits: Tensor | None = None, known: int = 0, source: int = 0
     ) -> AuditResult:
@@ -126,7 +131,7 @@ class GradientAudit:
         likes, device = self._reference.form.gradients_like(self._reference.dtype), self._reference.device
         differences = compare_gradients(owned, gradients, likes, factor, self._group, device)
         self._parts.local.start_step()  # no gradient is left
-        tolerance = TOLERANCES[self._reference.dtype]
+        tolerance = TOLERANCES[self._type]
         found = [each for each in differences if not each.relative <= tolerance]
         if found and self._parts.update.loss_scaling is not None and _overflows(found):
             raise _CannotCompareError("gradients overflow at this loss scale", is_final=False)
@@ -143,7 +148,7 @@ class GradientAudit:
         samples, whole, weights, found, has_drawn = compared
         assert whole is not None
         run = partial(self._reference.run, samples.whole, weights, step)
-        eps = torch.finfo(self._reference.dtype).eps
+        eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run(is_second=True))] if has_drawn else []
         beyond = [each for each in found if not each.distance <= _explained(each.name, whole, others)]
@@ -158,7 +163,7 @@ class GradientAudit:
         form, device = self._reference.form, self._reference.device
         missing = form.missing(device) if self._agreement.rank == 0 else []
         needed = form.num_bytes(missing, self._reference.dtype)
-        names, reason = self._agreement.gather([missing, _reason_not(needed, device)])[0]
+        names, reason = self._agreement.gather([missing, reason_not_to_take(needed, device)])[0]
         if reason:
             raise _CannotCompareError(reason)
         wanted = set(names)
@@ -213,9 +218,10 @@ class GradientAudit:
             return ""
         scale = float(self._parts.update.loss_scale)
         try:
-            if len(samples.bounds) > 1:
-                self._reference.check_takes(samples.part(0), weights, step)
-            return self._reference.run(samples.whole, weights, step, training=training, scale=scale)
+            with alone("rank 0 runs this by itself, and it needs weights of another engine"):
+                if len(samples.bounds) > 1:
+                    self._reference.check_takes(samples.part(0), weights, step)
+                return self._reference.run(samples.whole, weights, step, training=training, scale=scale)
         except UserError as refusal:
             return f"{_REFUSED}{refusal}"
         except Exception as error:
@@ -276,7 +282,7 @@ class GradientAudit:
         eager: AbstractContextManager[Any] = nullcontext()
         if is_compiled:
             eager = torch.compiler.set_stance("force_eager")
-        with mesh.ledger.only_about("checks"), eager:
+        with mesh.ledger.only_about("checks"), eager, without_autocast_cache():
             yield
 
     def _first_text(self, text: str) -> str:
@@ -299,13 +305,3 @@ def _explained(name: str, whole: Result, others: Sequence[tuple[float, Result]])
 
 def _overflows(found: Sequence[Difference]) -> bool:
     return any(each.distance == float("inf") for each in found)
-
-
-def _reason_not(needed: int, device: torch.device) -> str:
-    free = free_bytes(device)
-    if 2 * needed <= free:
-        return ""
-    return (
-        f"whole weights and gradients take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} "
-        "free, half of it for the audit"
-    )

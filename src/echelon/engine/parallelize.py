@@ -26,7 +26,6 @@ from echelon.engine.start import prepare, start_equal
 from echelon.engine.support import supported_plan
 from echelon.engine.updates import UpdateRule, make_update
 from echelon.engine.whole_model import WholeModel
-from echelon.hardware import ignore_torch_warnings
 from echelon.mesh import Mesh
 from echelon.optim.local import Make
 from echelon.plan import Plan
@@ -76,7 +75,6 @@ def parallelize(
     infinite is made ("allow"), changes nothing ("skip") until `most_skipped` in a row are an error, or is
     that error ("stop").
     """
-    ignore_torch_warnings()
     check_arguments(model, plan, optimizer, loss, clip, prefetch, seed, boundaries, tensor_table, weights)
     model, plan, loss = accept_model(model, supported_plan(plan), loss, clip, loss_scale)
     rule = UpdateRule.of(plan, optimizer, clip, schedule, seed, loss_scale, nonfinite, most_skipped)

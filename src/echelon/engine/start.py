@@ -16,6 +16,7 @@ from echelon.data_parallel.unit_agreement import describe
 from echelon.engine.deferred_start import forget_values, give_buffers, weight_source
 from echelon.engine.restore import mark_empty
 from echelon.engine.watch.aliases import check_aliases
+from echelon.hardware import ignore_torch_warnings
 from echelon.huggingface import frequencies
 from echelon.initialization import WeightSource
 from echelon.launching import join
@@ -29,6 +30,7 @@ def prepare(
 ) -> tuple[nn.Module, WeightSource | None]:
     """The model on this rank's device, in the plan's type; or without memory, and where its weights are.
     The ranks have joined then."""
+    ignore_torch_warnings()
     join()
     device = this_device()
     source = weight_source(model, plan, weights, device)

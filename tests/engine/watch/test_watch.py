@@ -161,7 +161,9 @@ def test_calls_outside_of_a_step_are_right_or_refused(plan: str, warm_ranks: Any
 
 def differ(what: str) -> tuple[str, bool]:
     model = make()
-    engine = parallelize(model, "data=2 precision=fp64", optimizer=adamw, loss=F.mse_loss)
+    engine = parallelize(
+        model, "data=2 precision=fp64", optimizer=adamw, loss=F.mse_loss, audit="first"
+    )  # of the second step it would tell first
     engine.step(engine.local(batch(0, torch.float64)))
     before = engine.full_state_dict()
     if what == "noise":

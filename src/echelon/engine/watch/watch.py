@@ -19,6 +19,7 @@ from typing import final
 from torch import nn
 
 from echelon.data_parallel.idle import Idle
+from echelon.data_parallel.problems import Problem
 from echelon.engine.layer_sharding import LayerSharding
 from echelon.engine.watch.inside import Inside
 from echelon.engine.watch.optimizer import OptimizerWatch
@@ -97,7 +98,12 @@ class Watch:
         with self._work(records_structure=not is_refused):
             if self._changed and self._change_error(is_empty=True) is None:
                 self._update.take_over(set(self._changed.values()), 0.0)
-            yield
+            try:
+                yield
+            except UserError as error:
+                if str(error) == Problem.LOST_CHANGE.value:  # every rank is told: the next step is right
+                    self.forget()
+                raise
 
     def forget(self) -> None:
         """All weights are others now, by a load: what the user has changed is gone."""
