@@ -38,6 +38,10 @@ FEW: list[Wish] = [  # of different kinds, of which only the smallest training r
 OF_OTHERS = [  # what the smallest training of a wish does not have
     "data=2 zero=1 | model=hf-gpt2 layers=2 optimizer=adamw samples=5 batch=own targets=some rates=falling",
     "pipeline=2 microbatches=2 | model=hf-llama layers=2 samples=4 batch=dict boundaries=early deferred=True",
+    *(  # compiled in several graphs, with attentions that have a region of their own
+        pytest.param(f"{plan} compile=true | model={model} samples=4 seed=3", marks=pytest.mark.slow)
+        for plan, model in (("tensor=2", "hf-vit"), ("tensor=2 sequence=true", "hf-qwen3"))
+    ),
 ]
 
 Attempts = list[tuple[Wish, Attempt]]

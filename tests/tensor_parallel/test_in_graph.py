@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from echelon.collectives import Ledger, RecordingGroup
-from echelon.tensor_parallel.modules import Column, Row, VocabularyEmbedding, prepare_compiling
+from echelon.tensor_parallel.modules import (
+    Column,
+    EnterFirst,
+    Row,
+    VocabularyEmbedding,
+    prepare_compiling,
+)
 from echelon.tensor_parallel.norms import SplitNorm
 from echelon.tensor_parallel.regions import Region
 from echelon.wrapping import Wrapping
@@ -39,9 +45,9 @@ def attention(*, sequence: bool) -> Model:
     return region, Attention(region)
 
 
-def compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def compiled(model: nn.Module, *, fullgraph: bool = True) -> Callable[[Tensor], Tensor]:
     prepare_compiling(model)
-    run: Callable[[Tensor], Tensor] = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run: Callable[[Tensor], Tensor] = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     return run
 
 
@@ -61,6 +67,51 @@ def test_a_graph_has_the_collectives_of_the_layer_in_their_order(*, sequence: bo
     call = compiled(model)
     assert talk(region, call) == expected
     assert talk(region, call) == expected  # replayed
+
+
+class Layer(nn.Module):
+    """Its attention has a region of its own: what this is given enters before it, and nothing enters again.
+
+    `breaks`: between query and key is what torch cannot record.
+    """
+
+    def __init__(self, region: Region, *, breaks: bool) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(4), Broken(region) if breaks else Whole(region)
+        wrapping, enter = Wrapping(), EnterFirst(region)
+        wrapping.before("tensor", self.attention, enter, with_kwargs=True)
+        wrapping.after("tensor", self.attention, enter.after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x=self.norm(x))  # type: ignore[no-any-return]
+
+
+class Whole(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.query(x) * self.key(x) + self.value(x))  # type: ignore[no-any-return]
+
+
+class Broken(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        torch._dynamo.graph_break()
+        return self.output(query * self.key(x) + self.value(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at inputs of later graphs
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_has_entered_before_a_module_does_not_enter_again_inside_of_it(
+    *, sequence: bool, breaks: bool
+) -> None:
+    """Whether or not what it was made of is still there, and in whichever graph it is used."""
+    torch.manual_seed(0)
+    region = Region(RecordingGroup("tensor", 0, 2, Ledger()), sequence=sequence)
+    model = Layer(region, breaks=breaks)
+    expected = talk(region, model)
+    assert len(expected) == (4 if sequence else 2)
+    assert talk(region, compiled(model, fullgraph=not breaks)) == expected
+    assert region.entered is None
 
 
 def test_engines_share_compiled_code_and_not_their_groups() -> None:

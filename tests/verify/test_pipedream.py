@@ -215,6 +215,23 @@ def test_the_rate_of_an_update_is_that_of_the_step_whose_microbatch_it_is_of(
         assert ran.weights == pytest.approx(hand.weights, abs=1e-12)
 
 
+def seven(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch(step)
+    return inputs[:7], targets[:7]
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical"])
+def test_replicas_normalise_by_the_batch_of_all(warm_ranks: Any, schedule: str) -> None:
+    """Not each by its own samples, of which the second replica has fewer."""
+    case = Case(normalised, seven, product_loss, plain_sgd, steps=3, clip=None)
+    verdict = verify(case, f"data=2 schedule={schedule}", ranks=warm_ranks(2))
+    assert verdict.equal, str(verdict)
+
+
 # The verdict can fail.
 
 

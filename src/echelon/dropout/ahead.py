@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from echelon.dropout.operators import INDICES
+from echelon.dropout.operators import DROPOUTS
 from echelon.dropout.training_position import TrainingPosition, count_uses, current
 from echelon.hashing import hash_of, signed
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 class DrawsAhead:
-    """The draws of one layer in one call of compiled code. `num_drawn` counts them."""
+    """The draws of one dropout in one call of compiled code. `num_drawn` counts them."""
 
-    def __init__(self, position: TrainingPosition, layer: int) -> None:
+    def __init__(self, position: TrainingPosition, dropout: "KeyedDropout") -> None:
+        layer = dropout.layer
         start = hash_of(position.seed, position.step, layer)
-        self.function = torch.tensor(id(self))  # its number in `INDICES`
+        self.dropout = torch.tensor(id(dropout))  # its number in `DROPOUTS`
         first = position.first_sample
         self.key = torch.tensor([signed(start), position.uses.get(layer, 0)])  # in host memory
         self.first_sample = first if isinstance(first, Tensor) else torch.tensor(first)
@@ -38,14 +39,12 @@ def draw_ahead(dropouts: Iterable["KeyedDropout"]) -> Iterator[None]:
     dropping = [each for each in dropouts if each.drops] if position is not None else []
     for each in dropping:
         assert position is not None
-        each.ahead = DrawsAhead(position, each.layer)
-        if each.indices is not None:
-            INDICES[id(each.ahead)] = each.indices
+        each.ahead = DrawsAhead(position, each)
+        DROPOUTS[id(each)] = each
     try:
         yield
     finally:
         for each in dropping:
             assert each.ahead is not None
             count_uses(each.layer, each.ahead.num_drawn)
-            INDICES.pop(id(each.ahead), None)
             each.ahead = None

@@ -185,7 +185,7 @@ class KeyedDropout(Wrapper):
         use, ahead.num_drawn = ahead.num_drawn, ahead.num_drawn + 1
         indices = None
         if self.indices is not None and _has_positions(shape, self.feature_part):
-            indices = operators.global_indices(ahead.function, shape[1], input.device)
+            indices = operators.global_indices(ahead.dropout, shape[1], input.device)
         draw = ahead.key, ahead.first_sample, use, dropout.p, indices, *(self.feature_part or (0, 1))
         if kind is _ELEMENTS and input.is_cuda and not dropout.inplace:
             fused: Tensor = operators.keyed_dropout(input, *draw)

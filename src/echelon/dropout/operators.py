@@ -5,7 +5,8 @@ the operator runs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -49,14 +50,20 @@ def keep_mask(
     return mask_of(_draw(key, first_sample, use, p, indices, rank, ranks), shape, device).contiguous()
 
 
-# The functions of dropouts whose compiled layer is running, by number.
-INDICES: dict[int, Callable[[int], Tensor]] = {}
+class HasIndices(Protocol):
+    indices: Callable[[int], Tensor] | None
+
+
+# Dropouts that compiled code has drawn for, by number. A backward pass may ask again, long after the call.
+DROPOUTS: WeakValueDictionary[int, HasIndices] = WeakValueDictionary()
 
 
 @torch.library.custom_op("echelon::global_indices", mutates_args=())
-def global_indices(function: Tensor, size: int, device: torch.device) -> Tensor:
-    """The indices in the whole dim of the `size` ones that are here, by the function of this number."""
-    return INDICES[int(function)](size).to(device, torch.int64)
+def global_indices(dropout: Tensor, size: int, device: torch.device) -> Tensor:
+    """The indices in the whole dim of the `size` ones that are here, by the dropout of this number."""
+    indices = DROPOUTS[int(dropout)].indices
+    assert indices is not None
+    return indices(size).to(device, torch.int64)
 
 
 def _draw(
@@ -89,7 +96,7 @@ def _(
 
 
 @global_indices.register_fake
-def _(function: Tensor, size: int, device: torch.device) -> Tensor:  # noqa: ARG001
+def _(dropout: Tensor, size: int, device: torch.device) -> Tensor:  # noqa: ARG001
     return torch.empty(size, dtype=torch.int64, device=device)
 
 

@@ -34,8 +34,6 @@ class Entries:
 
     def enter(self, x: Tensor, dim: int | None, to_matrices: bool) -> Tensor:
         """Modules with the same hidden states (query, key, value) share one entry, and so one sum."""
-        if self.has_entered(x):
-            return x
         key = (x._version, torch.is_grad_enabled(), dim, to_matrices, self._sequence)
         entered = self._last.find(x, key)
         if entered is None:
@@ -45,10 +43,6 @@ class Entries:
             )
             self._last.keep(x, key, entered)
         return entered
-
-    def has_entered(self, x: Tensor) -> bool:
-        """Whether `x` is the result of an entry, by the module around the one that has it as input."""
-        return self._last.is_entered(x)
 
     def leave(self, x: Tensor, dim: int | None) -> Tensor:
         split = self._sequence and dim is not None
@@ -75,9 +69,6 @@ class LastEntry:
     def find(self, x: Tensor, key: tuple[object, ...]) -> Tensor | None:
         is_source = self._source is not None and self._source() is x
         return self._entered if is_source and self._key == key else None
-
-    def is_entered(self, x: Tensor) -> bool:
-        return self._entered is x
 
     def keep(self, x: Tensor, key: tuple[object, ...], entered: Tensor) -> None:
         self._source, self._key, self._entered = weakref.ref(x, self._forget), key, entered

@@ -89,7 +89,7 @@ class Column(SplitModule):
     def _with_others(self, x: Tensor) -> Tensor | None:
         """The output, computed together with all columns of input `x`; None where that is not possible."""
         region = self.region
-        if not region.overlaps or region.has_entered(x) or not can_share(x):
+        if not region.overlaps or x is region.entered or not can_share(x):
             return None
         return region.shared_input.multiply(self, x, region.group, sequence=region.sequence)
 
@@ -238,8 +238,10 @@ class EnterFirst:
 
     def __init__(self, region: Region, *, encloses: bool = False) -> None:
         self.region, self.encloses = region, encloses
+        self._outer: Tensor | None = None
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._outer = self.region.entered
         if self.region.overlaps and not self.region.sequence and not self.encloses:
             return args, kwargs  # entering changes no shape here: the columns inside enter together
         if args:
@@ -248,4 +250,9 @@ class EnterFirst:
         return args, {**kwargs, first: self._enter(kwargs[first])}
 
     def _enter(self, x: Tensor) -> Tensor:
-        return self.region.enter(x, to_matrices=not self.encloses)
+        self.region.entered = self.region.enter(x, to_matrices=not self.encloses)
+        return self.region.entered
+
+    def after(self, *_: Any) -> None:
+        """A forward hook."""
+        self.region.entered, self._outer = self._outer, None

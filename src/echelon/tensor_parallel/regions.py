@@ -35,6 +35,9 @@ class Region:
         self.group, self.sequence = group, sequence
         self.overlaps = False  # whether sums of gradients run while gradients of weights are computed
         self.shared_input = SharedInput()
+        # What the module that runs now was given: it has entered before that module. torch.compile follows
+        # this through the pieces of a layer that it cannot record as one graph.
+        self.entered: Tensor | None = None
         self._entries = Entries(GroupMoves(group), LastEntry(), sequence=sequence)
         self._recorded_group: RecordedGroup | None = None
 
@@ -49,6 +52,8 @@ class Region:
         `to_matrices`: it is only multiplied by matrices. Their gradients are in new memory, so that the sum
         can be computed in place. Other operations may pass back memory that is used elsewhere too.
         """
+        if x is self.entered:
+            return x
         if self._recorded_group is not None and torch.compiler.is_compiling():
             return in_graph.enter(x, *self._recorded_group, self.sequence, dim, to_matrices)
         return self._enter(x, dim, to_matrices)
@@ -56,10 +61,6 @@ class Region:
     @untraced
     def _enter(self, x: Tensor, dim: int | None, to_matrices: bool) -> Tensor:
         return self._entries.enter(x, dim, to_matrices)
-
-    def has_entered(self, x: Tensor) -> bool:
-        """Whether `x` is the result of an entry, by the module around the one that has it as input."""
-        return self._entries.has_entered(x)
 
     def leave(self, x: Tensor, *, dim: int | None = 1) -> Tensor:
         """The sum over ranks of the outputs of a split module. It may overwrite `x`."""
@@ -97,4 +98,5 @@ class Region:
         return self._entries.join_logits(logits)
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_recorded_group": None}  # a copy of the group has another number
+        # a copy of the group has another number
+        return self.__dict__ | {"_recorded_group": None, "entered": None}

@@ -211,6 +211,7 @@ def _wrap(
     elif style.word in ("region", "enclosed"):
         enter = EnterFirst(region, encloses=style.word == "enclosed")
         wrapping.before("tensor", module, enter, with_kwargs=True)
+        wrapping.after("tensor", module, enter.after)
     if wrapper is not None:
         wrapping.wrap(wrapper)
 

@@ -101,8 +101,11 @@ def _version_rule(plan: Plan) -> Callable[[int, int], int]:
 
 
 def _updates(batch: Any, plan: Plan) -> Iterator[list[Part]]:
-    """For each update of a step, the samples that it averages over: a part of every replica, or all."""
-    if plan.schedule == "pipedream-2bw":
+    """For each update of a step, the samples that it averages over: a part of every replica, or all.
+
+    All of them run together: what batch norm normalises by is one number over all replicas.
+    """
+    if plan.schedule == "pipedream-2bw" or plan.microbatches == 1:
         yield [(batch, 0)]
         return
     samples = num_samples(batch)
