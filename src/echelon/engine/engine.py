@@ -115,7 +115,7 @@ class Engine:
         self._search: NonfiniteSearch | None = None
         if rule.nonfinite.skips and isinstance(self._runner, FlushedRunner):
             self._search = NonfiniteSearch(self._runner, mesh, local, module)
-        self._is_closed = False
+        self._is_closed, self._is_first = False, True
         self._checkpointing = Checkpointing(self._state, self._runner, self.synchronize)
         self._watch = Watch(module, mesh, local, layers, update, inside)
 
@@ -216,7 +216,8 @@ class Engine:
 
     def _read(self, batch: Any) -> Batch:
         """What a replica refuses of its first batch is raised by all: the others would wait for it."""
-        if self._counter.begun == 0 and self.plan.sync != "async":
+        is_first, self._is_first = self._is_first, False
+        if is_first and self.plan.sync != "async":
             check_on_every_rank(lambda: self._reader.read(batch))
         return self._reader.read(batch)
 
