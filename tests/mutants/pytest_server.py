@@ -74,6 +74,8 @@ def _run_pytest(source: str, tests: list[str], output: str) -> int:
     root = os.environ.pop("MUTANTS_ROOT")
     os.chdir(root)
     os.environ["PYTHONPATH"] = source
+    if not any("tests/gpu/" in test for test in tests):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the others are for processors
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(source).parent / "hypothesis")
     sys.path[:] = [source, root, *(path for path in sys.path if path not in ("", root))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:

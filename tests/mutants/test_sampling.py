@@ -59,6 +59,8 @@ def test_changes(source: str, expected: set[str]) -> None:
         "y = UserError(a + 1)",
         "@abstractmethod\ndef f(x=1): ...",
         "def f():\n    return False",
+        "pairs = zip(a, b, strict=True)",
+        "x = t.to(d, non_blocking=True)",
     ],
 )
 def test_what_is_left_alone(source: str) -> None:

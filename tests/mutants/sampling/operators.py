@@ -7,8 +7,9 @@
     constant      n        n + 1, and True for False; numbers of defaults too
 
 Left alone: annotations, decorators, docstrings and other texts, what a `raise` says (not whether it raises),
-`print` and `warn`, `__repr__` and `__str__`, defaults of abstract methods, which no call takes, and what
-stands under TYPE_CHECKING.
+`print` and `warn`, `__repr__` and `__str__`, defaults of abstract methods, which no call takes, what stands
+under TYPE_CHECKING, and the keywords `strict` of zip and `non_blocking`: the first is an assertion of what
+always holds, the second changes when a copy is made, never what it holds.
 """
 
 import ast
@@ -42,6 +43,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 _TALKING = ("print", "warn", "warning", "info", "debug")
 _TEXT_METHODS = ("__repr__", "__str__")
+_WITHOUT_EFFECT = ("strict", "non_blocking")
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class _Finder(ast.NodeVisitor):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name not in _TALKING and not name.endswith("Error"):
             self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in _WITHOUT_EFFECT:
+            self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """A text."""
