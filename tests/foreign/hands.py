@@ -1,6 +1,7 @@
 """Trainings in which the user does something by hand between two steps, or whose model or optimizer has parts
 that are tied in ways that torch does not know of."""
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -219,6 +220,18 @@ def _clear_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) 
         optimizer.state.clear()
 
 
+def _replace_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.state = defaultdict(dict)
+
+
+def _reload_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+    optimizer.load_state_dict(saved)
+
+
 def _set_options(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.01 / (1 + step), 0.2
@@ -238,6 +251,8 @@ HANDS: dict[str, Foreign] = {
     "moments forgotten": Foreign(stack, vectors, F.mse_loss, between=_forget_moments),
     "moments by parameter": Foreign(stack, vectors, F.mse_loss, between=_forget_by_parameter),
     "state cleared": Foreign(stack, vectors, F.mse_loss, between=_clear_state),
+    "state replaced": Foreign(stack, vectors, F.mse_loss, between=_replace_state),
+    "state loaded again": Foreign(stack, vectors, F.mse_loss, between=_reload_state),
     "options set": Foreign(stack, vectors, F.mse_loss, between=_set_options),
     "group added": Foreign(stack, vectors, F.mse_loss, between=_add_group),
 }

@@ -41,7 +41,8 @@ def expected(name: str, plan: str) -> str | None:
             return "step()"
         return None if has_all else ("nobody knows" if name == "one rate" else "looks at")
     if name in ALIASED:
-        return "is memory of the weight" if any(w in plan for w in ("zero", "offload", "pipeline")) else None
+        moving = ("zero", "offload", "pipeline", "update")
+        return "is memory of the weight" if any(word in plan for word in moving) else None
     if name in ("clamped", "clamped data", "data rebound", "state dict loaded"):
         if hides:
             return "during a step" if name == "state dict loaded" else "has no values on this rank"
@@ -51,6 +52,8 @@ def expected(name: str, plan: str) -> str | None:
     if name == "moments by parameter":
         moved = "zero" in plan or "offload" in plan
         return "optimizer.state" if moved else None
+    if name == "state replaced":
+        return "optimizer.state was replaced" if "zero" in plan or "offload" in plan else None
     if name == "group added":
         return "the optimizer's groups"
     if name in KEPT:  # of which the audit may be the first to tell
@@ -70,7 +73,10 @@ ALWAYS = [
     ("eval of a part", "pipeline=2 microbatches=2"),
     ("clips in a hook", "data=2 zero=1"),
     ("aliased parameter", "data=2 zero=1"),
+    ("aliased buffer", "data=1 update=backward"),
     ("data rebound", "data=2 zero=2"),
+    ("state replaced", "data=2 zero=1"),
+    ("weight hook added", "pipeline=2 microbatches=2"),
     ("clamped data", "data=2 zero=1 offload=optimizer"),
     ("auxiliary none", "pipeline=2 microbatches=2"),
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon import parallelize
 from echelon.optim import CombinedOptimizer
+from echelon.optim.first_state import FirstStates
 from echelon.optim.local import make_local
 from echelon.optim.state_forms import state_forms
 from echelon.precision.gradient_check import check_gradient
@@ -138,3 +139,54 @@ def test_an_engine_trains_with_it(plan: str, tolerance: float) -> None:
     optimizer.step()
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(trained[name].float(), value, rtol=tolerance, atol=tolerance)
+
+
+TOUCHES: dict[str, Callable[[FirstStates, Tensor], object]] = {
+    "read": lambda states, tensor: states[tensor],
+    "written": lambda states, tensor: states.__setitem__(tensor, {}),
+    "deleted": lambda states, tensor: states.__delitem__(tensor),
+    "asked": lambda states, tensor: tensor in states,
+    "gone over": lambda states, _: [*states],
+    "counted": lambda states, _: len(states),
+    "joined": lambda states, tensor: states.__ior__({tensor: {}}),
+    "got": lambda states, tensor: states.get(tensor),
+    "keys": lambda states, _: states.keys(),
+    "values": lambda states, _: states.values(),
+    "items": lambda states, _: states.items(),
+    "popped": lambda states, tensor: states.pop(tensor),
+    "last popped": lambda states, _: states.popitem(),
+    "cleared": lambda states, _: states.clear(),
+    "updated": lambda states, tensor: states.update({tensor: {}}),
+    "set once": lambda states, tensor: states.setdefault(tensor, {}),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_nobody_touches_state_while_an_update_is_under_way(touch: str) -> None:
+    tensor, states = parameter(2), FirstStates()
+    states[tensor] = {"step": 1}
+
+    class UnderWayError(Exception):
+        pass
+
+    def wait() -> None:
+        raise UnderWayError
+
+    states.before_read = wait
+    with pytest.raises(UnderWayError):
+        TOUCHES[touch](states, tensor)
+    states.before_read = None
+    assert {**states} == {tensor: {"step": 1}}
+    TOUCHES[touch](states, tensor)
+
+
+def test_state_that_is_loaded_is_kept_where_it_is_watched() -> None:
+    whole, part = parameter(2), parameter(2)
+    optimizer = make_local(torch.optim.Adam, [whole], {whole: [part]})
+    part.grad = torch.ones(2)
+    optimizer.step()
+    states, saved = optimizer.state, deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"].fill_(7.0)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state is states
+    assert states[part]["exp_avg"].tolist() == [7.0, 7.0]

@@ -92,14 +92,18 @@ class Audit:
         """Whether steps may be audited, from the next one on."""
         return self._next > 0 or self._watches
 
-    def ask(self, batch: GivenBatch, step: int, *, is_empty: bool) -> None:
+    def ask(self, batch: GivenBatch, step: int, *, is_empty: bool, refusal: UserError | None = None) -> None:
         """Raise a UserError, on every rank, if the plan would train something else than one device.
-        `is_empty`: nothing is under way, so that ranks can do something together."""
+        `is_empty`: nothing is under way, so that ranks can do something together. `refusal`: why this rank
+        refuses the step already, which says more than a comparison can."""
         self._num_steps += 1
         self._ask_late()
         traits = sample_traits(batch.pair) if self._watches else None
         is_due = 0 < self._next <= self._num_steps
         if is_empty and (is_due or (traits is not None and self._shows_new(batch, step, traits))):
+            refused = next(filter(None, self._agreement.gather(str(refusal or ""))), "")
+            if refused:
+                raise UserError(refused)
             self._compare(batch, step, traits)
             if is_due:
                 self._set_next()

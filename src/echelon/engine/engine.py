@@ -211,8 +211,9 @@ class Engine:
         self._check_steps(but=0 if self._counter.is_near_limit and self._counter.is_in_row else 1)
         start_step(self._counter.begun + 1)
         pair = self._read(batch)
-        with self._watch.step(is_empty=self._runner.is_empty):
-            return self._step(batch, pair)
+        with self._watch.step(is_empty=self._runner.is_empty) as refusal:
+            self._ask_audit(batch, pair, refusal)
+            return self._step(pair)
 
     def _read(self, batch: Any) -> Batch:
         """What a replica refuses of its first batch is raised by all: the others would wait for it."""
@@ -221,8 +222,7 @@ class Engine:
             check_on_every_rank(lambda: self._reader.read(batch))
         return self._reader.read(batch)
 
-    def _step(self, given: Any, pair: Batch) -> Metrics:
-        self._ask_audit(given, pair)
+    def _step(self, pair: Batch) -> Metrics:
         timer = StepTimer(self.mesh.device)
         self.ledger.start_step()
         self._meter.start_step()
@@ -242,14 +242,15 @@ class Engine:
             self._check_steps()
         return Metrics(numbers, timer)
 
-    def _ask_audit(self, given: Any, batch: Batch) -> None:
+    def _ask_audit(self, given: Any, batch: Batch, refusal: UserError | None) -> None:
         """Raise, on every rank, if this step would train something else than one device."""
         if self._audit.is_on:
             check_batch(batch)
             if not self._audit.results:
                 check_same_batch(batch, self.mesh)
             read = GivenBatch(to_plain(given), batch, self._reader.read)
-            self._audit.ask(read, self._counter.begun, is_empty=self._runner.is_empty)
+            is_empty = self._runner.is_empty
+            self._audit.ask(read, self._counter.begun, is_empty=is_empty, refusal=refusal)
 
     def _check_steps(self, *, but: int = 0) -> None:
         """Raise if an earlier step was refused; the last `but` are left for later.

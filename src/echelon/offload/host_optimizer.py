@@ -15,6 +15,8 @@ from echelon.optim.sum_optimizer import SumOptimizer
 from echelon.precision.optimizer_call import make_momentum, may_fuse, restricted
 from echelon.precision.stepper import takes_units
 
+_STEP_HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+
 
 @final
 class HostCall:
@@ -64,6 +66,8 @@ def _snapshot(optimizer: torch.optim.Optimizer, chosen: Set[nn.Parameter]) -> to
     """Another optimizer of this kind over the chosen parameters, which shares the state of this one."""
     copy: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
+    for name in _STEP_HOOKS & vars(optimizer).keys():  # those added later are for the next update
+        setattr(copy, name, vars(optimizer)[name].copy())
     vars(copy).pop("step", None)  # that of a learning-rate scheduler, which calls the original
     copy.param_groups = [_options(group, chosen) for group in optimizer.param_groups]
     if hasattr(optimizer, "optimizers"):

@@ -8,6 +8,7 @@ until then.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, NamedTuple, final
 
 import torch
@@ -48,11 +49,8 @@ class FirstStates(defaultdict[Tensor, State]):
         self.replaced: frozenset[Tensor] = frozenset()  # parameters in whose place others are updated
         self.before_read: Callable[[], None] | None = None  # returns when no update is under way
 
-    def __getitem__(self, tensor: Tensor) -> State:
-        self._ready()
-        return super().__getitem__(tensor)
-
     def __setitem__(self, tensor: Tensor, state: State) -> None:
+        self._ready()
         self._check(tensor)
         super().__setitem__(tensor, state)
 
@@ -61,13 +59,11 @@ class FirstStates(defaultdict[Tensor, State]):
         self._check(tensor)
         return super().get(tensor, default)
 
-    def values(self) -> Any:
-        self._ready()
-        return super().values()
-
-    def items(self) -> Any:
-        self._ready()
-        return super().items()
+    def take(self, others: Mapping[Tensor, State]) -> None:
+        """Have the state of `others` alone."""
+        new = dict(others)
+        self.clear()
+        self.update(new)
 
     def _ready(self) -> None:
         if self.before_read is not None:
@@ -91,6 +87,23 @@ class FirstStates(defaultdict[Tensor, State]):
     def __reduce__(self) -> tuple[Any, ...]:
         known = vars(self) | {"replaced": frozenset(), "before_read": None}  # which are of one engine
         return type(self), (dict,), known, None, iter(self.items())
+
+
+def _after_updates(name: str) -> Callable[..., Any]:
+    """A method of dict that waits until no update is under way."""
+
+    @wraps(getattr(dict, name))
+    def call(self: FirstStates, *arguments: Any, **options: Any) -> Any:
+        self._ready()
+        return getattr(super(FirstStates, self), name)(*arguments, **options)
+
+    return call
+
+
+for _name in ("__getitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__ior__"):
+    setattr(FirstStates, _name, _after_updates(_name))
+for _name in ("keys", "values", "items", "pop", "popitem", "clear", "update", "setdefault"):
+    setattr(FirstStates, _name, _after_updates(_name))
 
 
 def begin_like(state: Mapping[Tensor, State], tensor: Tensor, like: Tensor) -> FirstStates:

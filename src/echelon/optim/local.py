@@ -29,9 +29,22 @@ def make_local(
     optimizer.state.clear()
     states.replaced = frozenset(p for p in own if not any(part is p for part in held.get(p, ())))
     if states.first or states.replaced:
+        _keep_states(optimizer, states)
+    return optimizer
+
+
+def _keep_states(optimizer: torch.optim.Optimizer, states: FirstStates) -> None:
+    """Let an optimizer have its state there, also after `load_state_dict`."""
+
+    def take(*_: object) -> None:
+        if optimizer.state is not states:
+            states.take(optimizer.state)
         for each in (optimizer, *inner_optimizers(optimizer)):
             each.state = states
-    return optimizer
+
+    take()
+    if hasattr(optimizer, "register_load_state_dict_post_hook"):
+        optimizer.register_load_state_dict_post_hook(take)
 
 
 def _first_states(

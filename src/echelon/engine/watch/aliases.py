@@ -1,4 +1,5 @@
-"""Other memory of the model that is the memory of a weight: a plan that moves the weight leaves it behind.
+"""Other memory of the model that is the memory of a weight: a plan that moves the weight leaves it behind,
+and one that updates it in the backward pass changes what the rest of that pass still reads.
 
     self.b = nn.Parameter(self.a.weight.data)        another parameter
     self.register_buffer("shadow", self.a.weight.data)
@@ -42,7 +43,8 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
             if place.tensor is weight.tensor:
                 is_left = place.name != weight.name and _is_left_behind(place, plan, model)
             else:
-                is_left = _overlap(place.tensor, weight.tensor) and _moves(weight.tensor, plan, device, dtype)
+                is_moved = _moves(weight.tensor, plan, device, dtype)
+                is_left = _overlap(place.tensor, weight.tensor) and (is_moved or plan.update != "step")
             if (
                 is_left
                 and (place.name, weight.name) not in errors
@@ -52,9 +54,9 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
     raise_errors(
         f"the model with plan '{plan}'",
         [
-            f"{place} is memory of the weight {weight}, which this plan moves: {place} would stay as it is "
-            "now; let both modules have the same Parameter object, which ties them, use data alone (zero=0), "
-            f"or give {place} memory of its own (clone)"
+            f"{place} is memory of the weight {weight}, which this plan {_what_happens(plan, place)}; let "
+            "both modules have the same Parameter object, which ties them, use data alone (zero=0, "
+            f"update=step), or give {place} memory of its own (clone)"
             for place, weight in errors
         ],
     )
@@ -99,6 +101,12 @@ def _moves(weight: Tensor, plan: Plan, device: torch.device | None, dtype: torch
     is_sharded = (plan.zero > 0 and plan.ranks > 1) or plan.tensor > 1 or plan.expert > 1 or plan.stages > 1
     is_copied = plan.precision in ("bf16", "fp16") or bool(plan.offload) or plan.sync == "async"
     return is_converted or is_sharded or is_copied or plan.schedule in ASYNCHRONOUS_SCHEDULES
+
+
+def _what_happens(plan: Plan, place: str) -> str:
+    if plan.update != "step":
+        return f"updates in the backward pass (update={plan.update}), while {place} is still read"
+    return f"moves: {place} would stay as it is now"
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from echelon.engine.watch.inside import Inside
 from echelon.engine.watch.rules import updates_itself
 from echelon.errors import UserError
+from echelon.optim.first_state import FirstStates
 from echelon.optim.needs import need_of
 from echelon.optim.state_forms import inner_optimizers
 from echelon.plan import Plan
@@ -22,6 +23,7 @@ class OptimizerWatch:
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, inside: Inside) -> None:
         self._optimizer, self._plan, self._inside = optimizer, plan, inside
         self._handles: list[Any] = []
+        self._state = optimizer.state
         if not updates_itself(plan):
             for each in dict.fromkeys([optimizer, *inner_optimizers(optimizer)]):
                 if hasattr(each, "_optimizer_step_pre_hooks"):
@@ -38,6 +40,12 @@ class OptimizerWatch:
                 f"the parameters of the optimizer's groups were changed since parallelize or the last step: "
                 f"plan '{self._plan}' has put parts, masters or copies in their place, and knows no others; "
                 "give all groups to the optimizer in the function that parallelize calls"
+            )
+        if isinstance(self._state, FirstStates) and self._optimizer.state is not self._state:
+            raise UserError(
+                f"optimizer.state was replaced by hand: with plan '{self._plan}' parts, masters or copies "
+                "have their state in the one of before, and an update may have been under way; change that "
+                "one (optimizer.state.clear(), optimizer.state.values()), or call optimizer.load_state_dict"
             )
 
     @property

@@ -71,18 +71,19 @@ class Watch:
     # What an engine calls.
 
     @contextmanager
-    def step(self, *, is_empty: bool) -> Iterator[None]:
-        """Around a step. `is_empty`: nothing is under way that began with weights of before."""
+    def step(self, *, is_empty: bool) -> Iterator[UserError | None]:
+        """Around a step, which gets what this rank refuses, and other ranks may not see. `is_empty`: nothing
+        is under way that began with weights of before."""
         refusal = self._check(is_empty=is_empty)
         if refusal is None:
             with self._work():
-                yield
+                yield None
             return
         # Other ranks do not see it: the sums of this step tell them, and it changes nothing.
         self._update.refuse_next()
         try:
             with self._work(records_structure=False, records_weights=False):
-                yield
+                yield refusal
         except UserError as error:
             raise refusal from error
 
