@@ -1,7 +1,9 @@
 """Trainings that are refused: on every rank, with the same words, and without the end of the ranks."""
 
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -9,6 +11,9 @@ import torch.distributed as dist
 from echelon.errors import UserError
 from echelon.launching import Ranks
 from tests.warm_ranks import joined_meshes
+
+_PATIENCE = 30.0  # seconds: of a machine that is busy
+_NUMBERS = count()  # of refusals in this process, the same on all ranks
 
 
 class Refusal(NamedTuple):
@@ -33,7 +38,17 @@ def _refused(fn: Callable[..., Any], *args: Any) -> Any:
         except UserError as refusal:
             text = str(refusal)
     if dist.is_initialized():
-        dist.barrier()  # no rank closes what another still uses
+        _wait_for_all(text)  # no rank closes what another still uses
     for mesh in meshes:
         mesh.close()
     return Refusal(text)
+
+
+def _wait_for_all(text: str) -> None:
+    """Return when all ranks refuse; others that train on would wait for this one."""
+    store, key = dist.distributed_c10d._get_default_store(), f"refused {next(_NUMBERS)}"
+    store.add(key, 1)
+    end = time.monotonic() + _PATIENCE
+    while store.add(key, 0) < dist.get_world_size():
+        assert time.monotonic() < end, f"rank {dist.get_rank()} refuses, and others do not: {text}"
+        time.sleep(0.05)

@@ -147,3 +147,33 @@ def test_a_call_that_failed_teaches_nothing() -> None:
     found.clear()
     model(x)
     assert "relu" in found
+
+
+def test_an_input_is_encoded_also_where_it_has_memory_with_one_that_is_given() -> None:
+    """As the inputs of a stage that came in one message; in a second run for the backward pass it has its
+    own, and the same must be saved."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.matrix(x) * mask
+
+    def kinds(x: Tensor, mask: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append((tensor.shape, tensor.dtype)) or tensor, lambda tensor: tensor
+        ):
+            model(x.detach().requires_grad_(), mask)
+        return saved
+
+    torch.manual_seed(0)
+    model = Masked()
+    compress(model, "gist-fp16")
+    message = torch.randn(2, 64, 32)
+    together = kinds(message[0], message[1])
+    assert together == kinds(message[0].clone(), message[1].clone())
+    assert ((64, 32), torch.float32) in together, "the mask"
+    assert len(together) == 3, "beside a weight and the encoded input"

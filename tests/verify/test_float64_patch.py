@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from echelon.verify.float64_patch import patch_float64  # noqa: E402
+from echelon.verify.float64_patch import Float64, patch_float64  # noqa: E402
 from echelon.wrapping import is_wrapped  # noqa: E402
 from tests.huggingface.models import make, tokens  # noqa: E402
 
@@ -54,3 +54,11 @@ def test_a_patched_model_can_be_sent() -> None:
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(tokens(0)[0]).logits, model(tokens(0)[0]).logits)
     assert again.model.norm.forward.__self__.module is again.model.norm
+
+
+def test_positions_are_multiplied_with_frequencies_of_float64() -> None:
+    positions, frequencies = torch.arange(3), torch.ones(3, dtype=torch.float64)
+    with Float64():
+        assert positions.float().dtype == positions.to(torch.float32).dtype == torch.float64
+        assert torch.equal(frequencies.to(torch.float32) @ positions.float(), torch.tensor(3.0).double())
+        assert torch.ones(3).to(torch.float32).dtype == torch.float32, "float32 stays what it is"

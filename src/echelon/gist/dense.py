@@ -36,3 +36,18 @@ def is_dense(tensor: Tensor) -> bool:
 def shares_elements(tensor: Tensor) -> bool:
     """Whether elements of a tensor share memory, as those of an expanded one."""
     return tensor.nbytes > tensor.untyped_storage().nbytes()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have elements in common, as far as their ends tell."""
+    (a, b), (c, d) = _span(one), _span(other)
+    return a < d and c < b
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """In bytes of the storage."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()

@@ -8,6 +8,7 @@ integers, what is small, and what must not be rounded (statistics.py). Memory th
 encoded once.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from echelon.gist import backend, floats, sparse
 from echelon.gist.calls import CompressedCalls
-from echelon.gist.dense import Layout, flatten, is_dense, shares_elements
+from echelon.gist.dense import Layout, flatten, is_dense, overlap, shares_elements
 from echelon.gist.marks import Memory
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.gist.statistics import is_few, is_power
@@ -66,12 +67,17 @@ class CompressedLayer(Wrapper):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_compression": None}
 
-    def _held(self, inputs: list[Tensor]) -> set[int]:
-        """Storages that others hold: buffers, and inputs without gradients."""
+    def _held(self, inputs: list[Tensor]) -> dict[int, list[Tensor]]:
+        """What others hold, by storage: buffers, and inputs without gradients. An input with gradients may
+        have a part of the same storage, as one message of a pipeline has all inputs of a stage."""
         tensors = [each for each in inputs if not each.requires_grad]
         for module in self._with_buffers:
             tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
-        return {int(t.untyped_storage()._cdata) for t in tensors if t.layout is torch.strided}
+        held: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                held.setdefault(int(tensor.untyped_storage()._cdata), []).append(tensor)
+        return held
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -117,7 +123,9 @@ class Saver:
     """What one call of a layer saves. `num_inputs`: numbers in its largest input; 0: it has none, as a model
     of tokens, and the largest tensor that it has saved counts."""
 
-    def __init__(self, compression: Compression, held: set[int], num_inputs: int) -> None:
+    def __init__(
+        self, compression: Compression, held: Mapping[int, Sequence[Tensor]], num_inputs: int
+    ) -> None:
         self._compression, self._held = compression, held
         self._num_inputs, self._num_saved = num_inputs, 0
         self._exact: dict[int, Memory] = {}
@@ -126,7 +134,7 @@ class Saver:
 
     def close(self) -> None:
         """The call is over. Autograd holds this as long as a graph."""
-        self._encodings, self._held, self._exact = {}, set(), {}
+        self._encodings, self._held, self._exact = {}, {}, {}
 
     def pack(self, tensor: Tensor) -> "_Encoded | KeptTensor":
         encoded = self._encode(tensor) if is_encoded(tensor) else None
@@ -137,7 +145,8 @@ class Saver:
         if shares_elements(tensor) or (base is not None and isinstance(base, nn.Parameter)):
             return None
         address = int(tensor.untyped_storage()._cdata)
-        if address in self._held or self._is_exact(tensor, address):
+        is_held = any(overlap(tensor, other) for other in self._held.get(address, ()))
+        if is_held or self._is_exact(tensor, address):
             return None
         dense = tensor
         order: tuple[Any, ...] = (tensor.numel(),)

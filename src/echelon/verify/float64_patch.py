@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from echelon.huggingface import casts_to_float32
 from echelon.wrapping import Wrapper, Wrapping
 
+_CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
+
 
 def patch_float64(model: nn.Module) -> None:
     """Keep modules of transformers in float64 where they would cast down to float32."""
@@ -34,11 +36,14 @@ class _Float64Forward(Wrapper):
 
 
 class Float64(TorchFunctionMode):
-    """Inside, a function of a float64 tensor that asks for float32 gets float64."""
+    """Inside, a function of a float64 tensor that asks for float32 gets float64, and so does the conversion
+    of integers, as of positions that are multiplied with frequencies."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
-        if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(arguments)):
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        converts_integers = func in _CONVERSIONS and not tensors[0].is_floating_point()
+        if converts_integers or any(tensor.dtype == torch.float64 for tensor in tensors):
             func = Tensor.double if func is Tensor.float else func
             arguments = tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, arguments)
         args, kwargs = arguments

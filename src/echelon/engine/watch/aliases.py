@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from echelon.errors import raise_errors
+from echelon.gist.dense import overlap
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -44,7 +45,7 @@ def check_aliases(model: nn.Module, plan: Plan, device: torch.device | None, dty
                 is_left = place.name != weight.name and _is_left_behind(place, plan, model)
             else:
                 is_moved = _moves(weight.tensor, plan, device, dtype)
-                is_left = _overlap(place.tensor, weight.tensor) and (is_moved or plan.update != "step")
+                is_left = overlap(place.tensor, weight.tensor) and (is_moved or plan.update != "step")
             if (
                 is_left
                 and (place.name, weight.name) not in errors
@@ -107,18 +108,3 @@ def _what_happens(plan: Plan, place: str) -> str:
     if plan.update != "step":
         return f"updates in the backward pass (update={plan.update}), while {place} is still read"
     return f"moves: {place} would stay as it is now"
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have elements in common, as far as their ends tell."""
-    (a, b), (c, d) = _span(one), _span(other)
-    return a < d and c < b
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """In bytes of the storage."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset())
-    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()
