@@ -9,7 +9,7 @@ from typing import Any
 
 from echelon.context_parallel import head_errors
 from echelon.plan.fields import ASYNCHRONOUS_SCHEDULES
-from tests.fuzz.pool import DROPOUT, IMAGES, LAYERS, POOL, SEQUENCE_PAIRS, SEQUENCES, TENSOR
+from tests.fuzz.pool import COUNTED_PADDING, DROPOUT, IMAGES, LAYERS, POOL, SEQUENCE_PAIRS, SEQUENCES, TENSOR
 from tests.fuzz.random_training import ORDER_FILE
 
 Values = Mapping[str, Any]
@@ -48,6 +48,15 @@ def model_rules(candidates: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple
     yield (
         ("batch", "schedule", "sync", "staleness", "targets"),
         lambda v: v["batch"] != "own" or v["targets"] == "all" or not _is_replayed(v),
+    )
+    yield (
+        ("batch", "schedule", "sync", "staleness", "seed"),
+        lambda v: v["batch"] != "own" or _counts_padding(v["seed"]) or not _is_replayed(v),
+    )
+    # Any replica's batch may have padding whose labels count, and `context` takes none.
+    yield (
+        ("batch", "context", "seed"),
+        lambda v: v["batch"] == "pair" or v["context"] == 1 or v["seed"] != COUNTED_PADDING,
     )
     # Beside a model's own loss `verify` computes in float64; frequencies of a deferred one stay in float32.
     yield ("deferred", "batch"), lambda v: not v["deferred"] or v["batch"] != "own"
@@ -143,6 +152,11 @@ def _takes_batch(values: Values) -> bool:
     if model is None or model.package not in ("transformers", "peft"):
         return bool(values["batch"] == "pair")
     return values["batch"] != "pair" or model.data != SEQUENCE_PAIRS
+
+
+def _counts_padding(seed: int) -> bool:
+    """Whether every label of a batch counts that `targets` leaves."""
+    return seed % 2 == 0 or seed == COUNTED_PADDING
 
 
 def _is_replayed(values: Values) -> bool:

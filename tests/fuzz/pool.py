@@ -177,6 +177,7 @@ def _is_installed(package: str) -> bool:
 
 _MISSING = {package for package in {model.package for model in ALL.values()} if not _is_installed(package)}
 POOL = {name: model for name, model in ALL.items() if model.package not in _MISSING}
+COUNTED_PADDING = 3  # the seed of batches whose padding has labels that count
 LEFT_OUT = [name for name in ALL if name not in POOL]
 
 
@@ -193,9 +194,11 @@ def make_pool_batch(training: RandomTraining, ignored: Tensor | None, generator:
     if training.batch == "pair":
         return ids, labels
     batch = {"input_ids": ids, "labels": labels}
-    if training.seed % 2:  # padded at the end, as tokenizers do
+    if training.seed % 2:  # padded at the end, as tokenizers do; with one seed padding counts
         lengths = torch.randint(SEQUENCE // 2, SEQUENCE + 1, (samples, 1), generator=generator)
         batch["attention_mask"] = (torch.arange(SEQUENCE) < lengths).long()
+        if training.seed != COUNTED_PADDING:
+            batch["labels"] = labels.masked_fill(batch["attention_mask"] == 0, -100)
     if data == SEQUENCE_PAIRS and training.batch == "dict":  # else the model makes them of its labels
         batch["decoder_input_ids"] = torch.randint(2, VOCAB, shape, generator=generator)
     return batch
