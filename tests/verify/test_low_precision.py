@@ -77,7 +77,7 @@ def test_the_distance_is_relative_to_what_training_has_changed() -> None:
     assert verdict.tensors["a master"].plan == pytest.approx(ULP / (2 + ULP))
     assert verdict.tensors["a exp_avg"].plan == pytest.approx(ULP / (2 + ULP))
     assert verdict.numbers["loss 0"].plan == pytest.approx(ULP / (2 + ULP))
-    assert "weights differ by 3.9e-03 (rounding 7.8e-03, allowed 3.1e-02)" in str(verdict)
+    assert "weights differ by 3.9e-03 (rounding 7.8e-03, allowed 3.9e-02)" in str(verdict)
 
 
 def test_an_update_of_twice_the_size_is_a_third_away() -> None:
@@ -87,8 +87,8 @@ def test_an_update_of_twice_the_size_is_a_third_away() -> None:
 
 def test_a_plan_may_be_a_few_times_as_far_as_rounding() -> None:
     rounding = ULP / (1 + ULP)  # the distance of 1 and 1 + 2 · ULP
-    bound = 2 * rounding + 2.0**-6
-    within, beyond = compare(result(7 * ULP)), compare(result(9 * ULP))
+    bound = 3 * rounding + 2.0**-6
+    within, beyond = compare(result(7 * ULP)), compare(result(11 * ULP))
     assert within.holds
     assert within.groups["weights"].allowed == pytest.approx(bound)
     assert within.groups["weights"].plan < bound < beyond.groups["weights"].plan
@@ -276,3 +276,13 @@ def test_bugs_of_gradients_are_found(bug: str) -> None:
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(UserError, match="--precision fp8: must be fp64, bf16 or fp16"):
         verify(perceptron_case(), "data=2", precision="fp8")  # type: ignore[call-overload]
+
+
+def test_a_number_may_change_as_much_as_the_weights_that_it_comes_from() -> None:
+    rounded, exact = result(0.0), result(2 * ULP, torch.float32)
+    rounded.losses = exact.losses = [4.0] * 3
+    training = changed(lambda training: setattr(training, "losses", [4.0] * 3))
+    verdict = compare_low_precision([training], rounded, exact, START, 3, ONE_DEVICE)
+    drift = verdict.groups["weights"].rounding
+    assert drift > 2.0**-8
+    assert [verdict.numbers[f"loss {step}"].allowed for step in range(3)] == [4 * 2.0**-8, *[4 * drift] * 2]
