@@ -149,7 +149,10 @@ def test_rounding_may_differ_where_copies_are_not_exact() -> None:
 
     assert drifted(weights(1e-6), steps=1, size=2, exact=False) == [({}, [0])] * 2
     assert drifted(weights(1e-6), steps=1, size=2, exact=True)[0][0]
-    assert drifted(weights(1e-2), steps=1, size=2, exact=False)[0][0]
+    (errors, _), _ = drifted(weights(1e-2), steps=1, size=2, exact=False)
+    assert "rank 0 and rank 1 hold different values of one, of" in errors[0]
+    huge = torch.full((2,), 1e200, dtype=torch.float64)  # whose measures are infinite
+    assert drifted(lambda _: {"one": huge}, steps=1, size=2, exact=False) == [({}, [0])] * 2
     half = {"one": torch.ones(4, dtype=torch.bfloat16), "two": torch.ones(1)}  # the coarsest type decides
     assert (
         drifted(lambda rank: half | {"two": torch.ones(1) + rank * 1e-3}, 1, size=2, exact=False)

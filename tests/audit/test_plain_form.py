@@ -81,8 +81,10 @@ def test_what_the_user_has_set_since_stays() -> None:
     model, form, _ = changed()
     model.note = "mine"
     model.eval()
+    model.register_forward_pre_hook(lambda *_: None)
     with form.installed({}, CPU):
         assert model.note == "mine"
+        assert len(model._forward_pre_hooks) == 1
         assert not model.training
 
 
@@ -233,12 +235,13 @@ def test_attributes_that_a_plan_adds_are_absent_and_dicts_are_copies() -> None:
     table = {"a": 1}
     model.table = table
     form = PlainForm(model, StateNames.of(model), wrapping)
-    model.added = "by the plan"
+    model.added, model.other = "by the plan", {}
     table["b"] = 2
     form.settle()
     with form.installed({}, CPU):
         assert (model.factor, model.config.scale) == (3.0, 4.0)
         assert not hasattr(model, "added")
+        assert not hasattr(model, "other")
         assert model.table == {"a": 1}
         model.table["c"] = 3
     with form.installed({}, CPU):
