@@ -70,6 +70,14 @@ class ThreadGroup(PartialGroup):
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         return _copied(output, torch.cat([part.reshape(-1) for part in self._all("all_gather", tensor)]))
 
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int]
+    ) -> Work:
+        parts = [part.contiguous() for part in tensor.detach().clone().split(input_rows)]
+        received = [sent[self.rank] for sent in self._exchange.meet(self.rank, parts)]
+        assert [len(part) for part in received] == output_rows
+        return _copied(output, torch.cat([part.reshape(-1) for part in received]))
+
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         return _copied(tensor, self._all(f"broadcast {source}", tensor)[source])
 
