@@ -15,6 +15,7 @@ from echelon.launching import Ranks
 from echelon.ownership import LocalParameter, OwnedSlice, whole_slice
 from echelon.precision import KeyedRounding, Placement, RoundingStepper, rounding_stepper
 from echelon.precision.element_runs import runs_of
+from echelon.precision.optimizer_call import HostCall
 from echelon.precision.rounding import round_stochastically
 from tests.peak_memory import PeakMemory
 
@@ -135,6 +136,7 @@ def test_of_a_unit_no_other_weight_is_updated_and_copies_take_no_memory_between(
     stepper.start_update(0)
     stepper.step(1.0, unit=[second])
     assert (first.tensor.tolist(), second.tensor.tolist()) == ([1.0] * 2, [0.0] * 3)
+    assert type(stepper._call) is HostCall
     copies = [stepper.updated(each) for each in stepper._local]
     assert [copy.grad for copy in copies] == [None, None]
     assert [copy.untyped_storage().nbytes() for copy in copies] == [4, 4]

@@ -13,6 +13,7 @@ from echelon.errors import UserError
 from echelon.optim import CombinedOptimizer
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision import DirectStepper, MasterStepper, stepper
+from echelon.precision.optimizer_call import DeviceCall, HostCall
 from tests.peak_memory import PeakMemory
 from tests.precision.adam_on_cpu import adam_on_cpu
 
@@ -395,6 +396,18 @@ def test_after_a_load_the_fused_kernel_looks_for_memory_again() -> None:
         assert len(masters._fused._prepared) == 1
         load(masters, local[0], None)
         assert not masters._fused._prepared
+
+
+def test_factor_and_skip_are_read_unless_they_are_deferred() -> None:
+    local = two_weights()
+    for kind in (DirectStepper, MasterStepper):
+        kinds = [
+            type(kind(sgd, [each.parameter for each in local], local, **options)._call) for options in OPTIONS
+        ]
+        assert kinds == [HostCall, HostCall, DeviceCall]
+
+
+OPTIONS: list[dict[str, bool]] = [{}, {"deferred": False}, {"deferred": True}]
 
 
 def test_masters_share_memory_by_place_and_take_none_before() -> None:

@@ -11,6 +11,7 @@ from echelon.hashing import hash_of
 from echelon.ownership import MASTER, LocalParameter, own_run, run_slices
 from echelon.precision import KeyedRounding, WholeStepper
 from echelon.precision.element_runs import whole_run
+from echelon.precision.optimizer_call import HostCall
 from echelon.precision.rounding import round_stochastically
 from echelon.precision.whole_stepper import PartRoute, Routes, WholeRoute
 from tests.thread_ranks import run_threads
@@ -175,6 +176,7 @@ def test_each_rank_updates_its_parameters_for_both() -> None:
         assert name == "pq"[group.rank]
         assert whole.untyped_storage().nbytes() == 4, "between updates it takes no memory"
         assert whole.grad is None
+        assert type(ranks.stepper._call) is HostCall
         assert {move.subject for move in group.ledger.moves} == {"optimizer"}
 
     on_two_ranks(run)
