@@ -57,6 +57,7 @@ def test_what_any_replica_may_have_changed_is_sent() -> None:
 def test_small_buffers_are_sent_without_a_question_where_asking_would_wait(
     small: int, asks: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert buffers.SMALL == 2**20
     monkeypatch.setattr(buffers, "SMALL", small)
 
     def run(group: Group) -> list[tuple[str, int]]:
