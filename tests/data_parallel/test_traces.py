@@ -59,6 +59,9 @@ CASES = {
     "zero-2-on-host": Case(zero(2), host={"updates": True}),
     "zero-1-on-host-of-one-rank": Case(zero(1), rank=0, size=1, host={"resident_bytes": 40}),
     "zero-3-on-host-in-backward": Case(zero(3, in_backward=True), host={}, in_backward=True),
+    "zero-3-on-host-in-backward-prefetch-2": Case(
+        zero(3, in_backward=True, prefetch=2), host={}, in_backward=True
+    ),
     "all-reduce": Case(lambda parameters: AllReduce(parameters, 16), microbatches=2),
     "unit-all-reduce": Case(UnitAllReduce, in_backward=True, microbatches=2),
     "unit-all-reduce-without-waits": Case(lambda p: UnitAllReduce(p, waits=False), in_backward=True),

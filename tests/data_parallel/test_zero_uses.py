@@ -141,8 +141,10 @@ def test_held_units_are_counted_once_and_are_no_modules_that_run() -> None:
     residency.release()
     assert (gathered(sharing), residency._users) == ([], [0, 0, 0])
     residency.hold(1)
+    assert residency._users == [0, 1, 0], "it is held again"
     residency.reset()
     assert residency._held == set()
+    assert not sharded(ones()).residency.in_use
 
 
 def test_a_backward_pass_through_a_backward_pass_is_refused() -> None:
@@ -365,6 +367,32 @@ def test_a_closed_engine_leaves_no_owner_and_no_memory_of_the_host() -> None:
     assert [tensor.numel() for tensor in boundary.storages()["parameters"]] == [0, 0]
     assert [flat.on_read for unit in sharing._flats for flat in unit] == [None, None]
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_unit_that_is_freed_while_its_shard_is_fetched_is_gathered_again() -> None:
+    group, boundary = DeferredGroup(), PretendedBoundary(Ledger())
+    sharing = sharded(ones(1), 3, group, host=HostPlace(boundary))
+    ((flat,),) = sharing._flats
+    flat.gather()
+    flat.free()
+    assert not flat.is_gathered
+    assert group.subjects.count("parameters") == 0, "its messages have not begun"
+    flat.synchronize()
+    assert not group.pending
+    flat.gather()
+    flat.synchronize()
+    assert flat.parameters[0][1].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_dropped_gradients_are_no_longer_the_parameters() -> None:
+    model = ones(1)
+    sharing = sharded(model, 2, RecordingGroup("data", 0, 2))
+    ((flat,),) = sharing._flats
+    model[0].weight.grad = torch.ones(2, 2)
+    flat.accumulate(model[0].weight)
+    flat.drop_gradient()
+    assert model[0].weight.grad is None
+    assert flat.gradient is None
 
 
 def test_host_places_keep_what_fits_on_the_device() -> None:
