@@ -79,11 +79,12 @@ def test_what_a_forward_assigns_or_writes_to_a_buffer_is_forgotten() -> None:
 
 def test_what_the_user_has_set_since_stays() -> None:
     model, form, _ = changed()
-    model.note = "mine"
+    model.note, model.last = "mine", torch.ones(1)
     model.eval()
     model.register_forward_pre_hook(lambda *_: None)
     with form.installed({}, CPU):
         assert model.note == "mine"
+        assert torch.equal(model.last, torch.ones(1)), "the plan has not changed it"
         assert len(model._forward_pre_hooks) == 1
         assert not model.training
 
