@@ -31,3 +31,19 @@ def test_a_frozen_mask_may_be_infinite_but_is_a_number() -> None:
     )
     with pytest.raises(UserError, match="frozen"):
         entry(frozen=infinite * 0)()
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(5, "w0, w1, w2, w3, w4, on"), (7, "w0, w1, w2, w3, w4 and 2 more, on")]
+)
+def test_five_weights_are_named_each_once(count: int, named: str) -> None:
+    nan = torch.tensor([float("nan")])
+    owned = [OwnedSlice(whole_slice(f"w{k}", nan), nan) for k in range(count) for _ in range(2)]
+    with pytest.raises(UserError, match=f"before the first step: {named} rank 0"):
+        FiniteWeights(lambda: owned, frozenset(), AGREEMENT)()
+
+
+def test_complex_weights_are_looked_at_and_nothing_at_all_is_finite() -> None:
+    with pytest.raises(UserError, match="trained"):
+        entry(trained=torch.tensor([complex(0, float("inf"))]))()
+    assert entry(index=torch.ones(1, dtype=torch.int64))() == held("finite weights")

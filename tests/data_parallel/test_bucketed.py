@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.data_parallel import AllReduce
+from echelon.data_parallel import AllReduce, ParameterServer
 from tests.groups import DeferredGroup
 from tests.sets import set_of
 
@@ -98,3 +98,15 @@ def test_a_closed_strategy_listens_to_no_gradients() -> None:
     sharing = AllReduce(set_of(model, group))
     sharing.close()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model)
+
+
+@pytest.mark.parametrize(
+    ("total", "bucket"),
+    [(2**10, 2**20), (2**22, 2**20), (2**23, 2**21), (100 * 2**20, 25 * 2**20), (2**30, 25 * 2**20)],
+)
+def test_there_are_four_buckets_of_at_most_25_mib_and_at_least_1(total: int, bucket: int) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.empty(total // 4, device="meta"))])
+    for kind in (AllReduce, ParameterServer):
+        sharing = kind(set_of(model, DeferredGroup()))
+        assert sharing._bucket_bytes == bucket
+        sharing.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.data_parallel.buckets import Bucket, fill_buckets
+from echelon.data_parallel.buckets import Bucket, fill_buckets, move_in, point_at
 from echelon.data_parallel.grad_dtype import set_gradient_dtype, weight_dtype
 from echelon.precision.buffer_layout import BufferLayout
 
@@ -89,3 +89,19 @@ def test_what_got_no_gradient_is_zero_and_gaps_too(monkeypatch: pytest.MonkeyPat
 
 def test_no_parameters_no_buckets() -> None:
     assert fill_buckets([], 1000) == []
+
+
+def test_a_bucket_that_moves_leaves_the_old_memory_to_its_holders() -> None:
+    weights = parameters(2, 3)
+    bucket = Bucket(weights, torch.float32)
+    with torch.no_grad():
+        for number, weight in enumerate(weights):
+            weight.fill_(number + 1)
+    move_in(bucket)
+    old = [weight.data for weight in weights]
+    bucket.reallocate()
+    point_at(bucket)
+    with torch.no_grad():
+        bucket.buffer.add_(10)
+    assert [weight.tolist() for weight in weights] == [[11.0, 11.0], [12.0, 12.0, 12.0]]
+    assert [values.tolist() for values in old] == [[1.0, 1.0], [2.0, 2.0, 2.0]]

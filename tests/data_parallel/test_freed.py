@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from echelon.collectives import RecordingGroup
 from echelon.data_parallel.flat import FlatUnit
-from echelon.data_parallel.freed import FreedParameter
+from echelon.data_parallel.freed import FreedParameter, mark_whole, register_owner
+from echelon.data_parallel.idle import Idle, IdleParameter
 from echelon.errors import UserError
 from tests.groups import DeferredGroup
 
@@ -123,3 +124,33 @@ def test_a_change_in_place_that_would_be_lost_is_refused() -> None:
         parameter.mul_(2)
     with pytest.raises(UserError, match="w: changed in place during a forward"):
         unit.free()
+
+
+class Owner:
+    """Makes a weight whole for whoever reads it."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        register_owner(parameter, "w", self.read)
+        parameter.__class__ = FreedParameter  # type: ignore[assignment]
+
+    def read(self, _: str) -> None:
+        mark_whole(self._parameter)
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_write_through_data_is_seen_between_steps_also_where_it_makes_the_weight_whole(
+    is_idle: bool,
+) -> None:
+    idle, parameter = Idle(), nn.Parameter(torch.ones(2))
+    idle.watch("w", parameter)
+    if is_idle:
+        idle.begin()
+    owner = Owner(parameter)
+    version = parameter._version
+    parameter.data.add_(1)
+    assert (parameter._version > version) is is_idle
+    assert type(parameter) is (IdleParameter if is_idle else nn.Parameter)
+    again = Owner(parameter)
+    assert parameter.sum().tolist() == 4.0, "what is no `.data` is what torch makes of it"
+    assert owner is not again

@@ -27,6 +27,8 @@ from tests.cases import stop
 
 WIDTH = 512  # a square of it is just large enough
 
+SMALLEST = grad_accumulation.SMALLEST  # as it is, where a fixture has it 0
+
 
 def small(*, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
@@ -324,3 +326,9 @@ def test_matrices_of_bf16_with_float32_gradients_are_left_to_autograd() -> None:
             assert not accumulation.may_add(model.weight)
     assert model.weight.grad is not None
     assert model.weight.grad.unique().tolist() == [1 + 2.0**-9]
+
+
+def test_a_matrix_of_2_to_the_18_elements_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_accumulation, "SMALLEST", SMALLEST)
+    assert grad_accumulation._is_large_linear(nn.Linear(2**9, 2**9))
+    assert not grad_accumulation._is_large_linear(nn.Linear(2**9, 2**9 - 1))

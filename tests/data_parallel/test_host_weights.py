@@ -10,9 +10,10 @@ from echelon.collectives import Group, Ledger, RecordingGroup
 from echelon.collectives.boundary import PretendedBoundary
 from echelon.data_parallel import Zero
 from echelon.data_parallel.flat import FlatUnit
-from echelon.data_parallel.host_weights import HostPlace, HostWeights
+from echelon.data_parallel.host_weights import HostPlace, HostRun, HostWeights
 from echelon.engine import parallelize
 from echelon.errors import UserError
+from echelon.ownership import LocalParameter
 from echelon.wrapping import Wrapping
 from tests.cases import adamw, mean_loss, vectors
 from tests.groups import DeferredGroup
@@ -42,6 +43,21 @@ def test_what_was_stored_stays() -> None:
     weights.fetch()
     weights.wait()
     assert weights.tensor.tolist() == [0, 2, 4]
+
+
+def test_a_run_waits_for_the_copies_of_its_unit() -> None:
+    weights = host_weights(torch.arange(6.0))
+    tensor = nn.Parameter(weights.tensor[2:5])
+    run = HostRun(weights, LocalParameter("w", tensor, tensor))
+    weights.tensor.mul_(2)
+    weights.store()
+    assert run.memory.tolist() == [2, 3, 4]
+    run.join()
+    assert run.memory.tolist() == [4, 6, 8]
+    weights.drop()
+    weights.fetch()
+    weights.join()
+    assert weights.tensor.tolist() == [0, 2, 4, 6, 8, 10]
 
 
 def test_what_was_not_stored_is_lost() -> None:

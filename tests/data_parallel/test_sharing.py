@@ -96,3 +96,11 @@ def test_reallocate_moves_trained_weights_and_leaves_the_old_memory_to_its_holde
     moved = [p.data_ptr() != before.data_ptr() for p, before in zip(model.parameters(), old, strict=True)]
     assert moved == [True, True, False, False]
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), old, strict=True))
+
+
+def test_a_closed_strategy_lets_go_of_gradients() -> None:
+    model = frozen_and_trained()
+    sharing = SingleReplica(set_of(model, RecordingGroup("data")))
+    model[0].weight.grad = torch.ones(2, 2)
+    sharing.close()
+    assert model[0].weight.grad is None

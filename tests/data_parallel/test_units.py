@@ -164,3 +164,24 @@ def test_every_parameter_is_in_exactly_one_unit() -> None:
         owned = [parameter for unit in divide_units(model, smallest=0) for _, parameter in unit.parameters]
         assert len(owned) == len(set(owned))
         assert set(owned) == set(model.parameters())
+
+
+def linear(num_bytes: int) -> nn.Linear:
+    """Of the meta device, where it takes no memory."""
+    return nn.Linear(num_bytes // 4, 1, bias=False, device="meta")
+
+
+def test_a_child_of_16_kib_is_a_unit() -> None:
+    model = nn.ModuleDict({"small": linear(2**14 - 4), "unit": linear(2**14)})
+    assert [unit.name for unit in divide_units(model)] == ["unit", ""]
+
+
+def test_a_child_of_more_than_512_mib_is_divided() -> None:
+    def names(num_bytes: int) -> list[str]:
+        model = nn.Module()
+        model.child = nn.Module()
+        model.child.first, model.child.second = linear(num_bytes - 2**15), linear(2**15)
+        return [unit.name for unit in divide_units(model)]
+
+    assert names(2**29) == ["child"]
+    assert names(2**29 + 4) == ["child.first", "child.second"]

@@ -1,6 +1,7 @@
-"""What the kernels of dropout and rounding use of Triton, in numpy: programs run one by one on a CPU.
+"""What the kernels of dropout and precision use of Triton, in numpy: programs run one by one on a CPU.
 
-Loads and stores outside of a tensor fail here, where a GPU would read or write something else.
+Loads and stores outside of a tensor fail here, where a GPU would read or write something else. Addresses in a
+table are those of tensors in `ADDRESSED`.
 """
 
 import importlib
@@ -17,11 +18,24 @@ from torch import Tensor
 
 import echelon.dropout
 
+ADDRESSED: dict[int, Any] = {}  # by address: the memory of a tensor
+
+
+class PointerType:
+    """What an address becomes."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
 
 class Block(np.ndarray):  # type: ignore[type-arg]
     """A block of numbers; a scalar is a block of one."""
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if isinstance(dtype, PointerType):
+            memory = ADDRESSED[int(self[0])]
+            assert memory.dtype == dtype.kind
+            return Pointer(memory, np.zeros(1, np.int64))
         return self.view(dtype) if bitcast else self.astype(dtype)
 
 
@@ -33,6 +47,9 @@ class Pointer:
 
     def __add__(self, offsets: Any) -> "Pointer":
         return Pointer(self.memory, self.places + offsets)
+
+    def __sub__(self, offsets: Any) -> "Pointer":
+        return Pointer(self.memory, self.places - offsets)
 
     def inside(self, mask: Any) -> Any:
         places = np.broadcast_to(self.places, np.shape(mask))[mask]
@@ -63,7 +80,8 @@ class Jit:
 def _value(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return Pointer(argument.numpy().reshape(-1), np.zeros(1, np.int64))
-    return argument if argument is None else _block([argument], np.int64)
+    kind = np.float32 if isinstance(argument, float) else np.int64
+    return argument if argument is None else _block([argument], kind)
 
 
 def _block(values: Any, dtype: Any) -> Any:
@@ -78,7 +96,19 @@ def _load(pointer: Pointer, mask: Any = None) -> Any:
 
 
 def _store(pointer: Pointer, values: Any, mask: Any) -> None:
+    mask = np.ones(np.shape(pointer.places), bool) if mask is None else mask
     pointer.memory[pointer.inside(mask)] = values[mask]
+
+
+def _arange(begin: int, end: int) -> Any:
+    assert (end - begin).bit_count() == 1, "must be a power of 2"
+    return _block(range(begin, end), np.int32)
+
+
+def _multiple_of(pointer: Pointer, count: int) -> Pointer:
+    """Of bytes: what a kernel is promised must be so, or it reads something else."""
+    assert pointer.memory.ctypes.data % count == 0
+    return pointer
 
 
 def _module(name: str, **functions: Any) -> Any:
@@ -97,7 +127,12 @@ LANGUAGE = _module(
     float64=np.float64,
     constexpr=lambda value: value,
     program_id=lambda dim: _block([LANGUAGE.program[dim]], np.int32),
-    arange=lambda begin, end: _block(range(begin, end), np.int32),
+    arange=_arange,
+    float16=np.float16,
+    bfloat16=None,  # numpy has none
+    pointer_type=PointerType,
+    multiple_of=_multiple_of,
+    sqrt=np.sqrt,
     interleave=lambda one, other: np.stack([one, other], -1).reshape(-1).view(Block),
     where=lambda mask, one, other: np.where(mask, one, np.asarray(other, one.dtype)).view(Block),
     load=_load,

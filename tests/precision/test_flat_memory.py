@@ -2,7 +2,7 @@
 
 import torch
 
-from echelon.precision.flat_memory import flat_views
+from echelon.precision.flat_memory import dense_strides, flat_views, have_same_layout
 
 
 def test_views_are_aligned_in_one_memory_and_do_not_overlap() -> None:
@@ -26,3 +26,21 @@ def test_views_have_the_strides_of_a_copy() -> None:
 
 def test_nothing_takes_no_memory() -> None:
     assert flat_views([], torch.float32) == []
+
+
+def test_each_device_has_a_memory_of_its_own() -> None:
+    like = [torch.empty(3), torch.empty(4, device="meta"), torch.empty(5)]
+    views = flat_views(like, torch.float32)
+    assert [view.device.type for view in views] == ["cpu", "meta", "cpu"]
+    assert [view.storage_offset() for view in views] == [0, 0, 64]
+
+
+def test_layouts_are_the_same_where_dims_with_several_elements_have_the_same_strides() -> None:
+    plain = torch.empty(2, 3)
+    assert have_same_layout(plain, torch.zeros(2, 3))
+    assert not have_same_layout(plain, torch.empty(3, 2).t())
+    assert have_same_layout(torch.empty(2, 1), torch.empty(2, 1).as_strided((2, 1), (1, 9)))
+    assert not have_same_layout(torch.empty(2, 1), torch.empty(8).as_strided((2, 1), (4, 1)))
+    assert dense_strides(plain[:, :2]) == (2, 1)
+    assert dense_strides(plain.t()) == (1, 3)
+    assert dense_strides(plain) == (3, 1)

@@ -77,6 +77,27 @@ def test_what_goes_on_after_a_restart_has_a_name() -> None:
     assert all(isinstance(each, Tensor) and each.dtype == torch.float64 for each in on_device.values())
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_dynamic_scale_goes_on_with_that_of_a_checkpoint(on_device: bool) -> None:
+    scaling = LossScaling("dynamic", torch.device("cpu") if on_device else None)
+    scaling.restore({})
+    assert (float(scaling.scale), float(scaling.state.good_steps)) == (2.0**16, 0)
+    scaling.restore({"loss scale": 4, "good steps": 7})
+    assert (float(scaling.scale), float(scaling.state.good_steps)) == (4.0, 7.0)
+    assert {type(number) for number in scaling.state} == {Tensor if on_device else float}
+    fixed = LossScaling(8.0)
+    fixed.restore({"loss scale": 4, "good steps": 7})
+    assert fixed.state == (8.0, 0.0)
+
+
+def test_a_choice_and_a_device_are_taken() -> None:
+    scaling = make_loss_scaling(16, "fp16", torch.device("cpu"))
+    assert scaling is not None
+    assert isinstance(scaling.scale, Tensor)
+    assert float(scaling.scale) == 16
+    assert loss_scale_errors(16, None) == []
+
+
 def test_only_fp16_is_scaled() -> None:
     assert make_loss_scaling(None, "bf16") is None
     scaling = make_loss_scaling(None, "fp16")
@@ -102,6 +123,12 @@ def test_these_are_loss_scales(choice: LossScale | None) -> None:
         (math.inf, "loss_scale=inf: must be"),
         (DynamicScale(start=0.5), "DynamicScale(start=0.5): must be a number, at least 1"),
         (DynamicScale(factor=1.0), "DynamicScale(factor=1.0): must be a number above 1"),
+        (-1.0, "loss_scale=-1.0: must be"),
+        (DynamicScale(start=math.nan), "DynamicScale(start=nan): must be"),
+        (DynamicScale(start="a"), "DynamicScale(start='a'): must be"),  # type: ignore[arg-type]
+        (DynamicScale(factor=math.inf), "DynamicScale(factor=inf): must be"),
+        (DynamicScale(interval=True), "DynamicScale(interval=True): must be"),
+        (DynamicScale(interval=2.0), "DynamicScale(interval=2.0): must be"),  # type: ignore[arg-type]
         (DynamicScale(interval=0), "DynamicScale(interval=0): must be a number of steps"),
     ],
 )

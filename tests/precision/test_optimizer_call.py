@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from echelon.optim import SM3
-from echelon.precision.optimizer_call import DeviceCall, HostCall, OptimizerCall
+from echelon.precision.optimizer_call import (
+    DeviceCall,
+    HostCall,
+    OptimizerCall,
+    has_step_hooks,
+    make_momentum,
+    may_fuse,
+    on_device,
+    restricted,
+)
 from tests.reads import HasReadError, no_reads
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -202,3 +211,160 @@ def test_an_optimizer_that_ranks_call_alike_is_called_for_a_step_that_is_refused
     DeviceCall(optimizer)([weight], torch.tensor(1.0), YES)
     assert torch.equal(weight, torch.ones(2, 3))
     assert not any(value.any() for value in optimizer.state[weight].values())
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def test_a_host_call_scales_gradients_in_place_unless_the_factor_is_1() -> None:
+    weight = parameter(2)
+    call = HostCall(torch.optim.SGD([weight], lr=1.0))
+    weight.grad = torch.full((2,), 4.0)
+    version = weight.grad._version
+    call([weight], 1.0, False)
+    assert weight.grad._version == version
+    assert weight.tolist() == [-3.0, -3.0]
+    call([weight], torch.tensor(0.25), NO)
+    assert (weight.grad.tolist(), weight.tolist()) == ([1.0, 1.0], [-4.0, -4.0])
+    call([weight], 1.0, True)
+    assert weight.tolist() == [-4.0, -4.0]
+    call([], 0.5, False)  # no gradients: the optimizer is called all the same
+
+
+def test_a_flag_is_read_at_once_where_each_call_would_read_it() -> None:
+    weight = parameter(2)
+    assert HostCall(torch.optim.SGD([weight], lr=1.0)).readable(YES) is True
+    fused = DeviceCall(torch.optim.SGD([weight], lr=1.0))
+    assert fused.readable(YES) is YES
+    fused._optimizer.register_step_pre_hook(lambda *_: None)
+    assert fused.readable(YES) is True
+    assert DeviceCall(torch.optim.SGD([weight], lr=1.0, foreach=True)).readable(NO) is False
+
+
+def test_sgd_has_momentum_of_new_weights_alone_and_without_dampening() -> None:
+    new, old, dampened, plain = (parameter(2) for _ in range(4))
+    groups = [
+        {"params": [new, old], "momentum": 0.9},
+        {"params": [dampened], "momentum": 0.9, "dampening": 0.5},
+        {"params": [plain]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    make_momentum(optimizer, [new, dampened, plain])
+    assert list(optimizer.state) == [new]
+    assert optimizer.state[new]["momentum_buffer"].tolist() == [0.0, 0.0]
+    optimizer.state[new]["momentum_buffer"].fill_(3)
+    make_momentum(optimizer, [new])
+    assert optimizer.state[new]["momentum_buffer"].tolist() == [3.0, 3.0]
+    other = torch.optim.RMSprop([plain], momentum=0.9)
+    make_momentum(other, [plain])
+    assert not other.state
+
+
+def test_a_restricted_optimizer_has_all_its_parameters_afterwards() -> None:
+    one, two, three = (parameter(1) for _ in range(3))
+    optimizer = torch.optim.SGD([{"params": [one, two]}, {"params": [three]}], lr=0.1)
+    with restricted(optimizer, [two]):
+        assert [group["params"] for group in optimizer.param_groups] == [[two], []]
+    assert [group["params"] for group in optimizer.param_groups] == [[one, two], [three]]
+    with pytest.raises(RuntimeError), restricted(optimizer, [two]):
+        raise RuntimeError
+    assert [group["params"] for group in optimizer.param_groups] == [[one, two], [three]]
+
+
+def test_hooks_of_the_engine_do_not_count() -> None:
+    def own(*_: object) -> None: ...
+
+    own.__module__ = "echelon.engine.engine"
+    optimizer = torch.optim.SGD([parameter(1)], lr=0.1)
+    assert not has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(own)
+    assert not has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    handle.remove()
+    assert not has_step_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    del optimizer._optimizer_step_post_hooks  # as of wrappers that never call Optimizer.__init__
+    assert not has_step_hooks(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "fuses"),
+    [
+        (partial(torch.optim.Adam, lr=0.1), True),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), False),
+        (partial(torch.optim.Adam, lr=torch.tensor(0.1)), False),
+        (partial(torch.optim.Adam, lr=0.1, foreach=False), False),
+        (partial(torch.optim.Adam, lr=0.1, fused=False), False),
+        (partial(torch.optim.Adam, lr=0.1, fused=True), False),
+        (partial(torch.optim.Adam, lr=0.1, differentiable=True), False),
+        (torch.optim.Adagrad, False),
+    ],
+)
+def test_what_the_user_left_open_may_be_fused(make: Make, fuses: bool) -> None:
+    assert may_fuse(make([parameter(1)])) is fuses
+
+
+def test_complex_weights_and_what_a_graph_captures_are_not_fused() -> None:
+    assert not may_fuse(torch.optim.Adam([parameter(1), parameter(1, dtype=torch.complex64)]))
+    capturable = torch.optim.Adam([parameter(1)])
+    capturable.param_groups[0]["capturable"] = True
+    assert not may_fuse(capturable)
+
+
+def test_factors_and_flags_are_float64_where_the_parameters_are() -> None:
+    given = torch.tensor(0.5, dtype=torch.float32)
+    assert (on_device(given, []).dtype, on_device(given, []).item()) == (torch.float64, 0.5)
+    made = on_device(0.1, [torch.ones(1, device="meta")])
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.float64, ())
+    assert on_device(True, [torch.ones(1)]).item() == 1.0
+    assert on_device(0.1, []).item() == 0.1
+
+
+class Amplified(torch.optim.SGD):
+    """Says that it takes scale and flag, and keeps what it was given."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = getattr(self, "grad_scale", None), self.found_inf
+        return super().step(closure)
+
+
+def test_scale_and_flag_reach_an_optimizer_that_takes_them() -> None:
+    weight = parameter(2)
+    weight.grad = torch.ones(2)
+    optimizer = Amplified([weight], lr=1.0, fused=True)
+    DeviceCall(optimizer)([weight], 0.25, False)
+    scale, flag = optimizer.seen
+    assert (scale.dtype, scale.item(), flag.dtype, flag.item()) == (torch.float32, 4.0, torch.float32, 0.0)
+    assert weight.tolist() == [0.75, 0.75]
+    DeviceCall(Amplified([weight], lr=1.0, fused=True))([weight], 0.25, YES)
+    assert weight.tolist() == [0.75, 0.75]
+    double = parameter(2, dtype=torch.float64)
+    double.grad = torch.ones(2, dtype=torch.float64)
+    optimizer = Amplified([double], lr=1.0, fused=True)
+    call = DeviceCall(optimizer)
+    call([double], 0.1, False)
+    assert optimizer.seen[0] is None, "float32 is too coarse for it"
+    assert double.tolist() == [0.9, 0.9]
+    call([double], 1.0, True)
+    assert (optimizer.seen[1].item(), double.tolist()) == (1.0, [0.9, 0.9])
+
+
+def test_one_that_takes_a_scaler_itself_is_given_none() -> None:
+    class Scaled(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
+            assert grad_scaler is None
+            assert not hasattr(self, "found_inf")
+            return super().step(closure)
+
+    weight = parameter(1)
+    weight.grad = torch.ones(1)
+    DeviceCall(Scaled([weight], lr=1.0, fused=True))([weight], 0.5, False)
+    assert weight.tolist() == [0.5]

@@ -15,6 +15,7 @@ from echelon.launching import Ranks
 from echelon.ownership import LocalParameter, OwnedSlice, whole_slice
 from echelon.precision import KeyedRounding, Placement, RoundingStepper, rounding_stepper
 from echelon.precision.element_runs import runs_of
+from echelon.precision.optimizer_call import HostCall
 from echelon.precision.rounding import round_stochastically
 from tests.peak_memory import PeakMemory
 
@@ -111,6 +112,46 @@ def test_only_a_portion_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     with PeakMemory() as memory:
         stepper.step(1.0)
     assert memory.peak < 4 * size * 4, "a copy of 8, and tiles of noise"
+
+
+def test_portions_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (2, 2, 1, 9, 1, 3)]
+
+    def sizes(limit: int) -> list[list[int]]:
+        monkeypatch.setattr(rounding_stepper, "_PORTION", limit)
+        return [[each.numel() for each in portion] for portion in rounding_stepper._portions(weights)]
+
+    assert rounding_stepper._PORTION == 2**26
+    assert sizes(4 * 4) == [[2, 2], [1], [9], [1, 3]], "exactly the limit fits"
+    assert sizes(4 * 4 - 1) == [[2], [2, 1], [9], [1], [3]]
+    assert sizes(1000) == [[2, 2, 1, 9, 1, 3]]
+    assert list(rounding_stepper._portions([])) == []
+
+
+def test_of_a_unit_no_other_weight_is_updated_and_copies_take_no_memory_between() -> None:
+    stepper = make_stepper(partial(torch.optim.SGD, lr=1.0), [torch.ones(2), torch.ones(3)])
+    first, second = stepper._local
+    for each in (first, second):
+        each.tensor.grad = torch.ones(each.tensor.shape)
+    stepper.start_update(0)
+    stepper.step(1.0, unit=[second])
+    assert (first.tensor.tolist(), second.tensor.tolist()) == ([1.0] * 2, [0.0] * 3)
+    assert type(stepper._call) is HostCall
+    copies = [stepper.updated(each) for each in stepper._local]
+    assert [copy.grad for copy in copies] == [None, None]
+    assert [copy.untyped_storage().nbytes() for copy in copies] == [4, 4]
+
+
+def test_an_optimizer_that_somebody_watches_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding_stepper, "_PORTION", 1)
+    stepper = make_stepper(partial(torch.optim.SGD, lr=1.0), [torch.ones(2), torch.ones(3)])
+    calls: list[int] = []
+    stepper.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    assert [weight.tolist() for weight in run(stepper, [torch.ones(2), torch.ones(3)])] == [
+        [0.0] * 2,
+        [0.0] * 3,
+    ]
+    assert calls == [1]
 
 
 class Layers(nn.Sequential):

@@ -9,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.errors import UserError
+from echelon.optim import CombinedOptimizer
 from echelon.ownership import MASTER, LocalParameter
 from echelon.precision import DirectStepper, MasterStepper, stepper
+from echelon.precision.optimizer_call import DeviceCall, HostCall
 from tests.peak_memory import PeakMemory
+from tests.precision.adam_on_cpu import adam_on_cpu
 
 SIZES = (3, 5, 2)
 
@@ -265,3 +269,176 @@ def test_runs_of_one_parameter_each_have_their_own_state() -> None:
         each.tensor.grad = torch.ones_like(each.tensor)
     direct.step(1.0)
     assert [direct.state(each)["exp_avg"].shape for each in local] == [(4,), (2,)]
+
+
+class PlainStepper(stepper.Stepper):
+    """What a stepper does that says nothing else."""
+
+    def step(self, *_: object) -> None: ...
+
+    def load(self, *_: object) -> None: ...
+
+
+def test_a_stepper_without_more_has_no_state_and_nothing_under_way() -> None:
+    local = two_weights()
+    plain = PlainStepper(adamw([local[0].tensor]), deferred=False)
+    assert (plain.by_unit, plain.on_host, plain.loses_change) == (False, False, False)
+    assert (plain.state(local[0]), plain.storages(local)) == ({}, [])
+    assert (plain.changed(), plain.updated_tensors(), plain.held_whole()) == ([], [], [])
+    assert plain.gradients_in_flight() == []
+    assert (plain.finish(), plain.finish(for_a_look=True), plain.go_back()) == (False, False, False)
+    assert plain.whole_parts == frozenset()
+    plain.optimizer.whole_state = frozenset({"rows"})  # type: ignore[attr-defined]
+    assert plain.whole_parts == {"rows"}
+
+
+@pytest.mark.parametrize("kind", [DirectStepper, MasterStepper])
+def test_of_a_unit_no_other_weight_is_updated(kind: type[DirectStepper | MasterStepper]) -> None:
+    first, second = local = two_weights()
+    stepped = kind(sgd, [each.parameter for each in local], local)
+    for each in local:
+        each.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
+    stepped.step(1.0, unit=[first])
+    assert [each.tensor.tolist() for each in local] == [[0.0, 1.0], [1.0, 2.0]]
+    stepped.step(1.0, unit=[second])
+    assert [each.tensor.tolist() for each in local] == [[0.0, 1.0], [0.0, 1.0]]
+    (group,) = stepped.optimizer.param_groups
+    assert len(group["params"]) == 2
+    assert [name for name, _ in stepped.updated_tensors()] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("by_unit", "made"), [(False, [True, True]), (True, [True, False])])
+def test_masters_of_what_is_on_the_device_are_made_in_the_first_update(
+    by_unit: bool, made: list[bool]
+) -> None:
+    local = two_weights()
+    masters = MasterStepper(sgd, [each.parameter for each in local], local)
+    masters.by_unit = by_unit
+    local[0].tensor.grad = torch.ones(2, dtype=torch.bfloat16)
+    masters.step(1.0, unit=local[:1])
+    assert [MASTER in masters.state(each) for each in local] == made
+    local[1].tensor.data.fill_(5)  # as what comes onto the device later
+    masters.step(1.0, unit=local[1:])
+    assert masters.state(local[1])[MASTER].tolist() == ([5.0, 5.0] if by_unit else [1.0, 2.0])
+    assert len(masters.storages(local)) == 2
+
+
+def test_a_master_follows_the_elements_that_somebody_has_changed() -> None:
+    local = two_weights()
+    masters = MasterStepper(sgd, [each.parameter for each in local], local)
+    masters.take_over(local)  # there are none
+    for each in local:
+        each.tensor.grad = torch.full((2,), -1e-3, dtype=torch.bfloat16)
+    masters.step(1.0)
+    before = [masters.state(each)[MASTER].clone() for each in local]
+    for each in local:
+        each.tensor.data[1] = 3.0
+    masters.take_over(local[:1])
+    first, second = (masters.state(each)[MASTER] for each in local)
+    assert first.tolist() == [before[0][0].item(), 3.0], "what is the same keeps its finer bits"
+    assert torch.equal(second, before[1])
+
+
+class SavedWeight:
+    """What a checkpoint has of a weight: `finer`, or nothing that the weight lacks."""
+
+    state_parts = numbers = ()
+    finest = "value"
+
+    def __init__(self, finer: Tensor | None) -> None:
+        self._finer = finer
+
+    def has_finer(self, dtype: torch.dtype) -> bool:
+        return self._finer is not None and self._finer.dtype != dtype
+
+    def fill(self, part: str, out: Tensor) -> None:
+        assert (part, self._finer is not None) == ("value", True)
+        out.copy_(self._finer)  # type: ignore[arg-type]
+
+
+def load(masters: MasterStepper, local: LocalParameter, finer: Tensor | None) -> None:
+    masters.load(local, SavedWeight(finer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_a_checkpoint_brings_a_master_or_takes_it_away(has_masters: bool) -> None:
+    """One that stayed, with a checkpoint of weights alone, would undo what is loaded."""
+    first, second = local = two_weights()
+    masters = MasterStepper(momentum, [each.parameter for each in local], local)
+    if has_masters:
+        for each in local:
+            each.tensor.grad = torch.ones(2, dtype=torch.bfloat16)
+        masters.step(1.0)
+    finer = torch.tensor([1.0001, 2.0001])
+    load(masters, first, finer)
+    second.tensor.data.fill_(7)
+    load(masters, second, None)
+    assert torch.equal(masters.state(first)[MASTER], finer)
+    assert MASTER not in masters.state(second)
+    assert not any("momentum_buffer" in masters.state(each) for each in local)
+    for each in local:
+        each.tensor.grad = torch.zeros(2, dtype=torch.bfloat16)
+    masters.step(1.0)
+    assert torch.equal(masters.state(first)[MASTER], finer)
+    assert masters.state(second)[MASTER].tolist() == [7.0, 7.0]
+    assert second.tensor.tolist() == [7.0, 7.0]
+
+
+def test_after_a_load_the_fused_kernel_looks_for_memory_again() -> None:
+    local = weights(torch.float16)
+    with adam_on_cpu():
+        masters = MasterStepper(adamw, [each.parameter for each in local], local, deferred=True)
+        for _ in range(2):
+            for each in local:
+                each.tensor.grad = torch.ones_like(each.tensor)
+            masters.step(1.0)
+        assert masters._fused is not None
+        assert len(masters._fused._prepared) == 1
+        load(masters, local[0], None)
+        assert not masters._fused._prepared
+
+
+def test_factor_and_skip_are_read_unless_they_are_deferred() -> None:
+    local = two_weights()
+    for kind in (DirectStepper, MasterStepper):
+        kinds = [
+            type(kind(sgd, [each.parameter for each in local], local, **options)._call) for options in OPTIONS
+        ]
+        assert kinds == [HostCall, HostCall, DeviceCall]
+
+
+OPTIONS: list[dict[str, bool]] = [{}, {"deferred": False}, {"deferred": True}]
+
+
+def test_masters_share_memory_by_place_and_take_none_before() -> None:
+    assert stepper.without_memory(torch.ones(3, 4, dtype=torch.bfloat16)).untyped_storage().nbytes() == 4
+    assert stepper.without_memory(torch.ones(3, 4)).shape == (3, 4)
+
+
+def test_what_somebody_watches_takes_neither_portions_nor_units() -> None:
+    plain, watched, replaced = (adamw([nn.Parameter(torch.ones(1))]) for _ in range(3))
+    watched.register_step_pre_hook(lambda *_: None)
+    replaced.step = lambda: None  # type: ignore[method-assign, assignment]
+    for optimizer, is_free in ((plain, True), (watched, False), (replaced, False)):
+        assert stepper.takes_portions(optimizer) is is_free
+        assert stepper.takes_units(optimizer) is is_free
+        inside = CombinedOptimizer([adamw([nn.Parameter(torch.ones(1))]), optimizer])
+        assert stepper.takes_units(inside) is is_free
+    assert not stepper.has_other_step(plain)
+    assert stepper.has_other_step(replaced)
+    stepper.check_takes_units(plain)
+    with pytest.raises(UserError, match="optimizer AdamW with updates in the backward pass"):
+        stepper.check_takes_units(watched)
+    assert not stepper.takes_units(CountingSGD([nn.Parameter(torch.ones(1))])), "nobody knows what it needs"
+
+
+def test_an_optimizer_is_asked_about_each_gradient_of_a_unit() -> None:
+    table = nn.Parameter(torch.ones(3, 2))
+    other = nn.Parameter(torch.ones(1))
+    local = [LocalParameter("table", table, table), LocalParameter("other", other, other)]
+    direct = DirectStepper(adamw, [table, other], local)
+    direct.check_gradients(local)
+    table.grad = torch.eye(3)[:, :2].to_sparse()
+    direct.check_gradients(local[1:])
+    with pytest.raises(UserError, match="table has a sparse gradient"):
+        direct.check_gradients(local)

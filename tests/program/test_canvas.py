@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from echelon.errors import UserError
-from echelon.program.canvas import Box, Hatch, Picture, Rule, Shape, Words, moved
+from echelon.program.canvas import Box, Hatch, Picture, Rule, Shape, Words, _paint, moved
 
 BOX = Box(10, 20, 30, 40, "#d6e8f5", "#0072b2")
 SHAPES: list[Shape] = [
@@ -88,6 +88,60 @@ def test_a_png_has_shapes_where_they_are_and_a_border_on_all_sides() -> None:
     assert all(image.getpixel((x, y)) != white for x in (100, 179) for y in (40, 119))
     # A line is two pixels wide, and may reach one pixel out of the box.
     assert all(image.getpixel(place) == white for place in ((98, 80), (182, 80), (140, 38), (140, 122)))
+
+
+class RecordingPen:
+    """Keeps what it is asked to draw."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: self.calls.append((name, *arguments, *options.values()))
+
+
+@pytest.mark.parametrize(
+    ("shape", "calls"),
+    [
+        (BOX, [("rounded_rectangle", (20, 40, 79, 119), 3, "#d6e8f5", "#0072b2")]),
+        # Less than a pixel is one pixel, not one with its corners exchanged.
+        (Box(1, 2, 0.25, 0.125, "a", "b"), [("rounded_rectangle", (2, 4, 2, 4), 3, "a", "b")]),
+        (Rule(1, 2, 3, 4.5, "c"), [("line", [2, 4, 6, 9], "c", 2)]),
+        (
+            # Each line begins at the upper or right edge, and ends at the left or lower one.
+            Hatch(5, 10, 20, 12),
+            [
+                ("rectangle", (10, 20, 49, 43), "#f6f7f9"),
+                ("line", pytest.approx((29.796, 20, 10, 39.796)), "#c3c9d4", 2),
+                ("line", pytest.approx((49, 20.592, 26.592, 43)), "#c3c9d4", 2),
+                ("line", pytest.approx((49, 40.388, 46.388, 43)), "#c3c9d4", 2),
+            ],
+        ),
+        (Hatch(3, 4, 0.25, 50), [("rectangle", (6, 8, 6, 107), "#f6f7f9")]),
+    ],
+)
+def test_shapes_are_painted_at_twice_their_size(shape: Shape, calls: list[tuple[Any, ...]]) -> None:
+    pytest.importorskip("PIL.Image")
+    pen: Any = RecordingPen()
+    _paint(pen, shape)
+    assert pen.calls == calls
+
+
+@pytest.mark.parametrize(("bold", "stroke"), [(False, 0), (True, 0.6)])
+def test_words_are_painted_at_their_anchor(bold: bool, stroke: float) -> None:
+    pytest.importorskip("PIL.Image")
+    pen: Any = RecordingPen()
+    _paint(pen, Words(5, 6, "text", 11, "#5b6472", "end", bold))
+    ((name, position, text, colour, font, anchor, width),) = pen.calls
+    assert (name, position, text, colour, anchor, width) == (
+        "text",
+        (10, 12),
+        "text",
+        "#5b6472",
+        "rs",
+        stroke,
+    )
+    assert font.size == 22
 
 
 def test_without_pillow_a_png_is_rejected_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

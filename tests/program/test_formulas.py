@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,37 @@ def test_the_formulas_are_those_of_the_papers() -> None:
     assert formulas.versions("pipedream-vertical", 4, 24, 8) == (4, 4, 4, 4)
     assert formulas.versions("pipedream-2bw", 4, 24, 8) == (2, 2, 2, 2)
     assert formulas.versions("1f1b", 4, 24, 8) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "versions"),
+    [
+        ("pipedream", 1, (1, 1, 1, 1)),
+        ("pipedream", 2, (2, 2, 2, 1)),
+        ("pipedream", 4, (2, 3, 2, 1)),
+        ("pipedream", 5, (3, 3, 2, 1)),
+        ("pipedream", 6, (4, 3, 2, 1)),
+        ("pipedream-vertical", 2, (2, 2, 2, 2)),
+        ("pipedream-vertical", 5, (3, 3, 3, 3)),
+        ("pipedream-2bw", 8, (1, 1, 1, 1)),
+        ("pipedream-2bw", 9, (2, 2, 2, 2)),
+    ],
+)
+def test_versions_while_the_pipeline_fills(name: str, taken: int, versions: tuple[int, ...]) -> None:
+    assert formulas.versions(name, 4, taken, 8) == versions
+
+
+def test_the_formulas_with_few_microbatches() -> None:
+    assert formulas.bubble("zero-bubble", 4, 4) == Fraction(3, 11)
+    assert formulas.bubble("zero-bubble", 4, 2) == Fraction(4, 8)
+    assert formulas.bubble("interleaved", 4, 8) == Fraction(3, 11), "one chunk is 1f1b"
+    assert formulas.bubble("1f1b", 1, 5) == 0
+    assert formulas.in_flight("interleaved", (1,) * 4, 4, 2) == (8, 8, 8, 8)
+    assert formulas.in_flight("interleaved", (1,) * 4, 8, 2) == (11, 9, 7, 5)
+    assert formulas.in_flight("interleaved", (1,) * 2, 4) == (3, 1)
+    assert formulas.in_flight("naive", (1, 1), 3) == (1, 1)
+    assert formulas.in_flight("zero-bubble", (1,) * 3, 5) == (3, 3, 3)
+    assert formulas.in_flight("1f1b", (3, 1), 4) == (2, 1, 1, 1)
 
 
 @settings(deadline=None)

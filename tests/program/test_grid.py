@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from echelon.program import Costs, Instruction, Op, Span, build, simulate
-from echelon.program.grid import draw, draw_words
+from echelon.program.grid import Tick, _times, _unit, draw, draw_words, labels
 from tests.program.cases import program_of
 
 
@@ -102,3 +102,74 @@ def test_copies_have_rows_of_their_own() -> None:
             "  in    ·  ·  T0 ·  ·",
         ]
     )
+
+
+def test_marked_spans_stand_in_brackets() -> None:
+    spans = [make_span(Op.FORWARD, 0, 1), make_span(Op.BACKWARD, 1, 3)]
+    assert draw(spans, 1, spans[1:]).lines == (
+        ("time    ", [Tick("0    "), Tick("1    "), Tick("2    ")]),
+        (
+            "rank 0  ",
+            [
+                Tick("F0   ", Op.FORWARD),
+                Tick("[B0]─", Op.BACKWARD, marked=True),
+                Tick("──── ", Op.BACKWARD, marked=True),
+            ],
+        ),
+    )
+
+
+def make_span(op: Op, start: float | Fraction, end: float | Fraction, stage: int = 0) -> Span:
+    return Span(0, start, end, Instruction(op, stage, 0))
+
+
+def test_words_are_marked_cut_and_filled_up() -> None:
+    grid = draw_words([(0, [("A" * 17, True), ("B", False)]), (1, [("C" * 18, False)])])
+    assert grid.lines == (
+        ("word    ", [Tick(f"{1:<19}"), Tick(f"{2:<19}")]),
+        ("rank 0  ", [Tick(f"[{'A' * 16}] ", marked=True), Tick(f"{'B':<19}")]),
+        ("rank 1  ", [Tick("C" * 18 + " "), Tick(" " * 19)]),
+    )
+    assert draw_words([(0, [])]).text() == "word\nrank 0"
+    assert draw_words([]).lines == (("word    ", []),)
+
+
+def test_a_part_is_as_wide_as_it_may_be() -> None:
+    grid = draw([make_span(Op.FORWARD, k, k + 1) for k in range(5)], 1)  # a label of 8, columns of 3
+    columns = [
+        [len(block[0][1]) for block in grid.blocks(width)] for width in (8 + 15, 8 + 14, 8 + 6, 8 + 2, 0)
+    ]
+    assert columns == [[5], [4, 1], [2, 2, 1], [1] * 5, [1] * 5]
+    assert list(draw([], 1).blocks(10)) == [(("time    ", []), ("rank 0  ", []))]
+    assert [len(block[0][1]) for block in draw([make_span(Op.FORWARD, 0, 1)], 1).blocks(0)] == [1]
+    spans = [make_span(Op.FORWARD, k, k + 1) for k in range(34)]
+    assert draw(spans, 1).text().count("time") == 1, "110 characters are one part"
+    assert draw(spans, 11).text().count("time") == 2, "111 are two"
+
+
+def test_the_stages_of_a_rank_are_letters_and_then_numbers() -> None:
+    spans = [make_span(Op.FORWARD, 0, 1, stage) for stage in range(3, 30)]
+    assert [labels(spans)[place] for place in (0, 1, 25, 26)] == ["F0a", "F0b", "F0z", "F0.26"]
+    of_rank = [
+        Span(0, 0, 1, Instruction(op, 3)) for op in (Op.NORM, Op.UPDATE, Op.TIE, Op.PUBLISH, Op.REDUCE)
+    ]
+    assert labels([*spans, *of_rank])[-5:] == ["N", "U", "T", "P", "Ra"]
+    assert labels([Span(0, 0, 1, Instruction(Op.STASH, 0, version=7))]) == ["STASH7"]
+
+
+def test_the_unit_divides_every_time_but_gives_at_most_2000_columns() -> None:
+    assert _unit([]) == 1
+    assert _unit([make_span(Op.FORWARD, Fraction(1, 6), Fraction(1, 4))]) == Fraction(1, 12)
+    assert _unit([make_span(Op.FORWARD, 4, 10)]) == 2
+    assert _unit([make_span(Op.FORWARD, 0, 2000), make_span(Op.FORWARD, 0, 1)]) == 1
+    assert _unit([make_span(Op.FORWARD, 0, 4000), make_span(Op.FORWARD, 0, 1)]) == 2
+    # Of measured times the shortest span, but at most 200 columns.
+    assert _unit([make_span(Op.FORWARD, 0, 0.25), make_span(Op.BACKWARD, 1.0, 3.0)]) == 0.25
+    assert _unit([make_span(Op.FORWARD, 0.0, 0.001), make_span(Op.BACKWARD, 1.0, 3.0)]) == 3 / 200
+
+
+def test_times_stand_over_as_many_columns_as_there_is_room_for() -> None:
+    assert [tick.text for tick in _times(4, 3, Fraction(1, 3))] == ["0  ", "   ", "   ", "1  "]
+    assert "".join(tick.text for tick in _times(12, 3, 100)) == "0     200   400   600   800   1000  "
+    assert [tick.text for tick in _times(3, 4, 100)] == ["0   ", "100 ", "200 "]
+    assert _times(0, 3, 1) == []

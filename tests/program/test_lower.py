@@ -100,3 +100,8 @@ def test_copies_stand_behind_a_send_and_before_what_a_backward_waits_for() -> No
     ]
     halves = program_of("rank 0: F0 I0 F1 W0 I1 W1")
     assert lines(show(add_copies(halves))) == ["F0 S0 T0 I0 F1 S1 T0 W0 T1 I1 T1 W1"]
+
+
+def test_copies_and_receives_at_the_end_of_a_list_stay() -> None:
+    program = program_of("rank 0: F0 SA0>1 RG0<1\nrank 1: RA0<0 F0")
+    assert lines(show(add_copies(program))) == ["F0 SA0>1 S0 RG0<1", "RA0<0 F0 S0"]

@@ -40,6 +40,8 @@ def test_the_bubble_is_the_idle_part_from_the_first_computation_to_the_last_upda
 def test_without_work_there_is_no_bubble() -> None:
     assert measured.bubble([], ranks=2) == 0.0
     assert measured.costs([], stages=2) == measured.costs([[]], stages=2)
+    assert measured.costs([], stages=2).transfer == 0
+    assert measured.costs([], stages=2).forward == [0, 0]
 
 
 def test_every_update_is_work_and_the_wait_for_other_ranks_is_not() -> None:

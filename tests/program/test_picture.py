@@ -1,14 +1,16 @@
 """Pictures of timelines, planned or measured: boxes where the spans are, with colours and labels."""
 
 import io
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from echelon.errors import UserError
-from echelon.program import Costs, Instruction, Op, Span, build, simulate
-from echelon.program.canvas import Box, Hatch, Words
-from echelon.program.picture import Panel, draw, draw_together
+from echelon.program import Costs, Instruction, Op, Span, add_copies, build, simulate
+from echelon.program import picture as picture_module
+from echelon.program.canvas import Box, Hatch, Picture, Words
+from echelon.program.picture import Panel, _nice_step, draw, draw_together
 from tests.program.cases import program_of
 
 MEASURED = [
@@ -17,6 +19,60 @@ MEASURED = [
     Span(1, 100.6, 101.0, Instruction(Op.FORWARD, 1, 0)),
     Span(1, 101.0, 102.0, Instruction(Op.BACKWARD, 1, 0)),
 ]
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def make_pictures() -> dict[str, Picture]:
+    """Every kind of shape: chunks, copies, narrow and wide boxes, many ranks, nothing, a measured step."""
+    chunks = simulate(build("interleaved", (1, 1), 4, 3), Costs(reduce=1, update=2, transfer=0.5))
+    copies = add_copies(build("1f1b", (1, 1), 2, ties=True))
+    panels = [
+        Panel(list(chunks.spans()), "chunks", "3 stages per rank"),
+        Panel(
+            list(simulate(copies, Costs(store=2, fetch=1, tie=1, norm=1, publish=1)).spans()),
+            "copies",
+            "S and T",
+        ),
+    ]
+    ranks = [Span(rank, rank, rank + 3.5, Instruction(Op.FORWARD, rank, rank)) for rank in range(24)]
+    return {
+        "picture-together": draw_together(panels, 2, "seconds"),
+        "picture-many-ranks": draw(ranks, 40, "40 ranks", "24 of them work"),
+        "picture-some-ranks": draw(ranks[:16], 16, "16 ranks"),
+        "picture-measured": draw(MEASURED, 2, "measured", axis="milliseconds"),
+        "picture-empty": draw([], 1, "empty"),
+        "picture-long": draw(
+            [Span(0, k / 2, k / 2 + 0.5 + k % 3, Instruction(Op.BACKWARD_WEIGHT, 0, k)) for k in range(60)],
+            1,
+            "long",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", make_pictures())
+def test_each_picture_is_that_of_its_golden_file(name: str) -> None:
+    assert make_pictures()[name].svg() == (GOLDEN / f"{name}.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("least", "step"),
+    [
+        (1.0, 1),
+        (1.01, 2),
+        (2.0, 2),
+        (2.01, 5),
+        (5.0, 5),
+        (5.01, 10),
+        (10, 10),
+        (60, 100),
+        (0.15, 0.2),
+        (0.06, 0.1),
+    ],
+)
+def test_steps_of_the_axis_are_round_numbers(least: float, step: float) -> None:
+    assert _nice_step(least) == pytest.approx(step, rel=1e-12)
 
 
 def test_every_computation_is_a_box_on_the_row_of_its_rank() -> None:
@@ -74,6 +130,13 @@ def test_a_name_without_room_loses_its_letter_and_then_goes(count: int, shown: s
     spans = [Span(0, float(k), k + 1.0, Instruction(Op.FORWARD, 0, 211 + k)) for k in range(count)]
     names = {shape.text for shape in draw(spans, 1, "").shapes if isinstance(shape, Words)}
     assert names & {"F211", "211"} == ({shown} if shown else set())
+
+
+def test_as_many_spans_as_allowed_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_module, "_MOST_SPANS", 3)
+    assert draw(MEASURED, 2, "")  # three take time, a send does not
+    with pytest.raises(UserError, match="4 computations are too many for a picture: at most 3"):
+        draw([*MEASURED, MEASURED[0]], 2, "")
 
 
 def test_nothing_at_all_and_far_too_much() -> None:

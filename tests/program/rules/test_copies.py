@@ -4,6 +4,7 @@ import pytest
 
 from echelon.program import add_copies, build
 from echelon.program.rules import find_errors
+from echelon.program.rules.copies import find_copy_errors
 from tests.program.cases import program_of
 
 END = "REDUCE NORM UPDATE PUBLISH"
@@ -29,6 +30,24 @@ END = "REDUCE NORM UPDATE PUBLISH"
 def test_errors(work: str, reason: str) -> None:
     errors = find_errors(program_of(f"rank 0: {work} {END}"))
     assert any(reason in error.reason for error in errors), [error.reason for error in errors]
+
+
+def test_an_error_is_reported_where_it_is_and_once() -> None:
+    def found(work: str) -> list[tuple[int | None, str]]:
+        errors = find_copy_errors(program_of(f"rank 0: {work} {END}"))
+        return [(error.index, error.reason.partition(":")[0]) for error in errors]
+
+    missing, late, never = (
+        "what its forward saved is in host memory",
+        "its backward stands before it",
+        "is never fetched",
+    )
+    assert found("F0 S0 I0 W0") == [(2, missing), (3, missing)]
+    assert found("F0 S0 B0 B0") == [(2, missing)]
+    assert found("F0 S0 B0 T0") == [(2, missing), (3, late)]
+    assert found("F0 I0 S0 W0") == [(2, late)], "what was not copied need not come back"
+    assert found("F0 F1 S0 S1 T1 B1") == [(2, never)]
+    assert found("F0 S0 T0 I0 T0 W0") == found("F0 I0 W0 F1 S1 T1 B1") == []
 
 
 def test_each_part_of_a_backward_has_a_fetch() -> None:
