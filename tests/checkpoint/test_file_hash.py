@@ -31,9 +31,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 17, 24, 31, 32, 33, 100])
 @pytest.mark.parametrize("cores", [1, 64])
-def test_files_of_all_lengths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, cores: int
-) -> None:
+def test_files_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, cores: int) -> None:
     monkeypatch.setattr(file_hash, "usable_cores", lambda: cores)
     beats = []
     monkeypatch.setattr(file_hash, "beat", lambda: beats.append(1))

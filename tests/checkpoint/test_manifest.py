@@ -279,11 +279,13 @@ def test_extra_with_too_many_brackets_is_an_error_in_words() -> None:
     for _ in range(100_000):
         extra = {"a": extra}
     manifest = small_manifest({}, extra=extra)
-    with pytest.raises(UserError, match="`extra` has too many brackets|is not saved"):
+    with pytest.raises(UserError, match=r"`extra` has too many brackets|is not saved"):
         manifest.as_readable_bytes()
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b'{"format": "zip", "version": 2, "sha256": "' + b"0" * 64 + b'",\n'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"format": "zip", "version": 2, "sha256": "' + b"0" * 64 + b'",\n']
+)
 def test_what_is_no_manifest(data: bytes) -> None:
     with pytest.raises(UserError, match="is damaged, or is not the manifest of a checkpoint"):
         Manifest.from_bytes(data)

@@ -109,7 +109,12 @@ def test_values_in_messages_are_short() -> None:
     assert shown("x" * 159) == "x" * 159
     assert shown("x" * 160) == "x" * 160 + "…"
     assert shown("\x1b") == r"'\x1b'"
-    assert (shown([1, 2]), shown({"a": 1}), shown(7), shown((1,))) == ("a list of 2", "a object of 1", "7", "(1,)")
+    assert (shown([1, 2]), shown({"a": 1}), shown(7), shown((1,))) == (
+        "a list of 2",
+        "a object of 1",
+        "7",
+        "(1,)",
+    )
     assert inside("e", "x" * 200) == "e " + "x" * 158
     assert len(inside("e" * 200, "name")) == 160
 
@@ -120,7 +125,9 @@ def test_types_have_the_names_of_torch() -> None:
     }
 
 
-def errors_of(file_bytes: dict[str, int], *pieces: tuple[str, str, int, int], is_whole: bool = True) -> list[str]:
+def errors_of(
+    file_bytes: dict[str, int], *pieces: tuple[str, str, int, int], is_whole: bool = True
+) -> list[str]:
     """Of a tensor of 4 floats; a piece: file, name, offset, size."""
     reader = Reader()
     placed = [(file, name, (offset,), (size,)) for file, name, offset, size in pieces]

@@ -166,9 +166,7 @@ def test_who_owns_a_folder(tmp_path: Path) -> None:
         ("", False),
     ],
 )
-def test_a_folder_goes_if_its_process_is_surely_dead(
-    tmp_path: Path, process: str, is_removed: bool
-) -> None:
+def test_a_folder_goes_if_its_process_is_surely_dead(tmp_path: Path, process: str, is_removed: bool) -> None:
     folder = MemoryFolder(tmp_path / "run", tmp_path)
     folder.make(os.getpid())
     namespace, pid, began = (folder.path / "owner").read_text().partition("\n")[0].split()
@@ -204,7 +202,7 @@ def test_where_memory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ECHELON_MEMORY_FOLDER", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="nowhere is not a folder; set ECHELON_MEMORY_FOLDER"):
         memory_root()
-    with pytest.raises(UserError, match="cannot make .*: No such file or directory; set ECHELON_MEMORY"):
+    with pytest.raises(UserError, match=r"cannot make .*: No such file or directory; set ECHELON_MEMORY"):
         MemoryFolder(tmp_path / "run", tmp_path / "nowhere").make(os.getpid())
 
 
