@@ -1,5 +1,6 @@
 """Which operations run again, what writes, and what a product costs."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,11 @@ def test_what_a_product_costs() -> None:
     assert product_cost(torch.addmm, (torch.ones(7), x, weight.t()), single) == pytest.approx(2 * 21 * 5 / 10)
     assert product_cost(torch.addmm, (x,), single) == pytest.approx(2 * 21 * 5 / 10)
     assert product_cost(F.linear, (x, weight), single.bfloat16()) == pytest.approx(2 * 21 * 5 / 10)
+    for num_bytes, per_flop in ((4, 1 / 12), (2, 1 / 150)):
+        output: Any = SimpleNamespace(
+            element_size=lambda size=num_bytes: size, numel=lambda: 21, device=torch.device("cuda")
+        )
+        assert product_cost(F.linear, (x, weight), output) == pytest.approx(2 * 21 * 5 * per_flop)
     meta = torch.ones(3, 7, device="meta")
     assert product_cost(F.linear, (x, weight), meta) == 2 * 21 * 5
 
