@@ -124,4 +124,4 @@ def test_an_error_of_the_disk_is_raised_and_no_thread_stays(place: int) -> None:
 
 def test_chunks_have_16_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert part_writer.CHUNK_BYTES == 16 * 2**20  # whole blocks of the hash
+    assert [len(memory) for memory in FilledChunks(10**9, CPU)._memory] == [16 * 2**20] * 3

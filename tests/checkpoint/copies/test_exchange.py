@@ -108,5 +108,9 @@ def test_a_message_without_a_work_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     assert (send(copy_of(9), 3, GROUP), send_none(3, GROUP)) == ([], [])
 
 
-def test_a_piece_has_64_megabytes() -> None:
-    assert exchange.PIECE_BYTES == 64 * 2**20  # of which a receiver drops one at a time
+def test_a_piece_has_64_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a receiver drops one at a time; here without memory."""
+    monkeypatch.setattr(exchange, "dist", SimpleNamespace(isend=lambda part, *_: part.numel()))
+    large = copy_of(9)._replace(file=torch.empty(2**26 + 1, dtype=torch.uint8, device="meta"))
+    works: list[Any] = send(large, 3, GROUP)
+    assert works == [2, 5, 2**26, 1]
