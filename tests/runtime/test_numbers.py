@@ -4,6 +4,8 @@ import math
 import pickle
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from echelon.data_parallel import Problem
 from echelon.errors import UserError
 from echelon.runtime import Outcome, StepNumbers
+from echelon.runtime import numbers as numbers_module
 from echelon.runtime.microbatch import Microbatch
 from echelon.runtime.numbers import HostCopy, check_counted
 
@@ -124,3 +127,45 @@ def test_numbers_of_a_worker_and_of_all() -> None:
             StepNumbers([0.0, 0.0, 0.0, 1.0, 0.0], of_worker=of_worker).read()
     with pytest.raises(UserError, match="no replica had a sample"):
         StepNumbers.known(Outcome(0.0, 0.0, 0.0)).read()
+
+
+class FakeEvent:
+    """Of a device that is done when somebody waits."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def query(self) -> bool:
+        return "synchronize" in self.calls
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_numbers_of_a_device_are_copied_to_pinned_memory_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[bool] = []
+
+    class Torch:
+        cuda = SimpleNamespace(Event=FakeEvent)
+
+        @staticmethod
+        def empty(shape: torch.Size, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            pinned.append(pin_memory)
+            return torch.empty(shape, dtype=dtype)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(numbers_module, "torch", Torch)
+    source = torch.tensor([1.0, 2.0]).as_subclass(OnDevice)
+    copy = HostCopy(source)
+    event: Any = copy._copied
+    assert (pinned, event.calls, copy.is_ready) == ([True], ["record"], False)
+    source.zero_()
+    assert (copy.wait(), copy.is_ready) == ([1.0, 2.0], True)
+    assert event.calls == ["record", "synchronize"]
