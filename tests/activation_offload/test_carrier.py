@@ -69,9 +69,7 @@ def test_what_the_host_has_left_is_enough_or_not(free: int | None, is_there: boo
     assert (pool.refusal is None) is is_there
     if not is_there:
         assert pool.refusal is not None
-        assert pool.refusal.endswith(
-            "the host has 8.0 KiB left" if free == 8191 else "the host has 0 B left"
-        )
+        assert pool.refusal.endswith("the host has 8.0 KiB left" if free == 8191 else "the host has 0 B left")
         first = pool.refusal
         pool.take(10**6)
         assert pool.refusal == first, "the first time is told"
