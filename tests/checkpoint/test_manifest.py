@@ -274,15 +274,6 @@ def test_errors_of_entries_come_before_those_of_pieces() -> None:
     assert refusal.value.errors[1].endswith("tensor must be a name, is 7")
 
 
-def test_extra_with_too_many_brackets_is_an_error_in_words() -> None:
-    extra: dict[str, Any] = {}
-    for _ in range(100_000):
-        extra = {"a": extra}
-    manifest = small_manifest({}, extra=extra)
-    with pytest.raises(UserError, match=r"`extra` has too many brackets|is not saved"):
-        manifest.as_readable_bytes()
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b'{"format": "zip", "version": 2, "sha256": "' + b"0" * 64 + b'",\n']
 )
