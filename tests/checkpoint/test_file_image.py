@@ -1,7 +1,9 @@
 """The bytes of files before they are written: whatever the chunks, and past the page cache or not."""
 
 import errno
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,93 @@ def test_a_hash_finds_every_flipped_bit_and_exchanged_blocks() -> None:
         data[bit // 8] ^= 1 << bit % 8
     blocks = [os.urandom(BLOCK_BYTES) for _ in range(2)]
     assert hash_bytes(b"".join(blocks)) != hash_bytes(b"".join(blocks[::-1]))
+
+
+def test_a_file_is_filled_to_its_limit() -> None:
+    tensors = {f"t{number}": torch.zeros(10) for number in range(5)}  # of 40 bytes
+    for limit, expected in ((79, [1] * 5), (80, [2, 2, 1]), (119, [2, 2, 1]), (120, [3, 2])):
+        assert [len(file.boxes) for file in layout_of(tensors, limit=limit)] == expected
+    assert lay_out(0, []) == []
+    halves = [Slice(name, "value", (2**31,), (0,), (2**31,)) for name in "ab"]  # without memory
+    assert len(lay_out(0, [(box, torch.uint8) for box in halves])) == 1
+    more = Slice("c", "value", (1,), (0,), (1,))
+    assert [len(file.boxes) for file in lay_out(0, [(box, torch.uint8) for box in (*halves, more)])] == [2, 1]
+
+
+def test_one_tensor_is_copied_at_a_time() -> None:
+    tensors = {"a": torch.rand(5, 4).T, "b": torch.rand(3, 4).T}  # which do not lie in one piece
+    made: list[weakref.ref[Tensor]] = []
+
+    def tensor_of(box: Slice) -> Tensor:
+        assert all(reference() is None for reference in made)
+        tensor = tensors[box.name].clone()
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    (layout,) = layout_of(tensors)
+    image = FileImage(layout, tensor_of)
+    for begin in range(0, layout.size, 8):
+        image.fill(begin, torch.empty(min(8, layout.size - begin), dtype=torch.uint8))
+    assert len(made) == 2, "each is made once, whatever the chunks"
+
+
+def test_empty_tensors_are_never_made() -> None:
+    tensors = {"a": torch.rand(2), "empty": torch.rand(0, 3), "b": torch.rand(2)}
+    (layout,) = layout_of(tensors)
+    asked: list[str] = []
+
+    def tensor_of(box: Slice) -> Tensor:
+        asked.append(box.name)
+        return tensors[box.name]
+
+    FileImage(layout, tensor_of).fill(0, torch.empty(layout.size, dtype=torch.uint8))
+    assert asked == ["a", "b"]
+
+
+def test_memory_for_direct_writes_begins_at_a_page() -> None:
+    assert ALIGNMENT == 4096
+    for count, size in ((1, 4096), (4096, 4096), (4097, 8192)):
+        memory = aligned_memory(count)
+        assert (len(memory), memory.data_ptr() % 4096, memory.is_pinned()) == (size, 0, False)
+
+
+def test_a_direct_file_is_new_readable_and_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(direct_file.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    gc.collect()  # what others have left open is not closed meanwhile
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert written(tmp_path / "a", b"x" * 5000, ALIGNMENT) == b"x" * 5000
+    assert synced == [5000], "after what is too much was cut off"
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 & ~mask
+    with pytest.raises(FileExistsError):
+        DirectFile(tmp_path / "a")
+
+
+def test_only_the_last_chunk_may_end_inside_a_page(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path / "a")
+    memory = aligned_memory(2 * ALIGNMENT).numpy().data
+    file.write(memory, 5)
+    with pytest.raises(AssertionError, match="only the last chunk"):
+        file.write(memory, 5)
+    file.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EINVAL])
+def test_other_errors_of_writes_are_raised(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a second refusal, where the first was not about direct writes."""
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    file = DirectFile(tmp_path / "a")
+    monkeypatch.setattr(direct_file.os, "write", fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        file.write(aligned_memory(10).numpy().data, 10)
+    file.close()

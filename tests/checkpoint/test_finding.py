@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from echelon.checkpoint import SavedState
-from echelon.checkpoint.finding import find_checkpoint, one_before_is_named
+from echelon.checkpoint.finding import find_checkpoint, find_run, one_before_is_named
 from echelon.errors import DamagedError, UserError
 from tests.checkpoint.saving import names, new_saver, save, state
 
@@ -55,3 +55,20 @@ def test_the_one_before_a_damaged_one_is_named_if_it_is_there(tmp_path: Path) ->
     save(new_saver(), tmp_path / "alone", state())
     (tmp_path / "alone" / file.name).unlink()
     assert "the one before" not in error_of(tmp_path / "alone"), "its name has no step"
+
+
+def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: holds no checkpoint; give a checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="nowhere: there is no such folder; give a checkpoint"):
+        find_checkpoint(tmp_path / "nowhere")
+
+
+def test_the_run_of_a_checkpoint(tmp_path: Path) -> None:
+    (checkpoint,) = make_run(tmp_path / "run", 3)
+    assert find_run(checkpoint) is None
+    (tmp_path / "run" / "run.json").write_text("{}")
+    for path in (checkpoint, checkpoint.parent, tmp_path / "run"):
+        assert find_run(path) == tmp_path / "run"
+    assert find_run(tmp_path) is None
+    assert find_checkpoint(tmp_path / "run") == find_checkpoint(checkpoint.parent) == checkpoint

@@ -169,3 +169,66 @@ def test_other_files_are_no_checkpoints(tmp_path: Path) -> None:
     for name in ("step-1", "step-x", "latest", ".step-00000001.0123abcd.part"):
         (tmp_path / name).mkdir()
     assert CheckpointFolder(tmp_path).steps() == []
+
+
+def test_what_is_kept_unless_it_is_told(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 1, 2, 3)
+    assert folder.steps() == [3, 2]
+    train(engine, CheckpointFolder(tmp_path, keep=1), 4)
+    assert folder.steps() == [4]
+    with pytest.raises(UserError, match="keep=2 keep_every=-1"):
+        CheckpointFolder(tmp_path, keep_every=-1)
+
+
+def test_a_step_is_looked_for_after_another(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path, keep=3)
+    train(engine, folder, 0, 5)
+    assert folder.load_last(engine, after=5) is None
+    assert folder.load_last(engine, after=4) == {"at": 3}
+    assert folder.load_last(engine, before=5) == {"at": 3}
+    assert engine.value == 0.0, "also that of step 0"
+
+
+@pytest.mark.parametrize("after", [-1, 1])
+def test_a_damaged_one_goes_with_the_next_save_and_later_ones_do_not(tmp_path: Path, after: int) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path, keep=3)
+    train(engine, folder, 1, 9)
+    damage(folder.path_of(9))
+    folder.load_last(engine, lambda _: None, after=after)
+    train(engine, folder, 2)
+    assert folder.steps() == [2, 1]
+    train(engine, folder, 9)
+    train(engine, folder, 3)
+    assert folder.steps() == [9, 3, 2, 1], "it is whole now"
+
+
+def test_checkpoints_from_a_step_on_are_discarded(place: str | Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(place, keep=9)
+    train(engine, folder, 10, 20, 30, 40)
+    folder.discard_from(30)
+    assert (folder.steps(), latest(place)) == ([20, 10], "step-00000020")
+    folder.discard_from(10)
+    assert folder.steps() == []
+    folder.discard_from(0)  # of which there is none
+
+
+def test_damaged_ones_before_a_discarded_step_still_go(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path, keep=9)
+    train(engine, folder, 1, 2, 3)
+    for step in (2, 3):
+        damage(folder.path_of(step))
+    folder.load_last(engine, lambda _: None)
+    folder.discard_from(3)
+    train(Engine(), CheckpointFolder(tmp_path, keep=9), 3)  # of another job
+    train(engine, folder, 1)
+    assert folder.steps() == [3, 1]
+
+
+def test_what_a_killed_job_has_left_is_removed(tmp_path: Path) -> None:
+    engine, folder = Engine(), CheckpointFolder(tmp_path)
+    train(engine, folder, 1)
+    (tmp_path / ".latest.0123abcd.part").write_text("")
+    before = set(tmp_path.iterdir())
+    folder.remove_leftovers()
+    assert {path.name for path in before - set(tmp_path.iterdir())} == {".latest.0123abcd.part"}

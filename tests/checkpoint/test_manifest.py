@@ -235,3 +235,48 @@ def test_a_file_that_is_no_safetensors_is_found_before_anything_is_read(tmp_path
     (tmp_path / "a" / MANIFEST).write_bytes(small_manifest(files).as_bytes())
     with pytest.raises(DamagedError, match=f"{FILES[1]}: cannot be read as safetensors .*are not where"):
         SavedState.open(tmp_path / "a").verify()
+
+
+def test_a_part_of_a_manifest_is_refused_unless_it_is_asked_for() -> None:
+    entries = plain()
+    del entries["tensors"]["weight"]["value"]["pieces"][0]
+    part = Manifest.from_json(entries, is_whole=False)
+    assert Manifest.from_bytes(part.as_readable_bytes(is_whole=False), is_whole=False) == part
+    for read in (lambda: Manifest.from_json(entries), lambda: Manifest.from_bytes(part.as_bytes())):
+        with pytest.raises(UserError, match="is not the manifest of a whole checkpoint"):
+            read()
+    with pytest.raises(UserError, match="could not be loaded, and is not saved"):
+        part.as_readable_bytes()
+
+
+def test_a_manifest_is_not_written_longer_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = Manifest.from_json(plain())
+    size = len(manifest.as_bytes())
+    for name in ("manifest.MOST_BYTES", "manifest_text.MOST_BYTES"):
+        monkeypatch.setattr(f"echelon.checkpoint.{name}", size)
+    assert manifest.as_readable_bytes() == manifest.as_bytes()
+    monkeypatch.setattr("echelon.checkpoint.manifest.MOST_BYTES", size - 1)
+    with pytest.raises(UserError, match=f"has {size} bytes; a manifest has {size - 1} at most"):
+        manifest.as_readable_bytes()
+
+
+def test_errors_of_entries_come_before_those_of_pieces() -> None:
+    """Entries that are wrong have something harmless in their place, of which nothing should be said."""
+    entries = plain()
+    entries["tensors"]["bias"]["value"]["shape"] = "x"
+    entries["tensors"]["bias"]["value"]["pieces"][0]["tensor"] = 7
+    with pytest.raises(UserError) as refusal:
+        Manifest.from_json(entries)
+    assert [error.rpartition(": ")[0] for error in refusal.value.errors] == [
+        "tensors bias value shape",
+        "tensors bias value pieces [0]",
+    ]
+    assert refusal.value.errors[1].endswith("tensor must be a name, is 7")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"format": "zip", "version": 2, "sha256": "' + b"0" * 64 + b'",\n']
+)
+def test_what_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(UserError, match="is damaged, or is not the manifest of a checkpoint"):
+        Manifest.from_bytes(data)

@@ -88,3 +88,14 @@ def _covers_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         for place in product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
     ]
     return sorted(held) == list(product(*map(range, shape)))
+
+
+def test_how_many_corners_are_looked_at() -> None:
+    budget = CornerBudget(3)
+    assert budget.take(2**18 + 3 * 32 - 5)
+    assert not budget.take(6)
+    assert budget.take(5), "what was refused has taken nothing"
+    assert not budget.take(1)
+    large = CornerBudget(2**20)
+    assert not large.take(2**20 + 1)
+    assert large.take(2**20)

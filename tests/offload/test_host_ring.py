@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from echelon.collectives import Ledger, make_boundary
@@ -46,3 +47,25 @@ def test_nobody_waits_after_the_end() -> None:
     memory.take(10)
     memory.abandon()
     assert len(memory.take(4)) == 4
+
+
+def test_what_does_not_fit_behind_goes_to_the_begin_if_that_is_free() -> None:
+    memory = ring(10)
+    assert place(memory, memory.take(6)) == (0, 6)
+    assert place(memory, memory.take(4)) == (6, 10), "to the last byte"
+    memory.give_back()
+    assert memory._find(6) is None, "a full ring would look like an empty one"
+    assert memory._find(5) == 0
+    assert place(memory, memory.take(2)) == (0, 2)
+    assert (memory._find(4), memory._find(3)) == (None, 2)
+    memory.give_back()
+    assert place(memory, memory.take(8)) == (2, 10), "one piece is left, at the begin"
+    memory.give_back()
+    memory.give_back()
+    assert place(memory, memory.take(10)) == (0, 10)
+
+
+def test_more_than_all_of_it_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        ring(10).take(11)
+    assert [len(each) for each in ring(10).storages()] == [10]

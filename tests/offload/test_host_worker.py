@@ -53,3 +53,43 @@ def test_close_finishes_the_jobs_and_ends_the_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(UserError, match="closed"):
         worker.submit(lambda: None)
+
+
+def test_a_job_may_run_here_after_those_before_it() -> None:
+    worker, done = HostWorker(CPU), list[str]()
+    gate = threading.Event()
+    worker.submit(lambda: (gate.wait(10), done.append("first"))[1])
+    threading.Timer(0.05, gate.set).start()
+    ticket = worker.run(lambda: done.append(threading.current_thread().name))
+    assert done == ["first", threading.current_thread().name]
+    ticket.wait()
+    assert not worker.has_failed
+    worker.close()
+
+
+def test_an_error_here_is_raised_as_it_is_and_ends_the_others() -> None:
+    worker, told = HostWorker(CPU), list[str]()
+    worker.on_error, worker.on_raise = lambda: told.append("error"), lambda: told.append("raise")
+
+    def fail() -> None:
+        raise ValueError("a bad rate")
+
+    with pytest.raises(ValueError, match="a bad rate"):
+        worker.run(fail)
+    assert (told, worker.has_failed) == (["error", "raise"], True)
+    with pytest.raises(UserError, match="a bad rate"):
+        worker.submit(lambda: None)
+
+
+def test_jobs_compute_no_gradients_with_as_many_threads_as_they_are_told() -> None:
+    seen: list[tuple[bool, int]] = []
+    before = torch.get_num_threads()
+    for number in (None, 1):
+        worker = HostWorker(CPU, number)
+        worker.submit(lambda: seen.append((torch.is_grad_enabled(), torch.get_num_threads()))).wait()
+        assert worker._thread is not None
+        assert worker._thread.daemon
+        worker.close()
+    assert [enabled for enabled, _ in seen] == [False, False]
+    assert seen[1][1] == 1
+    torch.set_num_threads(before)

@@ -199,3 +199,61 @@ def test_all_errors_of_its_options_are_told_at_once() -> None:
     with pytest.raises(UserError) as refusal:
         Adafactor([nn.Parameter(torch.ones(1))], lr=-1.0, beta2_decay=1.0, eps=(-1.0, -1.0), d=0.5)
     assert len(refusal.value.errors) == 5
+
+
+def test_the_least_and_the_largest_options() -> None:
+    parameters = random_parameters([(2, 2)])
+    least = {"lr": 0.0, "beta2_decay": 0.0, "eps": (0.0, 0.0), "d": 1.0, "weight_decay": 0.0}
+    optimizer = Adafactor(parameters, **least)
+    assert {key: optimizer.defaults[key] for key in least} == least
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"lr": -0.1}, "lr"),
+        ({"beta2_decay": 0.1}, "beta2_decay"),
+        ({"eps": (-1.0, 0.0)}, "eps[0]"),
+        ({"eps": (None, -1.0)}, "eps[1]"),
+        ({"d": 0.9}, "d"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+    ]
+    for options, name in wrong:
+        with pytest.raises(UserError) as refusal:
+            Adafactor(parameters, **options)
+        assert [error.partition("=")[0] for error in refusal.value.errors] == [name]
+
+
+def test_what_is_not_told_is_as_torch_has_it() -> None:
+    parameters = random_parameters([(2, 2)])
+    ours, theirs = Adafactor(parameters).defaults, torch.optim.Adafactor(parameters).defaults
+    known = ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
+    assert [ours[key] for key in known] == [theirs[key] for key in known]
+
+
+def test_the_rate_is_bounded_by_the_root_of_the_step() -> None:
+    """By hand: α = max(ε₂, RMS(W)) · min(lr, 1 / √step), of a constant gradient U = 1."""
+    for lr, steps, alpha in ((0.5, 1, 0.5), (9.0, 4, 0.5), (0.25, 9, 0.25)):
+        (tensor,) = random_parameters([(3,)])
+        optimizer = Adafactor([tensor], lr=lr, eps=(None, 0.01))
+        for _ in range(steps):
+            with torch.no_grad():
+                tensor.fill_(2.0)
+            tensor.grad = torch.ones_like(tensor)
+            optimizer.step()
+        assert tensor.tolist() == pytest.approx([2 - 2 * alpha] * 3, rel=1e-12)
+        with torch.no_grad():
+            tensor.zero_()
+        tensor.grad = torch.ones_like(tensor)
+        optimizer.step()
+        assert tensor.tolist() == pytest.approx([-0.01 * min(lr, (steps + 1) ** -0.5)] * 3, rel=1e-12)
+
+
+def test_a_large_update_is_made_smaller() -> None:
+    """RMS(U) of the second update: 2 / √(1 + (4 − 1) · 2^-0.8)."""
+    for d in (1.0, 1.1, 1.2, 2.0):
+        (tensor,) = random_parameters([(3,)])
+        optimizer = Adafactor([tensor], lr=0.1, d=d)
+        for gradient in (1.0, 2.0):
+            with torch.no_grad():
+                tensor.fill_(1.0)
+            tensor.grad = torch.full_like(tensor, gradient)
+            optimizer.step()
+        length = 2 / (1 + 3 * 2**-0.8) ** 0.5
+        assert tensor.tolist() == pytest.approx([1 - 0.1 * length / max(1, length / d)] * 3, rel=1e-12)

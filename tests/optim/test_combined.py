@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.optim import SM3, Adafactor, CombinedOptimizer, Need, cosine
+from echelon.optim.exchange import Exchange
 from echelon.optim.learning_rate import LearningRate
 from echelon.optim.needs import need_of
 from tests.optim.parts import random_parameters, set_gradients
@@ -103,3 +104,30 @@ def test_groups_cannot_be_added() -> None:
     _, combined = make()
     with pytest.raises(UserError, match="which of its 2 optimizers"):
         combined.add_param_group({"params": random_parameters([(2,)])})
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    parameters, combined = make()
+    set_gradients(parameters, [torch.ones_like(p) for p in parameters])
+    calls = []
+    assert combined.step(lambda: calls.append(1) or 7.0) == 7.0
+    assert (len(calls), combined.step()) == (1, None)
+
+
+def test_state_that_an_optimizer_has_made_already_is_kept() -> None:
+    parameters = random_parameters([(3, 4), (5,)])
+    adagrad = torch.optim.Adagrad(parameters[1:], initial_accumulator_value=0.5)
+    made = dict(adagrad.state[parameters[1]])
+    combined = CombinedOptimizer([torch.optim.SGD(parameters[:1]), adagrad])
+    assert combined.state[parameters[1]] == made
+    assert all(each.state is combined.state for each in combined.optimizers)
+    assert [g for each in combined.optimizers for g in each.param_groups] == combined.param_groups
+
+
+def test_state_of_whole_tensors_is_that_of_those_which_share() -> None:
+    first, second = random_parameters([(3, 4), (2, 2)])
+    combined = CombinedOptimizer([Adafactor([first]), torch.optim.SGD([second])])
+    assert combined.whole_state == Adafactor.whole_state
+    combined.share(Exchange([(3, 4)], {}, (), torch.float64, torch.device("cpu")))
+    assert combined.optimizers[0].uses_up_gradients  # type: ignore[attr-defined]
+    assert CombinedOptimizer([torch.optim.SGD([first])]).whole_state == frozenset()

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import Ledger, RecordingGroup
-from echelon.optim.exchange import Exchange, Round, Shape, StatisticsBuffer, add_in_turns, without_ranks
+from echelon.optim.exchange import (
+    Exchange,
+    Round,
+    Shape,
+    StatisticsBuffer,
+    add_in_turns,
+    maximum_in_turns,
+    without_ranks,
+)
 
 
 def rows_and_columns(shape: Shape) -> list[Shape]:
@@ -48,3 +56,22 @@ def test_parameters_of_each_device_and_type_have_an_exchange() -> None:
     first, second = without_ranks([low, single, double])
     assert (first.dtype, list(first.parts)) == (torch.float32, [low, single]), "sums of bf16 are in float32"
     assert (second.dtype, list(second.parts)) == (torch.float64, [double])
+
+
+def test_a_round_begins_behind_those_that_are_skipped() -> None:
+    assert Round(RecordingGroup("shard"), 2).skipped == 0
+    ledger = Ledger()
+    rounds = [Round(RecordingGroup("shard", 0, 2, ledger), 2, 1)]
+    buffer = StatisticsBuffer(
+        Exchange([(2, 3), (4, 5), (6, 7)], {}, rounds, torch.float64, torch.device("cpu")), rows_and_columns
+    )
+    buffer.reduce("sum")
+    assert ledger.total("shard").payload == 8 * (1 + 4 + 5), "the second"
+    assert buffer.dtype == torch.float64
+
+
+def test_the_larger_of_boxes_that_share_rows() -> None:
+    total = torch.tensor([1.0, 5.0, 0.0])
+    targets: list[list[Tensor]] = [[total, total[:2]], [total[2:]]]
+    maximum_in_turns(targets, [[torch.full((3,), 2.0), torch.full((2,), 3.0)], [torch.full((1,), 9.0)]])
+    assert total.tolist() == [3, 5, 9]

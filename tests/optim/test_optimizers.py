@@ -44,3 +44,10 @@ def test_parameters_may_come_from_a_generator() -> None:
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(OptimizerJob(), model.parameters())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
+
+
+def test_kernels_and_the_least_moments() -> None:
+    for name in ("adamw", "sgd"):
+        assert make_optimizer(OptimizerJob(name=name), parameters()).param_groups[0]["fused"] is True
+    adafactor = make_optimizer(OptimizerJob(name="adafactor"), parameters())
+    assert adafactor.param_groups[0]["eps"] == (2**-23, 1e-3), "of float32, whatever the weights are"

@@ -134,3 +134,26 @@ def test_what_is_not_known_is_not_judged() -> None:
         "'cosin' is not known (did you mean 'cosine'?)",
         "warmup=-1: must be an integer, at least 0",
     ]
+
+
+def test_schedules_of_one_step_and_of_exactly_their_parts() -> None:
+    assert table(cosine(1), 2) == [1, 0.1]
+    assert table(wsd(1), 2) == [1, 0]
+    assert table(wsd(10, warmup=5, decay=5), 11) == [
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1,
+        1,
+        0.5528,
+        0.3675,
+        0.2254,
+        0.1056,
+        0,
+    ]
+    assert (cosine(1).warmup, wsd(5).warmup, constant().warmup, by_name("cosine", 5).warmup) == (0, 0, 0, 0)
+    assert (cosine(4, floor=0.0).floor, cosine(4, floor=1.0).floor, wsd(4).floor) == (0, 1, 0)
+    assert errors_of(cosine, 4, floor=-0.1) == errors_of(cosine, 4, 0, -0.1)
+    assert by_name("wsd", 4, floor=0.5) == wsd(4, floor=0.5)
+    assert by_name("wsd", 100).decay == 20

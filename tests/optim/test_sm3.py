@@ -138,3 +138,42 @@ def test_all_errors_of_its_options_are_told_at_once() -> None:
     with pytest.raises(UserError) as refusal:
         SM3([nn.Parameter(torch.ones(1))], lr=-1.0, momentum=1.0, eps=0.0, weight_decay=-1.0)
     assert len(refusal.value.errors) == 4
+
+
+def test_the_least_options() -> None:
+    parameters = random_parameters([(2, 2)])
+    assert SM3(parameters, lr=0.0, momentum=0.0, weight_decay=0.0).defaults["lr"] == 0.0
+    plain = SM3(parameters).defaults
+    names = ("lr", "momentum", "eps", "weight_decay", "momentum_dtype")
+    assert [plain[name] for name in names] == [0.1, 0.0, 1e-16, 0.0, None]
+    wrong = ({"lr": -0.1}, {"momentum": -0.1}, {"momentum": 1.0}, {"eps": 0.0}, {"weight_decay": -0.1})
+    for options in wrong:
+        with pytest.raises(UserError) as refusal:
+            SM3(parameters, **options)
+        assert len(refusal.value.errors) == 1
+
+
+def test_two_updates_by_hand() -> None:
+    """Of [[1, 2]]: rows 4, columns 1 and 4. Then of ones: ν is 2 and 5, the least of both plus 1."""
+    tensor = torch.nn.Parameter(torch.zeros(1, 2, dtype=torch.float64))
+    optimizer = SM3([tensor], lr=1.0, weight_decay=0.5)
+    tensor.grad = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    optimizer.step()
+    assert tensor.tolist() == [[-1.0, -1.0]]
+    state = optimizer.state[tensor]
+    assert (state["accumulator_0"].tolist(), state["accumulator_1"].tolist()) == ([[4.0]], [[1.0, 4.0]])
+    tensor.grad = torch.ones(1, 2, dtype=torch.float64)
+    optimizer.step()
+    assert tensor[0].tolist() == pytest.approx([-0.5 - 2**-0.5, -0.5 - 5**-0.5], rel=1e-12)
+    assert (state["accumulator_0"].tolist(), state["accumulator_1"].tolist()) == ([[5.0]], [[2.0, 5.0]])
+
+
+def test_momentum_by_hand() -> None:
+    tensor = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = SM3([tensor], lr=1.0, momentum=0.75)
+    seen = []
+    for gradient in (1.0, 0.0):
+        tensor.grad = torch.full_like(tensor, gradient)
+        optimizer.step()
+        seen.append(tensor.item())
+    assert seen == pytest.approx([-0.25, -0.25 - 0.1875], rel=1e-12)

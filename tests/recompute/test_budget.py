@@ -127,3 +127,50 @@ def test_a_layer_that_cannot_be_recomputed_is_kept() -> None:
     choice = choose([StageCosts(layers, 1)], least_bytes([StageCosts(layers, 1)]))
     assert choice is not None
     assert 2 not in [index for begin, end in choice.segments[0] for index in range(begin, end)]
+
+
+def test_nothing_is_recomputed_if_all_fits_to_the_last_byte() -> None:
+    costs = [StageCosts((BLOCK,) * 4, in_flight=1)]
+    assert choose(costs, 4 * 17) == evaluate(costs, [()])
+    less = choose(costs, 4 * 17 - 1)
+    assert less is not None
+    assert (less.seconds, less.peak <= 4 * 17 - 1) == (1.0, True)
+
+
+def test_a_budget_of_exactly_what_is_there_anyway() -> None:
+    """Layers that save nothing fit into no bytes; what is fixed is no part of the choice."""
+    empty = LayerCost(saved=0, input=0, seconds=1.0)
+    assert choose([StageCosts((empty,) * 3, 1)], 0) == Choice(((),), 0.0, 0)
+    stage = StageCosts((BLOCK,) * 3, in_flight=1, outside=100)
+    assert choose([stage], 99) is None
+    least = least_bytes([stage])
+    choice = choose([stage], least)
+    assert choice is not None
+    assert 100 + 17 <= choice.peak <= least
+    assert choose([stage], 117) is None, "an input and a layer of 16 beside another input"
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3])
+def test_segments_have_so_many_layers_at_most(longest: int) -> None:
+    costs = [StageCosts((BLOCK,) * 9, in_flight=4)]
+    choice = choose(costs, 4 * 9 * 17 // 2, longest=longest)
+    assert choice is not None
+    assert {end - begin for begin, end in choice.segments[0]} <= set(range(1, longest + 1))
+    many = [StageCosts((BLOCK,) * 9, in_flight=40)]
+    assert (least_bytes(many, 1), least_bytes(many, 3) < 200) == (40 * 9 + 16, True)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_least_bytes_of_few_layers(layers: int) -> None:
+    costs = [StageCosts((BLOCK,) * layers, in_flight=1)]
+    best = min(evaluate(costs, [each]).peak for each in all_segments(costs[0].layers))
+    assert best <= least_bytes(costs) <= best + 1
+
+
+def test_of_equally_fast_choices_the_smaller_is_taken() -> None:
+    large, small = BLOCK._replace(saved=40), BLOCK._replace(saved=30)
+    choice = choose([StageCosts((small, large), in_flight=2)], 139)
+    assert choice is not None
+    assert choice.segments == (((0, 1),),), (
+        "its bytes, 82, against 101: the last one is computed again beside all"
+    )

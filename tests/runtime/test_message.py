@@ -1,5 +1,7 @@
 """A message in one piece of memory comes out as it went in."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,3 +65,42 @@ def test_a_head_of_many_flags_takes_room_before_the_tensors() -> None:
         layout = message.layout(leaves * count, head_inside=True)
         assert layout.size % 16 == 0
         assert layout.size - 16 * count >= layout.head_size
+
+
+def test_where_tensors_lie_by_hand() -> None:
+    leaves = (
+        Leaf((3,), torch.float32, wants_gradient=True),
+        Leaf((2, 2), torch.float64, wants_gradient=False),
+    )
+    layout = message.layout(leaves, head_inside=True)
+    assert (layout.places, layout.size, layout.head_size) == ([slice(16, 28), slice(32, 64)], 64, 10)
+    assert message.layout(leaves, head_inside=False).places == [slice(0, 12), slice(16, 48)]
+    assert (leaves[0].num_bytes, leaves[0].room, leaves[1].room) == (12, 16, 32)
+    assert message.pack_code(258) == (258).to_bytes(8, sys.byteorder)
+    assert (message.TALLY.shape, message.TALLY.dtype, message.TALLY.wants_gradient) == (
+        (3,),
+        torch.float64,
+        False,
+    )
+    assert message.Gradients([]).tally is None
+
+
+def test_a_tensor_that_is_missing_leaves_its_place_as_it_was() -> None:
+    layout = message.layout((Leaf((2,), torch.uint8, wants_gradient=True),) * 2, head_inside=False)
+    memory = memory_for(layout)
+    layout.write(memory, [None, torch.tensor([1, 2], dtype=torch.uint8)])
+    assert [each.tolist() for each in layout.tensors(memory)] == [[0xAB, 0xAB], [1, 2]]
+
+
+def test_values_are_converted_to_what_was_announced() -> None:
+    """A gradient may come in another type than its activation has."""
+    layout = message.layout((Leaf((2,), torch.float32, wants_gradient=True),), head_inside=False)
+    for sent in (torch.tensor([1.0, -2.0]).double(), torch.tensor([1.0, -2.0, 9.0])[:2], _negative()):
+        memory = memory_for(layout)
+        layout.write(memory, [sent])
+        assert layout.tensors(memory)[0].tolist() == [1.0, -2.0]
+
+
+def _negative() -> Tensor:
+    """Whose memory holds other signs."""
+    return torch._neg_view(torch.tensor([-1.0, 2.0]))

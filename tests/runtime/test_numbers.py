@@ -1,7 +1,11 @@
 """The numbers of an update: which error they stand for, and who has seen it."""
 
+import math
 import pickle
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ import torch
 from echelon.data_parallel import Problem
 from echelon.errors import UserError
 from echelon.runtime import Outcome, StepNumbers
-from echelon.runtime.numbers import check_counted
+from echelon.runtime import numbers as numbers_module
+from echelon.runtime.microbatch import Microbatch
+from echelon.runtime.numbers import HostCopy, check_counted
 
 
 def numbers(*sums: float, flags: tuple[float, ...] = (), may_be_empty: bool = False) -> StepNumbers:
@@ -85,3 +91,81 @@ def test_a_gate_whose_statistics_are_not_finite_is_named() -> None:
     flags = [0.0] * (len(Problem) - 1) + [1.0]
     step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, *flags, 0.0, 2.0, 0.25], gate_errors=["first", "second"])
     assert str(step.error()) == "second"
+
+
+def test_what_a_step_has_unless_it_is_told() -> None:
+    assert Outcome(1.0, 2.0, 3.0) == (1.0, 2.0, 3.0, 1.0, 0.0, 0.0)
+    assert Microbatch(None, None, 1, "")[4:] == (nullcontext, None, 1.0)
+
+
+def test_numbers_of_the_host_are_there() -> None:
+    copy = HostCopy(torch.tensor([1.0, 2.0]))
+    assert (copy.is_ready, copy.wait()) == (True, [1.0, 2.0])
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0])
+    assert (step.is_ready, step.norm) == (True, 5.0)
+
+
+@pytest.mark.parametrize("place", range(len(Problem)))
+def test_every_problem_has_its_words(place: int) -> None:
+    flags = tuple(float(number == place) for number in range(len(Problem)))
+    assert str(numbers(8.0, 4.0, 5.0, flags=flags).error()) == list(Problem)[place].value
+
+
+def test_the_first_of_several_problems_and_gates_is_told() -> None:
+    assert str(numbers(8.0, 4.0, 5.0, flags=(0.0, 1.0, 1.0, 0.0)).error()) == list(Problem)[1].value
+    step = StepNumbers([8.0, 4.0, 5.0, 1.0, 0.0, 1.0, 1.0, 0.25], gate_errors=["first", "second"])
+    assert str(step.error()) == "first"
+
+
+def test_a_norm_that_is_no_number_is_told_unless_the_step_was_skipped() -> None:
+    assert math.isnan(StepNumbers([8.0, 4.0, math.nan, 1.0, 0.0]).read().norm)
+
+
+def test_numbers_of_a_worker_and_of_all() -> None:
+    for of_worker, words in ((False, "no replica had a sample"), (True, "this worker had no sample")):
+        with pytest.raises(UserError, match=words):
+            StepNumbers([0.0, 0.0, 0.0, 1.0, 0.0], of_worker=of_worker).read()
+    with pytest.raises(UserError, match="no replica had a sample"):
+        StepNumbers.known(Outcome(0.0, 0.0, 0.0)).read()
+
+
+class FakeEvent:
+    """Of a device that is done when somebody waits."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def query(self) -> bool:
+        return "synchronize" in self.calls
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_numbers_of_a_device_are_copied_to_pinned_memory_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[bool] = []
+
+    class Torch:
+        cuda = SimpleNamespace(Event=FakeEvent)
+
+        @staticmethod
+        def empty(shape: torch.Size, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+            pinned.append(pin_memory)
+            return torch.empty(shape, dtype=dtype)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(numbers_module, "torch", Torch)
+    source = torch.tensor([1.0, 2.0]).as_subclass(OnDevice)
+    copy = HostCopy(source)
+    event: Any = copy._copied
+    assert (pinned, event.calls, copy.is_ready) == ([True], ["record"], False)
+    source.zero_()
+    assert (copy.wait(), copy.is_ready) == ([1.0, 2.0], True)
+    assert event.calls == ["record", "synchronize"]

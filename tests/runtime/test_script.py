@@ -1,8 +1,11 @@
 """What the interpreter must know of a rank's instructions before it runs them."""
 
+import dataclasses
+
 import pytest
 
 from echelon.program import (
+    AFTER_FORWARDS,
     RECEIVES,
     SENDS,
     Instruction,
@@ -64,3 +67,40 @@ def test_a_replica_with_fewer_microbatches_makes_up_for_them() -> None:
     program = build("1f1b", (2, 1), 3)
     assert [Script(program, rank).missing_rounds(0) for rank in (0, 1)] == [0, 1]
     assert Script(program, 2).missing_rounds(1) == 0
+
+
+def test_what_a_step_on_two_stages_is_made_of() -> None:
+    program = build("1f1b", (1, 1), microbatches=2)
+    script = Script(program, 0)
+    ops = [instruction.op for instruction in script.instructions]
+    assert not script.splits_backward
+    assert Script(build("zero-bubble", (1, 1), microbatches=2), 0).splits_backward
+    assert script.turn is not None
+    assert (ops[script.turn] in AFTER_FORWARDS, set(ops[: script.turn]) & AFTER_FORWARDS) == (True, set())
+    (last,) = script.lasts
+    backwards = [place for place, op in enumerate(ops) if op is Op.BACKWARD]
+    assert last == backwards[-1]
+    receives = [instruction for instruction in script.instructions if instruction.op in RECEIVES]
+    assert script.receives == {1: receives}
+    assert (script.rank, script.empties, len(script.labels)) == (0, True, len(ops))
+    place = ops.index(Op.BACKWARD)
+    assert script.labels[place] == f"{Op.BACKWARD.value}0 of stage 0, microbatch 0"
+    assert script.labels[ops.index(Op.REDUCE)] == f"{Op.REDUCE.value} of stage 0"
+
+
+def test_the_last_backward_of_each_stage_reduces_its_gradients() -> None:
+    """With weights computed apart, that is the last of those."""
+    for schedule in ("1f1b", "gpipe", "zero-bubble"):
+        program = build(schedule, (1, 1), microbatches=3)
+        for rank in (0, 1):
+            script = Script(program, rank)
+            kinds = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            places = [place for place, i in enumerate(script.instructions) if i.op in kinds]
+            assert script.lasts == {places[-1]}
+
+
+def test_forwards_alone_have_no_turn() -> None:
+    full = build("1f1b", (1,), microbatches=2)
+    forwards = tuple(instruction for instruction in full.ranks[0] if instruction.op is Op.FORWARD)
+    script = Script(dataclasses.replace(full, ranks=(forwards,)), 0, empties=False)
+    assert (script.turn, script.lasts, script.receives, script.empties) == (None, frozenset(), {}, False)

@@ -1,4 +1,5 @@
 import json
+import os
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from echelon.errors import UserError
-from echelon.weight_files import read_headers, read_json
+from echelon.weight_files import folder_files, read_headers, read_json
 
 INDEX = "model.safetensors.index.json"
 TENSORS = {f"t{i}": torch.rand(10) for i in range(5)}
@@ -103,3 +104,28 @@ def test_an_index_of_many_files_is_read_in_time_that_grows_with_their_number(tmp
     weight_map["t"] = "t.safetensors"
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert "lists 10001 files; must list 10000 at most" in read_headers(tmp_path).errors[0]
+
+
+def test_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_files, "MOST_BYTES", 8)
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    assert read_json(path) == {"a": 1}
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(UserError, match="has 9 bytes; must have 8 at most"):
+        read_json(path)
+
+
+def test_json_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_json(tmp_path / "config.json")
+
+
+def test_what_is_listed(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    headers = read_headers(tmp_path)
+    assert (headers.is_listed, headers.names, headers.unreadable) == (True, set(TENSORS), set())
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    headers = read_headers(tmp_path)
+    assert (headers.is_listed, headers.names, len(headers.errors)) == (False, set(), 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.weight_files import TensorEntry, read_headers, write_folder
+from echelon.weight_files.folder_writer import SHARD_BYTES, split_shards
 
 TENSORS = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
 ENTRIES = [TensorEntry(name, (10,), torch.float32) for name in TENSORS]
@@ -90,3 +91,24 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write(tmp_path / "file", shard_bytes=100)
+
+
+def test_json_is_for_people_too(tmp_path: Path) -> None:
+    write_folder(tmp_path, ENTRIES[:1], [TENSORS["t0"]], {"b": 1, "a": [2]})
+    assert (tmp_path / "config.json").read_text() == '{\n  "a": [\n    2\n  ],\n  "b": 1\n}\n'
+
+
+def test_a_shard_is_filled_to_the_last_byte() -> None:
+    entries = [TensorEntry("a", (5 * 10**9 - 1,), torch.uint8), TensorEntry("b", (1,), torch.uint8)]
+    assert split_shards(entries, SHARD_BYTES) == {"model.safetensors": entries}
+    entries[1] = TensorEntry("b", (2,), torch.uint8)
+    assert list(split_shards(entries, SHARD_BYTES).values()) == [entries[:1], entries[1:]]
+    assert split_shards([], SHARD_BYTES) == {"model.safetensors": []}
+
+
+def test_a_file_of_others_with_a_similar_name_stays(tmp_path: Path) -> None:
+    kept = ("model-1-of-2.safetensors.bak", "other.safetensors", "model.safetensors.md5")
+    for name in (*kept, "model-7-of-9.safetensors"):
+        (tmp_path / name).write_text("")
+    write(tmp_path, shard_bytes=200)
+    assert names(tmp_path) == sorted(("config.json", "model.safetensors", *kept))

@@ -118,3 +118,23 @@ def test_writing_fetches_each_tensor_once_and_keeps_none() -> None:
         del tensor  # as the writer does
     assert written == [[0, 1, 2], [0, 1], [2, 3], [0, 1, 2]]
     assert fetched == halves().needed_names() == ["a", "b", "c"]
+
+
+def test_a_state_dict_instead_of_the_model() -> None:
+    state: dict[str, object] = {"a": torch.zeros(2), "b": 3}
+    layout = plain_layout(Model(), state=state)
+    assert list(layout.tensors) == ["a"]
+    assert layout.problems == ["b: is a int in the model, and files hold tensors only"]
+
+
+def test_constants_that_nobody_reads_are_no_error() -> None:
+    plain = whole_tensor("a", torch.empty(3), "a")
+    layout = WeightLayout({"a": plain}, ignored=("mask",))
+    assert layout.errors({"a": torch.zeros(3), "mask": torch.zeros(9)}) == []
+    assert layout.errors({"a": torch.zeros(3).half()}) == []
+
+
+def test_numbers_of_the_right_type() -> None:
+    for dtype, num_errors in ((torch.int64, 0), (torch.int32, 1), (torch.float32, 1)):
+        found = headers(Model(), "second.weight") | {"counts": torch.zeros(4, dtype=dtype)}
+        assert len(plain_layout(Model()).errors(found)) == num_errors

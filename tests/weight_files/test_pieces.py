@@ -8,7 +8,7 @@ from torch import Tensor
 
 from echelon.errors import UserError
 from echelon.ownership import VALUE, Slice
-from echelon.weight_files.pieces import FileTensor, Piece, Region, Window, read_pieces, whole
+from echelon.weight_files.pieces import FileTensor, Piece, Region, Window, is_same, read_pieces, whole
 
 # Three matrices joined in one, transposed; and one tensor of two experts' two parts in four.
 FUSED = [Piece(n, (0, 0), (4, 5), "fused", (0, 4 * i), is_transposed=True) for i, n in enumerate("qkv")]
@@ -79,3 +79,46 @@ def test_a_box_that_reaches_beyond_the_tensor_is_refused() -> None:
     box = Region((2, 0), (3, 5))
     with pytest.raises(UserError, match=r"\[3, 5\] at \[2, 0\]: the files hold 10 of its 15 elements"):
         read_pieces([FUSED[0]], box, torch.empty(3, 5), reader({"fused": torch.rand(5, 12)}))
+
+
+def test_another_name_in_the_file_changes_nothing_else() -> None:
+    fused = FileTensor("fused", (5, 12), torch.float32, tuple(FUSED))
+    renamed = fused.renamed("other")
+    assert renamed == FileTensor(
+        "other", (5, 12), torch.float32, tuple(piece._replace(stored="other") for piece in FUSED)
+    )
+    assert (fused.name, {piece.stored for piece in fused.pieces}) == ("fused", {"fused"})
+
+
+def test_a_tensor_of_several_types_has_the_wider_one() -> None:
+    types = (torch.float32, torch.float64, torch.bfloat16)
+    tensors = {name: torch.rand(4, 5).to(dtype) for name, dtype in zip("qkv", types, strict=True)}
+    fused = FileTensor("fused", (5, 12), torch.float32, tuple(FUSED))
+    assert fused.join(tensors).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stored", "shape", "is_theirs"),
+    [
+        ([Piece("a", (0, 0), (4, 4), "b", (0, 0))], (4, 4), (4, 4), True),
+        ([Piece("a", (0, 0), (4, 4), "b", (0, 0), is_transposed=True)], (4, 4), (4, 4), False),
+        ([Piece("a", (0, 0), (4, 4), "b", (0, 0))], (8, 4), (4, 4), False),
+        ([Piece("a", (0, 0), (4, 4), "b", (0, 0))], (4, 4), (8, 4), False),
+        ([Piece("a", (0, 0), (4, 4), "b", (0, 0))] * 2, (4, 4), (4, 4), False),
+    ],
+)
+def test_whether_a_file_has_a_tensor_as_it_is(
+    pieces: list[Piece], stored: tuple[int, int], shape: tuple[int, int], is_theirs: bool
+) -> None:
+    assert is_same(pieces, stored, shape) is is_theirs
+
+
+def test_a_box_beside_a_piece_has_nothing_of_it() -> None:
+    """Not even an empty part, which would be read for nothing."""
+    piece = Piece("a", (2, 0), (2, 5), "b", (7, 1))
+    assert piece.overlap(Region((0, 0), (2, 5))) is None
+    assert piece.overlap(Region((4, 0), (1, 5))) is None
+    assert piece.overlap(Region((1, 3), (2, 2))) == (
+        (slice(1, 2), slice(0, 2)),
+        (slice(7, 8), slice(4, 6)),
+    )

@@ -1,7 +1,9 @@
 import json
+import math
 import os
 import re
 import warnings
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -155,10 +157,9 @@ def test_headers_that_do_not_fit_their_file(tmp_path: Path, header: object, said
 
 
 def test_a_length_that_is_no_length(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(LENGTH.pack(2**60) + b"{}")
+    (tmp_path / "file").write_bytes(LENGTH.pack(2**60) + b"{}")
     with pytest.raises(UserError, match="a header of 1152921504606846976 bytes in a file of 10"):
-        read_header(path)
+        read_header(tmp_path / "file")
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +192,109 @@ def test_threads_read_parts_of_a_large_tensor(tmp_path: Path, monkeypatch: pytes
     if child == 0:
         os._exit(0 if is_read() else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(("shape", "larger"), [((1,) * 64, (1,) * 65), ((0, 2**63 - 1), (0, 2**63))])
+def test_the_largest_shapes(tmp_path: Path, shape: tuple[int, ...], larger: tuple[int, ...]) -> None:
+    end = 4 * math.prod(shape)
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}
+    write_raw(tmp_path / "file", {"a": entry}, bytes(end))
+    assert read_header(tmp_path / "file")["a"].shape == shape
+    write_raw(tmp_path / "file", {"a": entry | {"shape": larger}}, bytes(end))
+    with pytest.raises(UserError, match=r"a has (65 dims|shape)"):
+        read_header(tmp_path / "file")
+
+
+def test_a_header_has_100_megabytes_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files without content, which take no room."""
+    monkeypatch.setattr(tensor_file, "parse_json", lambda data, **_: len(data))
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(100_000_010)
+        file.write(LENGTH.pack(100_000_001))
+    with pytest.raises(UserError, match="a header of 100000001 bytes in a file of 100000010"):
+        read_header(tmp_path / "file")
+    with (tmp_path / "file").open("r+b") as file:
+        file.write(LENGTH.pack(100_000_000))
+    with pytest.raises(UserError, match="the header is a int"):
+        read_header(tmp_path / "file")
+
+
+def test_a_header_may_be_the_whole_file(tmp_path: Path) -> None:
+    write_raw(tmp_path / "file", {"__metadata__": {"format": "pt"}})
+    assert read_header(tmp_path / "file") == {}
+    content = (tmp_path / "file").read_bytes()
+    (tmp_path / "file").write_bytes(LENGTH.pack(len(content) - LENGTH.size + 1) + content[LENGTH.size :])
+    with pytest.raises(UserError, match="a header of"):
+        read_header(tmp_path / "file")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="it is not a regular file"):
+        read_header(tmp_path / "pipe")
+
+
+def test_files_are_opened_as_the_caller_says(tmp_path: Path) -> None:
+    path = saved(tmp_path, tensor=torch.rand(3))
+    opened: list[str] = []
+
+    def opener(name: str, flags: int) -> int:
+        opened.append(str(name))
+        return os.open(name, flags)
+
+    read_box(read_header(path, opener)["tensor"], (slice(0, 3),), torch.empty(3), opener)
+    read_box(read_header(path)["tensor"], (slice(1, 1),), torch.empty(0), opener)
+    assert opened == [str(path)] * 2, "of the last there is nothing to read"
+
+
+def shares(
+    monkeypatch: pytest.MonkeyPatch, path: Path, num_elements: int, cores: int
+) -> list[tuple[int, int]]:
+    """Where the reads of a vector begin, and how many bytes they have."""
+    reads: list[tuple[int, int]] = []
+    read_share = tensor_file._read_share
+
+    def read(file: FileIO, begin: int, memory: memoryview) -> None:
+        reads.append((begin, len(memory)))
+        read_share(file, begin, memory)
+
+    stored = tensor_file.StoredTensor(path, 8, (num_elements,), torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_file, "_read_share", read)
+        patch.setattr(tensor_file, "usable_cores", lambda: cores)
+        read_box(stored, (slice(0, num_elements),), torch.empty(num_elements, dtype=torch.uint8))
+    return sorted(reads)
+
+
+def test_a_thread_reads_four_megabytes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(9 * MEBI)
+    path, large = tmp_path / "file", 4 * MEBI + 1
+    assert shares(monkeypatch, path, 4 * MEBI, cores=2) == [(8, 4 * MEBI)]
+    assert shares(monkeypatch, path, large, cores=2) == [(8, 4 * MEBI), (8 + 4 * MEBI, 1)]
+    assert shares(monkeypatch, path, large, cores=1) == [(8, large)]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (64, 4)])
+def test_as_many_threads_as_help(cores: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "usable_cores", lambda: cores)
+    with tensor_file._threads.__wrapped__() as executor:
+        assert executor._max_workers == threads
+
+
+@pytest.mark.parametrize(("row", "num_reads"), [(MEBI, 2), (MEBI // 2 + 8, 2), (MEBI // 2, 1), (MEBI + 8, 4)])
+def test_blocks_of_rows_have_a_megabyte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int, num_reads: int
+) -> None:
+    """Half of each of two rows; of rows that are longer than a block, single elements."""
+    path = saved(tmp_path, tensor=torch.rand(2, 2, row // 8))
+    reads, read_exactly = list[int](), tensor_file._read_exactly
+
+    def read(file: FileIO, begin: int, out: Tensor) -> None:
+        reads.append(begin)
+        read_exactly(file, begin, out)
+
+    monkeypatch.setattr(tensor_file, "_read_exactly", read)
+    out = torch.empty(2, 2, 1)
+    read_box(read_header(path)["tensor"], (slice(0, 2), slice(0, 2), slice(0, 1)), out)
+    assert len(reads) == num_reads

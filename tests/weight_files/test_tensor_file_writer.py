@@ -1,3 +1,4 @@
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.errors import UserError
-from echelon.weight_files.tensor_file import DTYPES, read_header
-from echelon.weight_files.tensor_file_writer import TensorEntry, write_tensor_file
+from echelon.weight_files.tensor_file import DTYPES, LENGTH, read_header
+from echelon.weight_files.tensor_file_writer import TensorEntry, check_types, write_tensor_file
 
 MIXED = {
     "small": torch.rand(3).bfloat16(),  # 6 bytes: a wider type behind it would not be aligned
@@ -106,3 +107,37 @@ def test_tensors_must_be_those_that_the_header_has(
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot be written: .*No such file or directory"):
         write_tensor_file(tmp_path / "nowhere" / "f", [], iter(()))
+
+
+def test_names_are_written_as_text(tmp_path: Path) -> None:
+    write_tensor_file(tmp_path / "f", entries_of(MIXED), iter(MIXED.values()))
+    content = (tmp_path / "f").read_bytes()
+    (length,) = LENGTH.unpack(content[: LENGTH.size])
+    header = content[LENGTH.size : LENGTH.size + length]
+    assert length % 8 == 0
+    assert header.startswith(b'{"__metadata__":{"format":"pt"},"wide":{"dtype":"F64","shape":[2,3],')
+    assert '"ünïcode":{"dtype":"F32","shape":[2,5],"data_offsets":[52,92]}'.encode() in header
+    assert len(header.rstrip()) > length - 8, "no more room than the alignment needs"
+
+
+def test_a_file_is_on_the_disk_when_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: seen.append((os.fstat(descriptor).st_size, (tmp_path / "f").exists()))
+    )
+    write_tensor_file(tmp_path / "f", entries_of(MIXED), iter(MIXED.values()))
+    assert seen == [((tmp_path / "f").stat().st_size, False)]
+
+
+def test_a_weight_is_written_without_its_graph(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.rand(3))
+    write_tensor_file(tmp_path / "f", [TensorEntry("a", (3,), torch.float32)], iter([weight]))
+    assert torch.equal(load_file(tmp_path / "f")["a"], weight)
+
+
+def test_all_types_that_cannot_be_written_are_named() -> None:
+    types = {"a": torch.complex128, "b": torch.int8, "c": torch.qint8}
+    with pytest.raises(UserError) as refusal:
+        check_types("a folder", [TensorEntry(name, (1,), dtype) for name, dtype in types.items()])
+    named = [error.split(",")[0] for error in refusal.value.errors]
+    assert named == ["a: is torch.complex128", "c: is torch.qint8"]

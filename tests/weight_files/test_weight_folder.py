@@ -1,3 +1,4 @@
+import hashlib
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from torch import nn
 
 from echelon.errors import UserError
 from echelon.ownership import run_slices, whole_slice
-from echelon.weight_files import WeightFolder, plain_layout, weight_folder, whole
+from echelon.weight_files import WeightFolder, WeightLayout, plain_layout, weight_folder, whole
+from echelon.weight_files.tensor_file import StoredTensor, read_box
 
 
 class Tied(nn.Module):
@@ -106,3 +108,47 @@ def test_names_that_are_not_of_the_model(tmp_path: Path) -> None:
         UserError, match=r"weights: is not a tensor of this model \(did you mean 'weight'\?\)"
     ):
         opened(tmp_path, nn.Linear(6, 5)).read("weights", [])
+
+
+def test_a_line_tells_the_begin_and_the_end_of_a_tensor(tmp_path: Path) -> None:
+    """A kilobyte of each, and nothing of what lies between."""
+
+    def described(*places: int) -> str:
+        weight = torch.zeros(3000, dtype=torch.uint8)
+        weight[list(places)] = 1
+        save_file({"weight": weight, "bias": torch.zeros(2)}, tmp_path / "model.safetensors")
+        bias, line = WeightFolder(tmp_path, lambda _: WeightLayout({})).describe()
+        assert bias.startswith("bias of shape (2,) and type torch.float32 with values ")
+        return line
+
+    plain = described()
+    start, digest = plain.rsplit(" ", 1)
+    assert start == "weight of shape (3000,) and type torch.uint8 with values"
+    both = hashlib.blake2b(bytes(2048), digest_size=8)
+    assert digest == both.hexdigest()
+    assert described(1024, 1975) == plain
+    assert len({plain, described(0), described(1023), described(1976), described(2999)}) == 5
+
+
+def test_a_tied_tensor_is_compared_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Tied()
+    save(tmp_path, model)
+    sizes = []
+
+    def read(tensor: StoredTensor, box: tuple[slice], out: torch.Tensor) -> None:
+        sizes.append(out.nbytes)
+        read_box(tensor, box, out)
+
+    monkeypatch.setattr(weight_folder, "read_box", read)
+    assert opened(tmp_path, model).errors() == []
+    assert sizes == [120, 120]
+    monkeypatch.setattr(weight_folder, "_COMPARED_BYTES", 50)
+    assert opened(tmp_path, model).errors() == []
+    assert sizes[2:] == [50, 50, 50, 50, 20, 20]
+
+
+def test_the_config_is_judged_with_the_files(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(6, 5))
+    for folder, others in ((tmp_path, 0), (tmp_path / "nowhere", 1)):
+        errors = WeightFolder(folder, partial(plain_layout, nn.Linear(6, 5)), ["another model"]).errors()
+        assert (errors[0], len(errors)) == ("another model", 1 + others)

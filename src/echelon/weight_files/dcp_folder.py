@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,7 +30,11 @@ def write_dcp(folder: str | Path, entries: Sequence[TensorEntry], fetch: Callabl
     writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
     with report_os_errors(Path(folder)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process
-        save(state, storage_writer=writer, planner=_FetchingPlanner(fetch), no_dist=True)
+        try:
+            save(state, storage_writer=writer, planner=_FetchingPlanner(fetch), no_dist=True)
+        except CheckpointException as error:  # which hides that of the disk, or of `fetch`
+            ((cause, _),) = error.failures.values()
+            raise cause from error
 
 
 @final
