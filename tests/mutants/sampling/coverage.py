@@ -3,7 +3,8 @@
 The map is made of the tracer's records. It finds lines by their function and their text, so that it is still
 of use when a file has changed elsewhere. A line that no test ran is given to the tests of its function, one
 of a function that none ran to the tests of its file; and what the record does not know at all to the test
-files that name its module. Where there is a GPU, its tests are given all lines that no other test ran.
+files that name its module. What runs when a module is imported (constants, defaults) says nothing of who
+uses it, and counts as not run. Where there is a GPU, its tests are given all lines that no other test ran.
 """
 
 import ast
@@ -116,8 +117,10 @@ def merge(records: Path, packages: list[str], root: Path = ROOT) -> Coverage:
     functions: defaultdict[str, Lines] = defaultdict(dict)
     for number, path in enumerate(files):
         file = Path(path).relative_to(source).as_posix()
-        for line, (function, text) in enumerate(_places(Path(path).read_text(encoding="utf-8")), 1):
-            if (number, line) in found:
+        source_text = Path(path).read_text(encoding="utf-8")
+        called = _called_lines(source_text)
+        for line, (function, text) in enumerate(_places(source_text), 1):
+            if (number, line) in found and line in called:
                 tests_of_line = spread(found[number, line], seconds, _mirror(file))
                 chosen = [numbers[test] for test in tests_of_line]
                 functions[f"{file}::{function}"][text] = chosen
@@ -144,6 +147,14 @@ def _places(source: str) -> list[tuple[str, str]]:
         times[place] += 1
         places.append((place[0], f"{place[1]} #{times[place]}" if times[place] > 1 else place[1]))
     return places
+
+
+def _called_lines(source: str) -> set[int]:
+    """Those in the body of a function; others run when the module is imported."""
+    functions = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {line for n in functions for line in range(n.body[0].lineno, (n.end_lineno or 0) + 1)}
 
 
 def _mirror(file: str) -> str:

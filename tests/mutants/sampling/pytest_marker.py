@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def _set(number: int) -> None:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     _set(_numbers.setdefault(nodeid, len(_numbers) + 1))
+    sys.settrace(sys.modules["sitecustomize"].trace)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -24,7 +24,8 @@ def traced_files(source: Path, packages: list[str]) -> list[str]:
     return sorted(str(path) for package in packages for path in (source / package).rglob("*.py"))
 
 
-def _install(folder: Path, source: Path, packages: list[str]) -> None:
+def _install(folder: Path, source: Path, packages: list[str]) -> Any:
+    """Returns the trace function: Python forgets one that has raised, as at the end of a recursion."""
     numbers = {path: number for number, path in enumerate(traced_files(source, packages))}
     with (folder / "test").open("r+b") as file:
         test = mmap.mmap(file.fileno(), 4)
@@ -61,10 +62,11 @@ def _install(folder: Path, source: Path, packages: list[str]) -> None:
 
     threading.settrace(trace_call)
     sys.settrace(trace_call)
+    return trace_call
 
 
 if "MUTANTS_TRACE" in os.environ:
-    _install(
+    trace = _install(
         Path(os.environ["MUTANTS_TRACE"]),
         Path(os.environ["MUTANTS_SOURCE"]),
         os.environ["MUTANTS_PACKAGES"].split(","),
