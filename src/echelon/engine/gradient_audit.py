@@ -120,8 +120,8 @@ class GradientAudit:
         samples, run, result = self._rehearse(choose, step, training=training)
         device = self._parts.mesh.device
         generators = GeneratorStates(device, self._modules) if result.has_drawn else None
+        comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         try:
-            comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
             result = self._device.gradients(run, comparison.take)
             differences = comparison.differences(self._group)
         finally:

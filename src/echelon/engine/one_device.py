@@ -87,10 +87,10 @@ class OneDevice:
         rank, what the model raises: the plan would fail in the middle of it."""
 
         def work(weights: Mapping[str, Tensor], _: Take) -> Result:
-            if part is not None:
-                self.reference.run_forward(part, weights)
-            run_here = self.reference.run_forward if self._whole is None else self.reference.run
-            return run_here(run, weights)
+            of_part = None if part is None else self.reference.run_forward(part, weights)
+            if self._whole is not None:
+                return self.reference.run(run, weights)
+            return of_part if of_part and of_part.counted else self.reference.run_forward(run, weights)
 
         self._rehearsed = run, self._on_rank_0(work, lambda _name, _gradient: None)
         return self._rehearsed[1]
