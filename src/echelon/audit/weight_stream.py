@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -57,7 +57,7 @@ class WeightStream(TorchDispatchMode):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        hook = register_module_forward_pre_hook(self._before_forward)
+        hook = register_module_forward_pre_hook(lambda module, _: self.bring(module._parameters.values()))
         try:
             # Without threads of its own the backward pass of a device asks for weights in this one.
             with (
@@ -76,9 +76,7 @@ class WeightStream(TorchDispatchMode):
         """Give memory and values to the weights among `tensors` (or of which these are views), and take it
         from those that nobody has used for longest. What is written into stays."""
         wanted = self._named(tensors)
-        for name in wanted:
-            if name in self._present:
-                self._present[name] = self._present.pop(name)
+        self._present |= {name: self._present.pop(name) for name in wanted if name in self._present}
         absent = [name for name in wanted if name not in self._present]
         if absent:
             self._make_room(sum(self.tensors[name].nbytes for name in absent), wanted)
@@ -113,9 +111,6 @@ class WeightStream(TorchDispatchMode):
         if storage.resizable():  # else an array of numpy shares its memory
             storage.resize_(0)
             del self._present[name]
-
-    def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        self.bring(module._parameters.values())
 
     def _unpack(self, tensor: Tensor) -> Tensor:
         self.bring([tensor])

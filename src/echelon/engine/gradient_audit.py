@@ -118,8 +118,7 @@ class GradientAudit:
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool = True
     ) -> _Compared:
         samples, run, result = self._rehearse(choose, step, training=training)
-        device = self._parts.mesh.device
-        generators = GeneratorStates(device, self._modules) if result.has_drawn else None
+        generators = GeneratorStates(self._parts.mesh.device, self._modules) if result.has_drawn else None
         comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         try:
             result = self._device.gradients(run, comparison.take)
@@ -128,33 +127,39 @@ class GradientAudit:
             self._parts.local.start_step()  # no gradient is left
         tolerance = TOLERANCES[self._type]
         found = [each for each in differences if not each.relative <= tolerance]
-        if found and self._parts.update.loss_scaling is not None and _overflows(found):
+        overflows = any(each.distance == float("inf") for each in found)
+        if overflows and self._parts.update.loss_scaling is not None:
             raise CannotCompareError("gradients overflow at this loss scale", is_final=False)
         return _Compared(samples, run, result, found)
 
     def _raise_if(self, compared: _Compared) -> None:
-        error = self._agreement.gather(self._judge(compared))[0] if compared.found else ""
+        if not compared.found:
+            return
+        device, error = self._device.for_judging(), ""
+        try:
+            error = "" if device is None else self._judge(compared, device)
+        except (FailedRunError, UserError) as failure:
+            error = f"gradients differ from those of one device, which cannot run again: {failure}"
+        error = self._agreement.gather(error)[0]
         if error:
             raise UserError(error)
 
-    def _judge(self, compared: _Compared) -> str:
+    def _judge(self, compared: _Compared, device: OneDevice) -> str:
         """An error, if neither rounding nor other draws can be what makes gradients differ. Rank 0 tells."""
         samples, run, result, found = compared
         eps = torch.finfo(self._type).eps
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run._replace(is_second=True))] if result.has_drawn else []
         names = [each.name for each in found]
-        kept, explained = KeptGradients(self._group), dict.fromkeys(names, 0.0)
-        self._device.gradients(run, kept.take, names)
+        kept, explained = KeptGradients(device.group), dict.fromkeys(names, 0.0)
+        device.gradients(run, kept.take, names)
         for times, other in others:
             comparison = kept.comparison()
-            self._device.gradients(other, comparison.take, names)
-            for each in comparison.differences(self._group):
+            device.gradients(other, comparison.take, names)
+            for each in comparison.differences(device.group):
                 explained[each.name] = max(explained[each.name], times * each.distance)
         beyond = [each for each in found if not each.distance <= explained[each.name]]
-        if not beyond:
-            return ""
-        return explain(beyond, run, result, samples, self._device, self._parts.mesh.plan)
+        return explain(beyond, run, result, samples, device, self._parts.mesh.plan) if beyond else ""
 
     def _rehearse(
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
@@ -237,7 +242,3 @@ class GradientAudit:
 
 def _capture(captured: dict[Tensor, Tensor], local: Sequence[LocalParameter]) -> None:
     captured |= {each.tensor: each.tensor.grad.clone() for each in local if each.tensor.grad is not None}
-
-
-def _overflows(found: Sequence[Difference]) -> bool:
-    return any(each.distance == float("inf") for each in found)

@@ -9,6 +9,7 @@ Where whole weights and gradients do not fit there, weights come and go while it
     the end           go on together
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
@@ -81,6 +82,14 @@ class OneDevice:
             yield
         finally:
             self._whole, self._rehearsed = {}, None
+
+    def for_judging(self) -> "OneDevice | None":
+        """Who tells why gradients differ: rank 0 by itself, where it has all weights; else all ranks."""
+        if self._whole is None:
+            return self
+        device = copy.copy(self)
+        device.group, device._agreement = None, RankAgreement(None, self.reference.device)
+        return device if self._agreement.rank == 0 else None
 
     def rehearse(self, run: Run, part: Run | None) -> Result:
         """A run whose gradients are asked for later; before it a part of it, forward alone. Raise, on every
