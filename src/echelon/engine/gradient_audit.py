@@ -151,15 +151,16 @@ class GradientAudit:
         others = [(TIMES_ROUNDING, run._replace(rounding=eps, draw=draw)) for draw in range(_DRAWS)]
         others += [(TIMES_DRAWS, run._replace(is_second=True))] if result.has_drawn else []
         names = [each.name for each in found]
-        kept, explained = KeptGradients(device.group), dict.fromkeys(names, 0.0)
+        kept, beyond = KeptGradients(device.group), found
         device.gradients(run, kept.take, names)
         for times, other in others:
             comparison = kept.comparison()
             device.gradients(other, comparison.take, names)
-            for each in comparison.differences(device.group):
-                explained[each.name] = max(explained[each.name], times * each.distance)
-        beyond = [each for each in found if not each.distance <= explained[each.name]]
-        return explain(beyond, run, result, samples, device, self._parts.mesh.plan) if beyond else ""
+            explained = {each.name: times * each.distance for each in comparison.differences(device.group)}
+            beyond = [each for each in beyond if not each.distance <= explained[each.name]]
+            if not beyond:
+                return ""
+        return explain(beyond, run, result, samples, device, self._parts.mesh.plan)
 
     def _rehearse(
         self, choose: Callable[..., AuditBatch | None], step: int, *, training: bool, is_small: bool = True
