@@ -182,7 +182,9 @@ def train(plan: str, audit: str, make: Callable[[], nn.Module] = dropping) -> Tr
 PLANS = ["data=2 zero=3", "pipeline=2 microbatches=2", "data=2 zero=1", "data=2 offload=parameters"]
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "data=4 zero=3 microbatches=2"])
+@pytest.mark.parametrize(
+    "plan", [*PLANS, pytest.param("data=4 zero=3 microbatches=2", marks=pytest.mark.slow)]
+)
 def test_a_model_that_does_not_fit_is_compared_in_the_memory_of_a_layer(warm_ranks: Warm, plan: str) -> None:
     """And leaves no trace: weights, losses and generators are those of a training without an audit."""
     ranks = warm_ranks(echelon.Plan.parse(plan).ranks)
@@ -242,7 +244,7 @@ def train_llama(plan: str) -> tuple[list[str], Record]:
     return list(map(str, engine.audit)), record
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:2], "tensor=2"])
+@pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow), "tensor=2"])
 def test_tied_weights_of_a_llama(warm_ranks: Warm, plan: str) -> None:
     results = warm_ranks(2).run(train_llama, plan)
     for audit, _ in results:
