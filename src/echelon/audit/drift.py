@@ -19,7 +19,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from echelon.audit.texts import SUBJECT, first_text, gather_rows
+from echelon.audit.agreement import RankAgreement
 from echelon.collectives import Group
 from echelon.data_parallel import Sharing, Zero
 from echelon.errors import UserError
@@ -94,7 +94,7 @@ class DriftCheck:
         found = torch.zeros(1, dtype=torch.float64, device=device)
         for each in self._compared:
             found += each.differs.any()
-        with everyone.ledger.about(SUBJECT):
+        with everyone.ledger.about("checks"):
             everyone.all_reduce(found)
         self._found = HostCopy(found)
 
@@ -105,14 +105,14 @@ class DriftCheck:
             return None
         summary = device_fingerprint if copies.exact else measures
         summaries = [summary(tensor.to(self._mesh.device)) for _, tensor in named]  # some are on the host
-        gathered = gather_rows(torch.stack(summaries), copies.group)
+        gathered = _gather_rows(torch.stack(summaries), copies.group)
         if copies.exact:
             differs = (gathered != gathered[:1]).any(2)
         else:
             eps = max(torch.finfo(tensor.dtype).eps for _, tensor in named)
             differs = ~near(gathered, eps) & (gathered != gathered[:1]).any(2)
         rank = torch.full((1,), self._mesh.rank, device=self._mesh.device)
-        return _Compared(copies, [name for name, _ in named], differs, gather_rows(rank, copies.group))
+        return _Compared(copies, [name for name, _ in named], differs, _gather_rows(rank, copies.group))
 
     def error(self, *, before: int) -> UserError | None:
         """What the last comparison has found, once, if it was of a step `before` this one; all ranks ask
@@ -124,7 +124,8 @@ class DriftCheck:
         if found.wait()[0] == 0:
             return None
         own = next((self._describe(each) for each in compared if bool(each.differs.any())), "")
-        return UserError(first_text(own, self._mesh.group("all"), self._mesh.device))
+        texts = RankAgreement(self._mesh.group("all"), self._mesh.device).gather(own)
+        return UserError(next(text for text in texts if text))
 
     def _describe(self, compared: _Compared) -> str:
         differs, ranks = compared.differs.tolist(), compared.ranks.flatten().tolist()
@@ -150,6 +151,14 @@ def find_copies(local: LocalStages, whole: Collection[nn.Parameter], mesh: Mesh)
     is_exact = mesh.device.type == "cpu"
     tensor = Copies(partial(_whole, sharings, set(whole)), mesh.group("tensor"), _TENSOR, exact=is_exact)
     return [*replicas, buffers, tensor, *_tied(sharings)]
+
+
+def _gather_rows(local: Tensor, group: Group) -> Tensor:
+    """Every rank's numbers, [ranks, …]."""
+    gathered = local.new_empty(group.size, *local.shape)
+    with group.ledger.about("checks"):
+        group.all_gather(gathered, local.contiguous())
+    return gathered
 
 
 def _held(sharing: Sharing) -> list[tuple[str, nn.Parameter, Tensor]]:

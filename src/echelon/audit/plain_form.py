@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from echelon.audit.weight_stream import layer_sizes
 from echelon.data_parallel.freed import FreedParameter
 from echelon.ownership import StateNames
 from echelon.wrapping import Wrapper, Wrapping, stack_of
@@ -100,6 +101,12 @@ class PlainForm:
         held = sum(self._shapes[name].numel() for name in names if name in self._shapes)
         trained = sum(self._shapes[name].numel() for name in self._names.trained)
         return (held + trained) * dtype.itemsize
+
+    def streamed_bytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
+        """The memory of one layer of `names`, and of one weight and gradient on their way."""
+        weights = {n: self._shapes[n].numel() * dtype.itemsize for n in names if n in self._shapes}
+        gradients = [like.nbytes for like in self.gradients_like(dtype).values()]
+        return max(layer_sizes(weights), default=0) + 3 * max(gradients, default=0)
 
     def gradients_like(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Of each trained parameter a tensor of the meta device, float32 at least."""

@@ -5,7 +5,8 @@ gradients than all samples together, the cut is the cause: of the outputs, of th
 that mixes samples. Else it is what the plan does inside of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,39 +14,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from echelon.engine.audit_batch import AuditBatch
-from echelon.engine.gradient_comparison import TOLERANCES, Difference, compare_gradients
-from echelon.engine.reference import Reference, Result
-from echelon.ownership import OwnedSlice, whole_slice
+from echelon.engine.gradient_comparison import TOLERANCES, Difference, KeptGradients
+from echelon.engine.one_device import FailedRunError, OneDevice
+from echelon.engine.reference import Result, Run
 from echelon.plan import Plan
 
 _NAMED = 3
 
 
 def explain(
-    found: Sequence[Difference],
-    whole: Result,
-    samples: AuditBatch,
-    reference: Reference,
-    weights: Mapping[str, Tensor],
-    plan: Plan,
-    step: int,
+    found: Sequence[Difference], run: Run, whole: Result, samples: AuditBatch, device: OneDevice, plan: Plan
 ) -> str:
-    """An error for the user. `found`: the parameters whose gradients differ by more than rounding."""
+    """An error for the user, which rank 0 knows. `found`: the parameters whose gradients differ by more than
+    rounding; `whole`: of `run`."""
     head = (
-        f"plan '{plan}': step {step + 1} would not train as on one device. For {samples.bounds[-1][1]} "
-        f"samples of its batch, {_described(found, reference.form.order)}"
+        f"plan '{plan}': step {run.step + 1} would not train as on one device. For {samples.bounds[-1][1]} "
+        f"samples of its batch, {_described(found, device.reference.form.order)}"
     )
     cause = ""
     if len(samples.bounds) > 1:
         try:
-            parts = [
-                reference.run(samples.part(number), weights, step, place=begin)
-                for number, (begin, _) in enumerate(samples.bounds)
-            ]
-        except Exception as error:
-            cause = f" A part of the batch alone raises {type(error).__name__}: {error}"
-        else:
-            cause = _cause_in_cut(whole, parts, samples, reference)
+            cause = _cause_in_cut(run, whole, samples, device)
+        except FailedRunError as error:
+            cause = f" A part of the batch alone raises {error}"
     return head + (cause or _cause_in_plan(plan)) + "; audit='off' trains without this comparison"
 
 
@@ -60,21 +51,18 @@ def _described(found: Sequence[Difference], order: Sequence[str]) -> str:
     return f"gradients differ from {last} backward, {len(found)} in all: {', '.join(texts)}."
 
 
-def _cause_in_cut(whole: Result, parts: Sequence[Result], samples: AuditBatch, reference: Reference) -> str:
-    count = sum(part.counted for part in parts)
-    summed = {
-        name: sum(part.gradients[name] * (part.counted / count) for part in parts if name in part.gradients)
-        for name in {name for part in parts for name in part.gradients}
-    }
-    owned = [
-        OwnedSlice(whole_slice(name, value), value)
-        for name, value in summed.items()
-        if isinstance(value, Tensor)
+def _cause_in_cut(run: Run, whole: Result, samples: AuditBatch, device: OneDevice) -> str:
+    summed = KeptGradients(device.group)
+    of_part = partial(run._replace, scale=1.0, is_total=True)
+    parts = [
+        device.gradients(of_part(batch=samples.part(number), place=begin), summed.take)
+        for number, (begin, _) in enumerate(samples.bounds)
     ]
-    likes = reference.form.gradients_like(reference.dtype)
-    gaps = compare_gradients(owned, whole.gradients, likes, 1.0, None, reference.device)
-    tolerance = TOLERANCES[reference.dtype]
-    if all(each.relative <= tolerance for each in gaps):
+    count = sum(part.counted for part in parts)
+    comparison = summed.comparison(1 / count if count else 0.0)
+    device.gradients(run, comparison.take)
+    tolerance = TOLERANCES[device.reference.dtype]
+    if all(each.relative <= tolerance for each in comparison.differences(device.group)):
         return ""
     sample = _first_mixed(whole, parts, samples, tolerance)
     if sample is not None:

@@ -21,12 +21,12 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def reason_not_to_take(needed: int, device: torch.device) -> str:
+def reason_not_to_take(needed: int, content: str, device: torch.device) -> str:
     """Why an audit should not take so many bytes, if it should not."""
     free = free_bytes(device)
     if 2 * needed <= free:
         return ""
     return (
-        f"whole weights and gradients take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} "
-        "free, half of it for the audit"
+        f"{content} take {show_bytes(needed)} on rank 0, which has {show_bytes(free)} free, half of it for "
+        "the audit"
     )
