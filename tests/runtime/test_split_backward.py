@@ -181,6 +181,24 @@ def test_every_weight_hears_of_its_gradient_once(make: Callable[[], Module]) -> 
     assert used == {name for name, _ in module.named_parameters() if not name.startswith("unused")}
 
 
+@pytest.mark.parametrize("make", [Perceptron, UsedTwice])
+def test_weights_may_change_as_soon_as_their_gradient_is_there(make: Callable[[], Module]) -> None:
+    whole, _, outputs = training(make)
+    torch.autograd.backward(outputs, random_like(outputs))
+    split, inputs, outputs = training(make)
+
+    @torch.no_grad()
+    def update(parameter: Tensor) -> None:
+        parameter.mul_(2)
+
+    for parameter in split.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    backward = SplitBackward([get_gradient_edge(output) for output in outputs], random_like(outputs), inputs)
+    backward.for_inputs()
+    backward.for_weights()
+    assert_same(gradients(split.parameters()), gradients(whole.parameters()))
+
+
 def test_gradients_add_up_over_microbatches() -> None:
     module, inputs, outputs = training(Perceptron)
     given = random_like(outputs)

@@ -65,18 +65,19 @@ class SplitBackward:
         return list(found)
 
     def for_weights(self) -> None:
-        """Add to the gradient of each weight, once each, from the outputs down as one pass would."""
+        """Add to the gradient of each weight, once each, from the outputs down as one pass would. Whoever
+        walks the whole graph comes first: after that, weights may be updated as soon as theirs is there."""
         if self._is_whole or not self._outputs:
             return
         if not self._inputs:  # nothing was walked yet
             torch.autograd.backward(self._outputs, self._gradients)
             return
+        if self._shared:  # several ways lead to them, so all of the graph is walked
+            _accumulate(self._outputs, self._gradients, self._shared)
         for kept in reversed(self._kept):
             known = [(GradientEdge(kept.node, i), g) for i, g in enumerate(kept.gradients) if g is not None]
             if known:
                 _accumulate([edge for edge, _ in known], [gradient for _, gradient in known], kept.weights)
-        if self._shared:  # several ways lead to them, so all of the graph is walked
-            _accumulate(self._outputs, self._gradients, self._shared)
         self._kept = []
 
     def _both(self) -> list[Tensor | None]:
