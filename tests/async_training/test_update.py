@@ -1,12 +1,15 @@
 """Asynchronous training: what it computes is what its log says, and the log keeps its bound."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import echelon
+from echelon.errors import UserError
 from echelon.optim import constant
 from echelon.runtime import Push
 from echelon.verify import Case, assert_equal
@@ -111,9 +114,9 @@ def test_a_step_reports_its_own_batch_and_an_evaluation_all() -> None:
 
 
 class Norms(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        self.layers = nn.Sequential(nn.Linear(6, 8), norm(8), nn.Linear(8, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]
@@ -121,7 +124,8 @@ class Norms(nn.Module):
 
 def uneven_numbers_of_steps(staleness: str) -> tuple[list[dict[str, Tensor]], list[Push]]:
     """Worker w makes w + 1 steps between two meetings; no one may be left waiting."""
-    engine = engine_for(Case(Norms, vectors, mean_loss, adamw), f"data=3 staleness={staleness}")
+    model = partial(Norms, nn.LayerNorm) if staleness == "0" else Norms
+    engine = engine_for(Case(model, vectors, mean_loss, adamw), f"data=3 staleness={staleness}")
     seen = []
     for meeting in range(3):
         for step in range(engine.replica + 1):
@@ -141,6 +145,25 @@ def test_meetings_bring_the_newest_weights_to_all(staleness: str) -> None:
         for state, other_state in zip(first, seen, strict=True):
             assert all(torch.equal(value, other_state[name]) for name, value in state.items())
     assert [sum(entry.worker == worker for entry in log) for worker in range(3)] == [3, 6, 9]
+
+
+class FrozenNorm(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> "FrozenNorm":  # noqa: ARG002
+        return super().train(mode=False)
+
+
+def refusal_of_norms(norm: Callable[[int], nn.Module]) -> str:
+    try:
+        engine_for(Case(partial(Norms, norm), vectors, mean_loss, adamw), "data=2 staleness=0")
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_workers_without_staleness_take_no_statistics_of_their_own_samples() -> None:
+    for refusal in echelon.launch(refusal_of_norms, 2, nn.BatchNorm1d):
+        assert "layers.1 (BatchNorm1d) takes its statistics over the whole batch" in refusal
+    assert echelon.launch(refusal_of_norms, 2, FrozenNorm) == ["", ""]
 
 
 def cost_of_steps(steps: int) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:

@@ -42,6 +42,11 @@ def model_rules(candidates: Mapping[str, Sequence[Any]]) -> Iterator[tuple[tuple
     yield from _gates()
     # Statistics of a batch are far apart after rounding.
     yield ("model", "precision"), lambda v: v["model"] != "cnn-norm" or v["precision"] not in LOW_PRECISIONS
+    # Workers have statistics of their own samples, and a replay those of one model.
+    yield (
+        ("model", "sync", "staleness"),
+        lambda v: v["model"] not in ("cnn-norm", "resnet") or v["sync"] != "async" or v["staleness"] == 0,
+    )
     yield ("model", "targets"), lambda v: v["model"] in OF_TOKENS or v["targets"] == "all"
     yield ("model", "batch"), _takes_batch
     # Replays weigh a model's own mean by samples, as if all had as many targets.

@@ -70,7 +70,7 @@ def test_statistics_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_statistics_of_a_model_of_tokens() -> None:
-    saver = Saver(Compression.of("gist-fp8"), set(), num_inputs=0)
+    saver = Saver(Compression.of("gist-fp8"), {}, num_inputs=0)
     large, few = torch.randn(64, 256), torch.randn(64, 2)
     assert type(saver.pack(large)) is not type(saver.pack(few))
 

@@ -1,7 +1,7 @@
 """Parameter sets, and the ways for the ranks of one to hold it and agree on its gradients."""
 
 from echelon.data_parallel.all_reduce import AllReduce
-from echelon.data_parallel.batch_norm import synchronize_batch_norm, talks_in_forward
+from echelon.data_parallel.batch_norm import check_worker_norms, synchronize_batch_norm, talks_in_forward
 from echelon.data_parallel.buffers import Buffers
 from echelon.data_parallel.grad_accumulation import accumulate_in_place
 from echelon.data_parallel.gradients import clip_factor, squared_norm
@@ -43,6 +43,7 @@ __all__ = [
     "Zero",
     "accumulate_in_place",
     "broadcast_packed",
+    "check_worker_norms",
     "clip_factor",
     "divide_units",
     "named_subset",

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.collectives import Group
 from echelon.errors import UserError
+from echelon.plan import Plan
 from echelon.second_run import once
 from echelon.tracing import untraced
 from echelon.wrapping import Wrapper, Wrapping, find_wrapper
@@ -41,6 +42,23 @@ def synchronize_batch_norm(
     for norm in dict.fromkeys(inner for module in modules for inner in module.modules()):
         if isinstance(norm, _BatchNorm):
             wrapping.wrap(WholeBatchNorm(norm, group, parts))
+
+
+def check_worker_norms(modules: Iterable[nn.Module], plan: Plan) -> None:
+    """Refuse batch norms of asynchronous workers that promise to train as one device: no worker waits for
+    the samples of others in its forward."""
+    if plan.data == 1 or plan.staleness > 0:
+        return
+    for module in modules:
+        for name, norm in module.named_modules():
+            is_trained = norm.training or not module.training  # an engine trains what is all in eval mode
+            if isinstance(norm, _BatchNorm) and (is_trained or norm.running_mean is None):
+                raise UserError(
+                    f"plan '{plan}': {name} ({type(norm).__name__}) takes its statistics over the whole "
+                    "batch, and asynchronous workers each over their own samples, so that staleness=0 would "
+                    "not train as one device; use sync=all-reduce, call eval() on these modules to keep "
+                    "their statistics as they are, use GroupNorm, or staleness=1 or more, which promises less"
+                )
 
 
 def talks_in_forward(module: nn.Module) -> bool:

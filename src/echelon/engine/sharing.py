@@ -19,6 +19,7 @@ from echelon.data_parallel import (
     UnitAllReduce,
     Zero,
     accumulate_in_place,
+    check_worker_norms,
     divide_units,
     named_subset,
     synchronize_batch_norm,
@@ -49,6 +50,7 @@ def share_stages(
     check_host_memory({"parameters": parameter_bytes(split.modules, mesh, resident_bytes)}, mesh)
     take_memory(split.modules.values(), mesh)
     if mesh.plan.sync == "async":
+        check_worker_norms(split.modules.values(), mesh.plan)
         return _worker_stages(split, mesh)
     synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
     stages = {}
