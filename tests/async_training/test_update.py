@@ -152,9 +152,12 @@ class FrozenNorm(nn.BatchNorm1d):
         return super().train(mode=False)
 
 
-def refusal_of_norms(norm: Callable[[int], nn.Module]) -> str:
+def refusal_of_norms(norm: Callable[[int], nn.Module], *, is_late: bool = False) -> str:
     try:
-        engine_for(Case(partial(Norms, norm), vectors, mean_loss, adamw), "data=2 staleness=0")
+        engine = engine_for(Case(partial(Norms, norm), vectors, mean_loss, adamw), "data=2 staleness=0")
+        if is_late:
+            engine.module.layers[1].training = True
+            engine.step(engine.local(vectors(0)))
     except UserError as refusal:
         return str(refusal)
     return ""
@@ -164,6 +167,8 @@ def test_workers_without_staleness_take_no_statistics_of_their_own_samples() -> 
     for refusal in echelon.launch(refusal_of_norms, 2, nn.BatchNorm1d):
         assert "layers.1 (BatchNorm1d) takes its statistics over the whole batch" in refusal
     assert echelon.launch(refusal_of_norms, 2, FrozenNorm) == ["", ""]
+    for refusal in echelon.launch(partial(refusal_of_norms, is_late=True), 2, FrozenNorm):
+        assert "layers.1 (FrozenNorm) takes its statistics over the whole batch" in refusal
 
 
 def cost_of_steps(steps: int) -> tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]:

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import echelon
 from echelon.audit.weight_stream import WeightStream, layer_sizes
 from echelon.engine import Engine, free_memory, one_device
+from echelon.engine.gradient_comparison import share_gradients
 from echelon.errors import UserError
-from echelon.launching import Ranks
+from echelon.launching import RankFailed, Ranks
 from tests.cases import mean_loss, sgd
 
 Warm = Callable[[int], Ranks]
@@ -304,3 +305,21 @@ def test_a_reference_that_raises_is_a_note_on_every_rank(warm_ranks: Warm) -> No
     assert first == second
     assert first[0] == first[1]
     assert "the model cannot be run by itself: ValueError: too many samples" in first[1]
+
+
+def fail_while_serving() -> None:
+    engine = engine_of(deep().double(), "data=2 zero=3", audit="first")
+    with small_memory(), patch.object(one_device, "share_gradients", _fail_on_rank_1):
+        engine.step(engine.local(batch(0)))
+
+
+def _fail_on_rank_1(*arguments: Any) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise MemoryError("no memory for a gradient")
+    share_gradients(*arguments)
+
+
+def test_a_rank_that_fails_while_it_serves_ends_with_its_own_error() -> None:
+    """It does not go on to something else, where it would meet rank 0's next request."""
+    with pytest.raises(RankFailed, match="rank 1 raised MemoryError: no memory for a gradient"):
+        echelon.launch(fail_while_serving, 2)

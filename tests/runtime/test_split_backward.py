@@ -181,7 +181,18 @@ def test_every_weight_hears_of_its_gradient_once(make: Callable[[], Module]) -> 
     assert used == {name for name, _ in module.named_parameters() if not name.startswith("unused")}
 
 
-@pytest.mark.parametrize("make", [Perceptron, UsedTwice])
+class Scaled(Module):
+    """One weight is used twice, and what hangs beside it needs its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+
+    def outputs(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return [torch.tanh(x @ self.matrix) @ (self.matrix * self.scale) + y]
+
+
+@pytest.mark.parametrize("make", [Perceptron, UsedTwice, Scaled])
 def test_weights_may_change_as_soon_as_their_gradient_is_there(make: Callable[[], Module]) -> None:
     whole, _, outputs = training(make)
     torch.autograd.backward(outputs, random_like(outputs))

@@ -44,14 +44,14 @@ def synchronize_batch_norm(
             wrapping.wrap(WholeBatchNorm(norm, group, parts))
 
 
-def check_worker_norms(modules: Iterable[nn.Module], plan: Plan) -> None:
+def check_worker_norms(modules: Iterable[nn.Module], plan: Plan, *, is_start: bool = False) -> None:
     """Refuse batch norms of asynchronous workers that promise to train as one device: no worker waits for
-    the samples of others in its forward."""
+    the samples of others in its forward. `is_start`: what is all in eval mode is about to be trained."""
     if plan.data == 1 or plan.staleness > 0:
         return
     for module in modules:
         for name, norm in module.named_modules():
-            is_trained = norm.training or not module.training  # an engine trains what is all in eval mode
+            is_trained = norm.training or (is_start and not module.training)
             if isinstance(norm, _BatchNorm) and (is_trained or norm.running_mean is None):
                 raise UserError(
                     f"plan '{plan}': {name} ({type(norm).__name__}) takes its statistics over the whole "

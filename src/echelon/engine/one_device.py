@@ -42,6 +42,15 @@ class CannotCompareError(Exception):
         self.is_final = is_final
 
 
+class _LostRequestError(BaseException):
+    """A rank has failed in the middle of something that all do together: nobody knows where the others are.
+    No code of a model may catch it, and nobody is told; the cause ends this rank."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+
+
 class FailedRunError(Exception):
     """What rank 0 raised in a run, told to every rank."""
 
@@ -136,6 +145,8 @@ class OneDevice:
             elif self._agreement.rank == 0:
                 with alone(_ALONE):
                     result = work(self._whole, take)
+        except _LostRequestError as lost:
+            raise lost.cause from None
         except UserError as refusal:
             failure, is_refusal = str(refusal), True
         except Exception as error:
@@ -168,14 +179,16 @@ class OneDevice:
         device = self.reference.device
         likes, assemble = self._sources()
         weights = {name: like for name, like in likes.items() if name in self.reference.form.order}
-        buffers = _present({name: assemble(name) for name in likes if name not in weights})
+        with _together():
+            buffers = _present({name: assemble(name) for name in likes if name not in weights})
         subjects = [*weights, *self._likes]  # what can be asked for, by number
 
         def answer(number: int, gradients: Mapping[str, Tensor]) -> Tensor | None:
             name = subjects[number]
-            if number < len(weights):
-                return assemble(name)
-            share_gradients(gradients, {name: self._likes[name]}, self.group, device, take)
+            with _together():
+                if number < len(weights):
+                    return assemble(name)
+                share_gradients(gradients, {name: self._likes[name]}, self.group, device, take)
             return None
 
         if self._agreement.rank != 0:
@@ -196,9 +209,14 @@ class OneDevice:
         try:
             stream = WeightStream(weights, fetch, device)
             with alone(_ALONE), stream.reading():
-                return work({**stream.tensors, **buffers}, send)
-        finally:
+                result = work({**stream.tensors, **buffers}, send)
+        except _LostRequestError:
+            raise
+        except BaseException:
             self._ask(_END)
+            raise
+        self._ask(_END)
+        return result
 
     def _ask(self, number: int) -> int:
         """On rank 0: tell all what comes next. On the others: wait for it."""
@@ -207,6 +225,15 @@ class OneDevice:
         request = torch.tensor([number], device=self.reference.device)
         self.group.broadcast(request)
         return int(request)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Around what all ranks do at once."""
+    try:
+        yield
+    except Exception as error:
+        raise _LostRequestError(error) from error
 
 
 def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def share_stages(
     check_host_memory({"parameters": parameter_bytes(split.modules, mesh, resident_bytes)}, mesh)
     take_memory(split.modules.values(), mesh)
     if mesh.plan.sync == "async":
-        check_worker_norms(split.modules.values(), mesh.plan)
+        check_worker_norms(split.modules.values(), mesh.plan, is_start=True)
         return _worker_stages(split, mesh)
     synchronize_batch_norm(split.modules.values(), mesh.group("data"), wrapping, parts=_num_parts(mesh))
     stages = {}

@@ -141,6 +141,8 @@ def _analyse(outputs: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> _Grap
     off_spine = {weight for root in roots for weight in weights_of[root]}
     shared = {weight for weight, count in times.items() if count > 1 or weight in off_spine}
     on_spine = [node for node in order if node in spine]
+    # What hangs on a node with a shared one goes with it: its way back may read that one's values.
+    shared |= {w for node in on_spine for w in weights_of[node] if not shared.isdisjoint(weights_of[node])}
     kept = [_Kept(node, [w for w in weights_of[node] if w not in shared], []) for node in on_spine]
     return _Graph(order, on_spine, [each for each in kept if each.weights], [w for w in times if w in shared])
 

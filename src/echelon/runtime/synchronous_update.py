@@ -238,8 +238,8 @@ class SynchronousUpdate(Update):
     def changed(self) -> list[LocalParameter]:
         return self.stepper.changed()
 
-    def refuse_next(self) -> None:
-        self._refuses_next = True
+    def refuse_next(self, *, refuses: bool = True) -> None:
+        self._refuses_next = refuses
 
     def take_over(self, changed: Set[nn.Parameter], digest: float) -> None:
         self._digest = digest

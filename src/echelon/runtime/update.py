@@ -99,7 +99,7 @@ class Update(ABC):
         """Between two steps: the user has changed these weights by hand. `digest`: of all that was done by
         hand, an integer up to 2²⁰; where those of ranks differ, all of them refuse the next step."""
 
-    def refuse_next(self) -> None:  # noqa: B027
+    def refuse_next(self, *, refuses: bool = True) -> None:  # noqa: B027
         """This rank cannot make the next step, and the others may not know: all of them refuse it."""
 
     def synchronize(self) -> None:  # noqa: B027 (nothing to do where every step ends with all ranks alike)

@@ -37,6 +37,7 @@ from echelon.verify.verdict import LOG, is_alike, named_tensors, number_lists, r
 
 WEIGHTS = "weights"  # the kind of all that is in the state dict
 _LARGEST_ROUNDING = 0.1  # three times that is less than the distance from an update of twice the size
+_MOST_BY_CHANCE = 0.05  # four times that is less than a number of twice the size is away
 _FLOAT32_ROUNDING = 2.0**-20  # of a number, by sums in another order: a few times the precision of float32
 
 
@@ -184,8 +185,7 @@ def compare_low_precision(
         groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
         for name, norms in from_rounding.items():
             tensors[name] = _tensor_distance(plan_norms[name], norms.distance, rounding, unit)
-    _refuse_drift(groups, steps, ran.precision)
-    drift = groups[WEIGHTS].rounding if WEIGHTS in groups else 0.0
+    drift = _refuse_drift(groups, steps, ran.precision)
     numbers = _number_distances(results[0], rounded, exact, against, unit, drift)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
 
@@ -195,14 +195,14 @@ def rounding_of(precision: str) -> float:
     return torch.finfo(DTYPES[precision]).eps / 2
 
 
-def _refuse_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> None:
-    """Refuse a comparison in which rounding alone is as large as a bug.
+def _refuse_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
+    """How far rounding has driven the training apart; refuse a comparison in which that is as large as a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.
     """
     masters_and_state = {kind: distance for kind, distance in groups.items() if kind != WEIGHTS}
     if not masters_and_state:  # SGD without momentum, and without masters
-        return
+        return 0.0
     kind, furthest = max(masters_and_state.items(), key=lambda item: item[1].rounding)
     if furthest.rounding > _LARGEST_ROUNDING:
         raise UserError(
@@ -210,6 +210,7 @@ def _refuse_drift(groups: Mapping[str, Distance], steps: int, precision: str) ->
             f"{kind}): above {_LARGEST_ROUNDING}, rounding would hide a bug; use fewer steps, or a lower "
             "learning rate"
         )
+    return furthest.rounding
 
 
 def _kind(name: str, start: Mapping[str, Tensor]) -> str:
@@ -245,7 +246,7 @@ def _number_distances(
     drift: float,
 ) -> dict[str, Distance]:
     """Of each number of each step. Differences grow from step to step, and so does what is allowed. By chance
-    rounding changes a single number less than the weights that it comes from: by `drift`, after updates.
+    rounding changes a single number less than the training that it comes from: by `drift`, after updates.
     """
     distances = {}
     plan_lists, rounded_lists, exact_lists = (number_lists(r, against) for r in (result, rounded, exact))
@@ -256,7 +257,7 @@ def _number_distances(
         for step, numbers in enumerate(zip(plan_lists[name], expected, exact_lists[name], strict=False)):
             c, b, a = numbers
             rounding = _scalar_distance(b, a)
-            largest = max(rounding, largest, drift if step else 0.0)
+            largest = max(rounding, largest, min(drift, _MOST_BY_CHANCE) if step else 0.0)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
     return distances if against == LOG else distances | _scaling_distances(result, rounded)
 

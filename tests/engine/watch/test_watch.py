@@ -220,3 +220,25 @@ def train_with_hook() -> str:
         return made
 
     return refusal(lambda: parallelize(make(), "data=2 zero=1", optimizer=optimizer, loss=F.mse_loss))
+
+
+def repair() -> list[str]:
+    """One rank sees a hook on its stage's weight, in a step that is audited, and takes it away again."""
+    model = make()
+    with parallelize(
+        model, "pipeline=2 microbatches=2 precision=fp64", optimizer=adamw, loss=F.mse_loss, audit="always"
+    ) as engine:
+        said, handle = [], None
+        if engine.mesh.rank == 1:
+            handle = list(model.parameters())[-1].register_hook(lambda gradient: gradient * 2)
+        for step in range(2):
+            said.append(refusal(lambda step=step: engine.step(engine.local(batch(step, torch.float64)))))
+            if handle is not None:
+                handle.remove()
+        return said
+
+
+def test_a_step_after_a_repair_is_made(warm_ranks: Any) -> None:
+    for first, second in warm_ranks(2).run(repair):
+        assert "has got a hook" in first
+        assert second == ""

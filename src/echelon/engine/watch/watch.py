@@ -18,6 +18,7 @@ from typing import final
 
 from torch import nn
 
+from echelon.data_parallel.batch_norm import check_worker_norms
 from echelon.data_parallel.idle import Idle
 from echelon.data_parallel.problems import Problem
 from echelon.engine.layer_sharding import LayerSharding
@@ -86,6 +87,8 @@ class Watch:
                 yield refusal
         except UserError as error:
             raise refusal from error
+        finally:
+            self._update.refuse_next(refuses=False)  # where no sums were made
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -148,6 +151,8 @@ class Watch:
         for module in self._made:
             module.training = self._model.training
         if changed or modes != self._modes:
+            if self._plan.sync == "async":
+                check_worker_norms([self._model], self._plan)
             self._modes = modes
             self._update.take_over(set(changed.values()), _digest(changed, modes))
         self._changed = {}
