@@ -235,7 +235,8 @@ def breakdown(work: Callable[[], None]) -> dict[str, float]:
     """The kernels of one pass (operations, on a CPU) that take longest, with their microseconds."""
     on_gpu = _device().type == "cuda"
     activities = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activities.CUDA if on_gpu else activities.CPU]) as profile:
+    kinds = [activities.CUDA if on_gpu else activities.CPU]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         work()
         if on_gpu:
             torch.cuda.synchronize()

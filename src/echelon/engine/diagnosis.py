@@ -34,7 +34,7 @@ def explain(
     cause = ""
     if len(samples.bounds) > 1:
         try:
-            cause = _cause_in_cut(run, whole, samples, device)
+            cause = _cause_in_cut(run, whole, samples, device, [each.name for each in found])
         except FailedRunError as error:
             cause = f" A part of the batch alone raises {error}"
     return head + (cause or _cause_in_plan(plan)) + "; audit='off' trains without this comparison"
@@ -51,16 +51,18 @@ def _described(found: Sequence[Difference], order: Sequence[str]) -> str:
     return f"gradients differ from {last} backward, {len(found)} in all: {', '.join(texts)}."
 
 
-def _cause_in_cut(run: Run, whole: Result, samples: AuditBatch, device: OneDevice) -> str:
+def _cause_in_cut(
+    run: Run, whole: Result, samples: AuditBatch, device: OneDevice, names: Sequence[str]
+) -> str:
     summed = KeptGradients(device.group)
     of_part = partial(run._replace, scale=1.0, is_total=True)
     parts = [
-        device.gradients(of_part(batch=samples.part(number), place=begin), summed.take)
+        device.gradients(of_part(batch=samples.part(number), place=begin), summed.take, names)
         for number, (begin, _) in enumerate(samples.bounds)
     ]
     count = sum(part.counted for part in parts)
     comparison = summed.comparison(1 / count if count else 0.0)
-    device.gradients(run, comparison.take)
+    device.gradients(run, comparison.take, names)
     tolerance = TOLERANCES[device.reference.dtype]
     if all(each.relative <= tolerance for each in comparison.differences(device.group)):
         return ""
