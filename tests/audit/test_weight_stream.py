@@ -1,5 +1,6 @@
 """Weights that come and go compute what whole ones do, wherever they are read, in the memory of a layer."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -167,3 +168,31 @@ def test_memory_that_an_array_shares_stays() -> None:
         array = model[0].weight.detach().numpy()
         model(torch.ones(1, 4)).sum().backward()
         assert torch.equal(torch.from_numpy(array), expected)
+
+
+def test_weights_whose_addresses_were_taken_stay() -> None:
+    """As for a table of pointers that one kernel reads."""
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    expected = [layer.weight.detach().clone() for layer in model]
+    with stream_of(model, []).reading():
+        weights = [layer.weight for layer in model]
+        addresses = [weight.data_ptr() for weight in weights]
+        shared = torch.from_dlpack(model[0].bias.detach())
+        for layer in model:
+            layer(torch.ones(16))
+        assert len(set(addresses)) == 4
+        for address, weight in zip(addresses, expected, strict=True):
+            numbers = (ctypes.c_float * weight.numel()).from_address(address)
+            assert list(numbers) == weight.flatten().tolist()
+        assert torch.equal(shared, model[0].bias)
+
+
+def test_what_an_operation_writes_into_a_weight_by_name_stays() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    with stream_of(model, []).reading(), torch.no_grad():
+        torch.zeros(16, 16, out=model[0].weight)
+        torch.add(model[1].bias, 1.0, out=model[0].bias)
+        for layer in model:
+            layer(torch.ones(16))
+        assert not model[0].weight.any()
+        assert torch.equal(model[0].bias, model[1].bias + 1)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 _UNSEEN = {  # methods that read memory, and are no operations
     *(Tensor.data_ptr, Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__),
 }
+_ADDRESSES = {Tensor.data_ptr, Tensor.__dlpack__}
 _LAYER = re.compile(r"(.*\.)?\d+(?=\.)")  # up to the last number: an element of a list of modules
 
 
@@ -117,9 +118,10 @@ class WeightStream(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        pairs = zip(func._schema.arguments, args, strict=False)
-        written = [each for formal, each in pairs if formal.alias_info and formal.alias_info.is_write]
-        self.bring(tree_leaves((args, kwargs)), tree_leaves(written))
+        formals = func._schema.arguments
+        given = {formal.name: each for formal, each in zip(formals, args, strict=False)} | (kwargs or {})
+        writes = [formal.name for formal in formals if formal.alias_info and formal.alias_info.is_write]
+        self.bring(tree_leaves((args, kwargs)), tree_leaves([given.get(name) for name in writes]))
         return func(*args, **(kwargs or {}))
 
 
@@ -130,8 +132,8 @@ class _UnseenReads(TorchFunctionMode):
         self._stream = stream
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:
-            self._stream.bring(args[:1])
+        if func in _UNSEEN:  # nobody knows how long an address is used: that weight stays
+            self._stream.bring(args[:1], args[:1] if func in _ADDRESSES else ())
         return func(*args, **(kwargs or {}))
 
 

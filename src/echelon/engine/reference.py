@@ -220,4 +220,4 @@ def _detached(leaf: Any) -> Any:
 
 def _plain(gradient: Tensor, scale: float) -> Tensor:
     dense = (gradient.to_dense() if gradient.layout != torch.strided else gradient).detach()
-    return dense if scale == 1 else dense.float() / scale
+    return dense if scale == 1 else dense.to(torch.promote_types(dense.dtype, torch.float32)) / scale
