@@ -7,8 +7,8 @@ rest of the batch.
 
 from typing import Any, final
 
-from torch import nn
-from torch.utils._pytree import MappingKey, SequenceKey, register_pytree_node
+from torch import Tensor, nn
+from torch.utils._pytree import MappingKey, SequenceKey, register_pytree_node, tree_leaves
 
 
 @final
@@ -54,6 +54,11 @@ def call_stage(stage: nn.Module, inputs: Any) -> Any:
 def shared_inputs(inputs: Any) -> dict[str, Any]:
     """What every layer may ask for."""
     return inputs.shared if isinstance(inputs, Inputs) else {}
+
+
+def tensors_of(structure: Any) -> list[Tensor]:
+    """The tensors of nested tuples, lists, dicts and Inputs, in their order."""
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
 
 
 # As a structure of torch's: the values in order; how many are by position, and the names of the others.

@@ -34,7 +34,7 @@ class Gradients:
 
 def audit_of(gradients: Gradients, mode: Mode, *, watches: bool = False) -> Audit:
     agreement = RankAgreement(None, torch.device("cpu"))
-    return Audit(mode, gradients, lambda: held("finite weights"), agreement, nullcontext, watches=watches)  # type: ignore[arg-type]
+    return Audit(mode, gradients, lambda: [held("finite weights")], agreement, nullcontext, watches=watches)  # type: ignore[arg-type]
 
 
 def asked(mode: Mode, steps: int, answer: Answer = lambda _: held("gradients")) -> list[int]:

@@ -1,9 +1,6 @@
 """Whether a training starts from numbers: weights that are NaN or infinite are named before it begins."""
 
-from collections.abc import Callable, Iterable
-from typing import final
-
-import torch
+from collections.abc import Iterable
 
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.report import AuditResult, held
@@ -14,39 +11,20 @@ NAME = "finite weights"
 _NAMED = 5
 
 
-@final
-class FiniteWeights:
+def check_finite_weights(
+    owned: Iterable[OwnedSlice], trained: frozenset[str], agreement: RankAgreement
+) -> AuditResult:
     """An entry of the audit. `owned`: what this rank holds of each weight; `trained`: those that learn."""
+    names = list(dict.fromkeys(piece.slice.name for piece in owned if _is_wrong(piece, trained)))
+    agreement.check(lambda: _refuse(names, agreement.rank))
+    return held(NAME)
 
-    def __init__(
-        self, owned: Callable[[], Iterable[OwnedSlice]], trained: frozenset[str], agreement: RankAgreement
-    ) -> None:
-        self._owned, self._trained, self._agreement = owned, trained, agreement
 
-    def __call__(self) -> AuditResult:
-        names = self._not_finite()
-        self._agreement.check(lambda: _refuse(names, self._agreement.rank))
-        return held(NAME)
-
-    @torch.no_grad()
-    def _not_finite(self) -> list[str]:
-        """Weights that are no numbers; a frozen one may be infinite, as masks are."""
-        pieces = [
-            each for each in self._owned() if each.tensor.is_floating_point() or each.tensor.is_complex()
-        ]
-        if not pieces:
-            return []
-        flags = [self._is_wrong(piece) for piece in pieces]
-        is_wrong = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        return list(
-            dict.fromkeys(piece.slice.name for piece, flag in zip(pieces, is_wrong, strict=True) if flag)
-        )
-
-    def _is_wrong(self, piece: OwnedSlice) -> torch.Tensor:
-        wrong = piece.tensor.isnan()
-        if piece.slice.name in self._trained:
-            wrong = ~piece.tensor.isfinite()
-        return wrong.any()
+def _is_wrong(piece: OwnedSlice, trained: frozenset[str]) -> bool:
+    """Whether it holds something that is no number; a frozen one may be infinite, as masks are."""
+    tensor = piece.tensor.detach()
+    wrong = ~tensor.isfinite() if piece.slice.name in trained else tensor.isnan()
+    return bool(wrong.any())
 
 
 def _refuse(names: list[str], rank: int) -> None:

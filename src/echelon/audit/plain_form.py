@@ -48,14 +48,12 @@ class PlainForm:
     def __init__(self, model: nn.Module, names: StateNames, wrapping: Wrapping) -> None:
         self._names, self._wrapping = names, wrapping
         self._num_assigned = len(wrapping.assigned())
-        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.order = list(self._shapes)  # of parameters in the model
+        parameters = dict(model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.order = list(parameters)
         # Of parameters that another rank has, and of those here: those that come and go lose none of them.
-        self._hooks = {
-            name: (list((p._backward_hooks or {}).values()), late_hooks(p))
-            for name, p in model.named_parameters()
-        }
-        self._complex = {name for name, parameter in model.named_parameters() if parameter.is_complex()}
+        self._hooks = {name: (_hooks(p), late_hooks(p)) for name, p in parameters.items()}
+        self._complex = {name for name, parameter in parameters.items() if parameter.is_complex()}
         self._tensors = {module: _tensors(path, module, names) for path, module in model.named_modules()}
         # Buffers in no state dict: no rank can give those that another one has dropped.
         self._temporary = {
@@ -233,7 +231,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
     """Another leaf of autograd with the same values, and the user's hooks on gradients."""
     twin = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    _set_hooks(twin, list((parameter._backward_hooks or {}).values()), late_hooks(parameter))
+    _set_hooks(twin, _hooks(parameter), late_hooks(parameter))
     return twin
 
 
@@ -242,6 +240,10 @@ def _set_hooks(parameter: nn.Parameter, hooks: Sequence[Hook], late: Sequence[Ho
         parameter.register_hook(hook)
     for hook in late:
         parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _hooks(parameter: nn.Parameter) -> list[Hook]:
+    return list((parameter._backward_hooks or {}).values())
 
 
 def late_hooks(parameter: nn.Parameter) -> list[Hook]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.audit import AuditResult, Mode
 from echelon.audit.agreement import RankAgreement
-from echelon.audit.finite_weights import FiniteWeights
+from echelon.audit.finite_weights import check_finite_weights
 from echelon.audit.plain_form import PlainForm
 from echelon.engine.arguments import check_audit
 from echelon.engine.audit_batch import GivenBatch
@@ -70,7 +70,7 @@ class Audit:
         self,
         mode: Mode,
         gradients: GradientAudit | None,
-        weights: Callable[[], AuditResult],
+        weights: Callable[[], list[AuditResult]],
         agreement: RankAgreement,
         around: Callable[[], AbstractContextManager[None]],
         *,
@@ -143,7 +143,7 @@ class Audit:
                 self._known |= traits_of_rank
         with self._around():
             if not self.results:
-                self.results = [self._weights()]
+                self.results = self._weights()
             result = self._gradients(batch, step, traits=traits, known=known, source=source)
         self._say(result)
         self.results[1:] = [result]
@@ -168,10 +168,6 @@ class Audit:
         return None
 
 
-def _no_result() -> AuditResult:
-    raise AssertionError("nothing is audited")
-
-
 def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> Audit:
     """The audit of a plan; its model is split and wrapped by now."""
     mesh, local, plan = parts.mesh, parts.local, parts.mesh.plan
@@ -179,17 +175,16 @@ def make_audit(settings: AuditSettings, parts: Parts, layers: LayerSharding) -> 
     group = mesh.group("all") if plan.ranks > 1 and plan.sync != "async" else None
     agreement = RankAgreement(group, mesh.device)
     if settings.form is None:
-        return Audit("off", None, _no_result, agreement, nullcontext, watches=False)
+        return Audit("off", None, list, agreement, nullcontext, watches=False)
     settings.form.settle()
     dtype = DTYPES[plan.precision]
     reference = Reference(parts.model, settings.form, layers.whole_loss, parts.scopes, mesh.device, dtype)
     trained = frozenset(name for sharing in local.sharings for name, _ in sharing.parameter_set.trained)
-    weights = FiniteWeights(local.owned_weights, trained, agreement)
     is_cut = plan.data * plan.microbatches > 1 and split_loss(layers.user_loss) is None
     return Audit(
         settings.mode,
         GradientAudit(parts, reference, agreement),
-        weights,
+        lambda: [check_finite_weights(local.owned_weights(), trained, agreement)],
         agreement,
         lambda: _unchanged_weights(local, plan, agreement),
         watches=is_cut,

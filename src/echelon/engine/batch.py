@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
+from echelon.inputs import tensors_of
 
 Batch = tuple[Any, Any]  # (inputs, targets)
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
@@ -19,7 +20,7 @@ Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | int]]
 
 def num_samples(structure: Any) -> int:
     """How many samples a batch, or a part of one, holds."""
-    sizes = {len(leaf) for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)}
+    sizes = {len(tensor) for tensor in tensors_of(structure)}
     if len(sizes) != 1:
         raise UserError(
             "every tensor of a batch must have the same first dim, the samples; "

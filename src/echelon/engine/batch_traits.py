@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.engine.batch import num_samples
+from echelon.inputs import tensors_of
 
 _CLASSES = 40
 _FLAGS = 0b111111 << _CLASSES
@@ -125,4 +125,4 @@ def _is_real(leaf: Tensor) -> bool:
 
 
 def _tensors(structure: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return [tensor for tensor in tensors_of(structure) if tensor.dim() > 0]

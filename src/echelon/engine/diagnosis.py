@@ -7,16 +7,15 @@ that mixes samples. Else it is what the plan does inside of the model.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.engine.audit_batch import AuditBatch
 from echelon.engine.gradient_comparison import TOLERANCES, Difference, KeptGradients
 from echelon.engine.one_device import FailedRunError, OneDevice
 from echelon.engine.reference import Result, Run
+from echelon.inputs import tensors_of
 from echelon.plan import Plan
 
 _NAMED = 3
@@ -90,9 +89,9 @@ def _cause_in_cut(
 
 
 def _first_mixed(whole: Result, parts: Sequence[Result], samples: AuditBatch, tolerance: float) -> int | None:
-    leaves = _tensors(whole.output)
+    leaves = tensors_of(whole.output)
     for (begin, end), part in zip(samples.bounds, parts, strict=True):
-        of_part = _tensors(part.output)
+        of_part = tensors_of(part.output)
         if len(of_part) != len(leaves):
             return begin
         for leaf, own in zip(leaves, of_part, strict=True):
@@ -129,7 +128,3 @@ def _cause_in_plan(plan: Plan) -> str:
     causes.append("a hook on a weight is not linear")
     causes.append("a forward draws numbers, or keeps something from call to call, as no rank can repeat it")
     return f" Likely causes: {'; '.join(causes)}"
-
-
-def _tensors(structure: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]

@@ -30,7 +30,7 @@ from echelon.engine.gradient_comparison import (
     KeptGradients,
 )
 from echelon.engine.missing_operation import missing_operation
-from echelon.engine.one_device import CannotCompareError, FailedRunError, OneDevice
+from echelon.engine.one_device import CannotCompareError, FailedRunError, OneDevice, Values
 from echelon.engine.reference import Reference, Result, Run
 from echelon.engine.samples import Scopes
 from echelon.engine.step_runner import StepRunner
@@ -61,7 +61,7 @@ class Parts(NamedTuple):
     runner: StepRunner
     scopes: Scopes
     in_whole: InWhole
-    values: Callable[[], list[OwnedSlice]]  # weights and buffers
+    values: Values
 
 
 class _Compared(NamedTuple):
@@ -79,9 +79,8 @@ class GradientAudit:
 
     def __init__(self, parts: Parts, reference: Reference, agreement: RankAgreement) -> None:
         self._parts, self._reference, self._agreement = parts, reference, agreement
-        mesh = parts.mesh
-        self._group = mesh.group("all") if mesh.plan.ranks > 1 and mesh.plan.sync != "async" else None
-        self._device = OneDevice(reference, parts.values, self._group, agreement)
+        self._device = OneDevice(reference, parts.values, agreement)
+        self._sizes: set[int] = set()  # of parts that the model takes
         inside = [module for stage in parts.local.modules for module in stage.modules()]
         self._modules = list(dict.fromkeys([*parts.model.modules(), *inside]))
 
@@ -122,7 +121,7 @@ class GradientAudit:
         comparison = Comparison(*self._run_plan(samples, step, generators, training=training))
         try:
             result = self._device.gradients(run, comparison.take)
-            differences = comparison.differences(self._group)
+            differences = comparison.differences(self._agreement.group)
         finally:
             self._parts.local.start_step()  # no gradient is left
         tolerance = TOLERANCES[self._type]
@@ -171,13 +170,15 @@ class GradientAudit:
         if samples is None:
             raise CannotCompareError("a replica has no sample", is_final=False)
         run = Run(samples.whole, step, training=training, scale=float(self._parts.update.loss_scale))
-        part = Run(samples.part(0), step) if len(samples.bounds) > 1 else None
+        is_new = len(samples.bounds) > 1 and samples.per_part not in self._sizes
+        part = Run(samples.part(0), step) if is_new else None
         try:
             result = self._device.rehearse(run, part)
         except FailedRunError:
             if not is_small:
                 raise
             return self._rehearse(choose, step, training=training, is_small=False)
+        self._sizes.add(samples.per_part)
         if not result.counted:
             raise CannotCompareError("the loss counts none of its samples", is_final=False)
         return samples, run, result
@@ -201,9 +202,9 @@ class GradientAudit:
             tally = self._parts.runner.differentiate(samples.local, step, scope)
             if units is not None:
                 units.finish_passes()
-        if self._group is not None:
-            with self._group.ledger.about("checks"):
-                self._group.all_reduce(tally)
+        if self._agreement.group is not None:
+            with self._agreement.group.ledger.about("checks"):
+                self._agreement.group.all_reduce(tally)
         _, count, weighted = tally[:3].tolist()
         return self._owned(captured), weighted / count / count if count else 0.0
 

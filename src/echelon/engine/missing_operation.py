@@ -93,9 +93,9 @@ def _torch_func_error(message: str, plan: Plan) -> UserError:
     words += [f"compress={plan.compress}"] if plan.compress != "none" else []
     words += ["zero=3"] if plan.zero == 3 else []
     words += [f"offload={','.join(plan.offload)}"] if plan.offload else []
-    what = f"drop {', '.join(words)}, or use" if words else "use"
+    advice = f"drop {', '.join(words)}, or use" if words else "use"
     return UserError(
-        f"plan '{plan}' with a forward that calls torch.func ({_first_line(message)}): {what} "
+        f"plan '{plan}' with a forward that calls torch.func ({_first_line(message)}): {advice} "
         "torch.autograd.grad(…, create_graph=True) in the forward"
     )
 

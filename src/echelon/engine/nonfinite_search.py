@@ -26,6 +26,7 @@ from echelon.engine.flushed_runner import FlushedRunner
 from echelon.engine.nonfinite import NonfiniteError
 from echelon.engine.nonfinite_report import Finding, Report, explain
 from echelon.engine.untouched import untouched
+from echelon.inputs import tensors_of
 from echelon.mesh import Mesh
 from echelon.program import Instruction, Op
 from echelon.runtime import LocalStages
@@ -169,7 +170,7 @@ def _hook(structure: Any, hook: Callable[[Tensor], None]) -> None:
 @torch.no_grad()
 def wrong_value(structure: Any) -> str:
     """'NaN', 'infinite' or '-infinite': the worst of a structure, "" where all is finite."""
-    numbers = [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor) and _may_be_wrong(leaf)]
+    numbers = [tensor for tensor in tensors_of(structure) if _may_be_wrong(tensor)]
     if any(bool(number.isnan().any()) for number in numbers):
         return "NaN"
     real = [torch.view_as_real(number) if number.is_complex() else number for number in numbers]

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UserError
+from echelon.inputs import tensors_of
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
 from echelon.runtime import Number
@@ -202,7 +202,7 @@ class StepNormaliser:
     def _first_guess(self, count: Number, targets: Any) -> Number:
         """The same on all ranks: each sees other targets, so what its own loss counts decides only where it
         has them all."""
-        tensors = _tensors(targets)
+        tensors = tensors_of(targets)
         if self._local is None or not tensors:
             return _not_zero(self._counts.counted)
         samples = len(tensors[0])
@@ -215,7 +215,7 @@ class StepNormaliser:
 
 def _check_count(count: float, targets: Any, rule: int) -> None:
     """Refuse a loss that counts otherwise than those before it, before its backward pass."""
-    tensors = _tensors(targets)
+    tensors = tensors_of(targets)
     expected = float(count_targets(targets, len(tensors[0]))[rule]) if tensors else count
     if count != expected:
         raise UserError(
@@ -231,7 +231,7 @@ _UPDATE_PER_MICROBATCH = frozenset(ASYNCHRONOUS_SCHEDULES) - {"pipedream-2bw"}
 def count_targets(targets: Any, samples: int, device: torch.device | None = None) -> Counts:
     """What there is to count in the targets of some samples. Given a device, nothing is read: a number that
     must be computed stays there."""
-    tensors = _tensors(targets)
+    tensors = tensors_of(targets)
     if len(tensors) != 1:
         return Counts(samples, samples, samples)
     (tensor,) = tensors
@@ -240,10 +240,6 @@ def count_targets(targets: Any, samples: int, device: torch.device | None = None
         summed = (tensor != IGNORED_TARGET).sum()
         counted = float(summed) if device is None else summed.double().to(device, non_blocking=True)
     return Counts(samples, tensor.numel(), counted)
-
-
-def _tensors(structure: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
 
 
 def _targets(batch: Any) -> Any:

@@ -20,7 +20,6 @@ from torch import Tensor
 from echelon.assembly import Assembly
 from echelon.audit.agreement import RankAgreement
 from echelon.audit.weight_stream import WeightStream
-from echelon.collectives import Group
 from echelon.collectives.alone import alone
 from echelon.engine.free_memory import reason_not_to_take
 from echelon.engine.gradient_comparison import Take, share_gradients
@@ -31,6 +30,7 @@ from echelon.ownership import VALUE, OwnedSlice
 _END = -1
 _ALONE = "rank 0 runs this by itself, and it needs weights of another engine"
 
+Values = Callable[[], list[OwnedSlice]]  # weights and buffers of a rank
 Work = Callable[[Mapping[str, Tensor], Take], Result]  # of rank 0, given what it lacks of the weights
 
 
@@ -60,14 +60,8 @@ class OneDevice:
     """All ranks call its methods together, inside `ready`. Workers of sync=async are each rank 0 of a group
     of their own (None)."""
 
-    def __init__(
-        self,
-        reference: Reference,
-        values: Callable[[], list[OwnedSlice]],
-        group: Group | None,
-        agreement: RankAgreement,
-    ) -> None:
-        self.reference, self.group = reference, group
+    def __init__(self, reference: Reference, values: Values, agreement: RankAgreement) -> None:
+        self.reference, self.group = reference, agreement.group
         self._values, self._agreement = values, agreement
         self._likes = reference.form.gradients_like(reference.dtype)
         self._missing: list[str] = []

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from echelon.context_parallel import count_before
 from echelon.errors import UserError
+from echelon.inputs import tensors_of
 from echelon.plan import Plan
 from echelon.targets import IGNORED_TARGET
 
@@ -60,7 +61,7 @@ def true_pair(
 
 def _check_positions(output: Any, num_true: int, num_positions: int) -> None:
     """Refuse an output from which padding cannot be cut."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = tensors_of(output)
     if leaves and all(leaf.ndim > 1 and leaf.shape[1] == num_positions for leaf in leaves):
         return
     found = [list(leaf.shape) for leaf in leaves] or f"a {type(output).__name__} without known tensors"

@@ -192,10 +192,9 @@ def _rounded(size: float, draw: int) -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(leaf: Any) -> Any:
-        is_input = (
-            isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf
-        )  # of a loss's autograd.grad
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or is_input:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if leaf.requires_grad and leaf.is_leaf:  # an input of a loss's autograd.grad
             return leaf
         generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(draw))
         wide = torch.promote_types(leaf.dtype, torch.float32)

@@ -31,7 +31,7 @@ from echelon.engine.samples import Scopes, counting
 from echelon.engine.upload import Upload, to_device
 from echelon.engine.weight_changes import ChangeRecord, WeightChanges, frees_weights, may_change_weights
 from echelon.errors import UserError
-from echelon.inputs import shared_inputs
+from echelon.inputs import shared_inputs, tensors_of
 from echelon.memory import Meter
 from echelon.mesh import Mesh
 from echelon.plan import ASYNCHRONOUS_SCHEDULES
@@ -408,5 +408,5 @@ class StepRunner(ABC):
 
 def _look(structure: Any) -> str:
     """The shapes and types of all tensors: what the form of later activations follows from, mostly."""
-    leaves = [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
+    leaves = tensors_of(structure)
     return " ".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in leaves)

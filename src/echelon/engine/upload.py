@@ -4,7 +4,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from echelon.inputs import tensors_of
 
 
 def to_device(structure: Any, device: torch.device) -> Any:
@@ -48,5 +50,5 @@ class Upload:
 
 
 def _is_pinned(structure: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor))
+    tensors = tensors_of(structure)
     return any(leaf.is_cpu and leaf.is_pinned() for leaf in tensors)

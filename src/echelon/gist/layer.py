@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.gist import backend, floats, sparse
 from echelon.gist.calls import CompressedCalls
@@ -22,6 +21,7 @@ from echelon.gist.dense import Layout, flatten, is_dense, overlap, shares_elemen
 from echelon.gist.marks import Memory
 from echelon.gist.settings import Compression, is_encoded, is_off
 from echelon.gist.statistics import is_few, is_power
+from echelon.inputs import tensors_of
 from echelon.saved_tensors import Hooks, KeptTensor, current_hooks, replace
 from echelon.second_run import once
 from echelon.wrapping import Wrapper
@@ -83,7 +83,7 @@ class CompressedLayer(Wrapper):
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if not kwargs and all(type(each) is Tensor for each in args):
         return list(args)
-    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    return tensors_of((args, kwargs))
 
 
 def _most_numbers(inputs: list[Tensor]) -> int:

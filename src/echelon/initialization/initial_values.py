@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UserError
 from echelon.initialization.recording import recording
 from echelon.initialization.resetting import how_to_know, record_resets
 from echelon.initialization.tape import Tape, Window, key_of, on_meta
+from echelon.inputs import tensors_of
 from echelon.ownership import Slice
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -165,7 +165,7 @@ def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_state = name in ("_parameters", "_buffers", "_modules") or isinstance(value, Tensor)
-            leaves = [] if is_state else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            leaves = [] if is_state else tensors_of(value)
             if any(on_meta(leaf) and not isinstance(leaf, nn.Parameter) for leaf in leaves):
                 full_name = f"{path}.{name}" if path else name
                 yield full_name, f"is a {type(value).__name__} with tensors; make them buffers"

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from echelon.errors import UserError
+from echelon.inputs import tensors_of
 
 Seed = Callable[[int], int]  # of a noted operation that draws at random, by its number
 _META = torch.device("meta")
@@ -83,7 +84,7 @@ class Tape(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_of((args, kwargs))
         if func in _READS_VALUES and any(map(on_meta, inputs)):
             return func(*tree_map(self._known_value, args), **kwargs)
         if any(map(self.keeps, _changed(func, args, kwargs))):
@@ -91,7 +92,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         read = frozenset(_storage(tensor) for tensor in inputs if on_meta(tensor))
         written = frozenset(_storage(t) for t in _changed(func, args, kwargs) if on_meta(t))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_of(result)
         made = tuple(Window.of(t) if on_meta(t) and _storage(t) not in read else None for t in outputs)
         if written or any(made):  # else it is a view, or nothing of the meta device
             noted_args, noted_kwargs = tree_map(_as_window, (tuple(args), dict(kwargs)))
@@ -196,7 +197,7 @@ class _Run:
     def repeat(self, note: Note) -> None:
         args, kwargs = tree_map(self._as_real, (note.args, note.kwargs))
         result = note.function(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_of(result)
         for window, output in zip(note.made, outputs, strict=True):
             if window is not None:
                 self._keep(window, output)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from echelon.errors import UserError
-from echelon.inputs import call_stage
+from echelon.inputs import call_stage, tensors_of
 from echelon.layering import how_to_list, listed_layers
 from echelon.planner.graph import Node, Profile, chain
 
@@ -175,8 +175,7 @@ def _stash(layer: nn.Module, value: Any) -> float:
 
 def _tensors(value: Any) -> list[Tensor]:
     """The distinct tensors of a structure."""
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return list({id(tensor): tensor for tensor in tensors}.values())
+    return list({id(tensor): tensor for tensor in tensors_of(value)}.values())
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,10 +8,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from echelon.errors import UserError
 from echelon.fingerprint import device_fingerprint, measures, near
+from echelon.inputs import tensors_of
 
 
 @final
@@ -19,7 +19,7 @@ class OutputPrint:
     """Fingerprints of the tensors that a layer has returned."""
 
     def __init__(self, output: Any) -> None:
-        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        leaves = tensors_of(output)
         tensors = [leaf.detach() for leaf in leaves if leaf.layout == torch.strided]
         self._bits = [device_fingerprint(tensor) for tensor in tensors]
         # A CUDA device may add in another order each time. A CPU does not.

@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from echelon.huggingface import casts_to_float32
+from echelon.inputs import tensors_of
 from echelon.wrapping import Wrapper, Wrapping
 
 _CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
@@ -41,7 +42,7 @@ class Float64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(arguments)
         converts_integers = func in _CONVERSIONS and not tensors[0].is_floating_point()
         if converts_integers or any(tensor.dtype == torch.float64 for tensor in tensors):
             func = Tensor.double if func is Tensor.float else func

@@ -185,7 +185,7 @@ def compare_low_precision(
         groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
         for name, norms in from_rounding.items():
             tensors[name] = _tensor_distance(plan_norms[name], norms.distance, rounding, unit)
-    drift = _refuse_drift(groups, steps, ran.precision)
+    drift = _bounded_drift(groups, steps, ran.precision)
     numbers = _number_distances(results[0], rounded, exact, against, unit, drift)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
 
@@ -195,7 +195,7 @@ def rounding_of(precision: str) -> float:
     return torch.finfo(DTYPES[precision]).eps / 2
 
 
-def _refuse_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
+def _bounded_drift(groups: Mapping[str, Distance], steps: int, precision: str) -> float:
     """How far rounding has driven the training apart; refuse a comparison in which that is as large as a bug.
 
     Weights do not count: those that barely move are far from float32 because they themselves are rounded.

@@ -15,11 +15,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.draws import EVALUATION, SampleDraws
 from echelon.dropout import key_dropout, scope
 from echelon.experts import after_step, auxiliary_loss, gates_of
+from echelon.inputs import tensors_of
 from echelon.precision import DynamicScale
 from echelon.runtime import Push
 from echelon.verify.case import Case, cast_floats
@@ -104,7 +104,7 @@ class ReferenceModel:
             return self._loss(batch)
 
     def _scope(self, step: int, batch: Any, first_sample: int = 0) -> AbstractContextManager[None]:
-        (samples,) = {len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        (samples,) = {len(tensor) for tensor in tensors_of(batch)}
         return scope(
             seed=self._case.seed, step=step, first_sample=first_sample, samples=samples, draws=self._draws
         )

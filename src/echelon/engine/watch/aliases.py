@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.errors import raise_errors
 from echelon.gist.dense import overlap
+from echelon.inputs import tensors_of
 from echelon.plan import ASYNCHRONOUS_SCHEDULES, Plan
 
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
@@ -82,7 +82,7 @@ def _attributes(model: nn.Module) -> Iterator[_Place]:
 def _tensors(value: Any) -> list[Tensor]:
     if not isinstance(value, Tensor | list | tuple | dict):
         return []
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return [tensor for tensor in tensors_of(value) if tensor.layout == torch.strided]
 
 
 def _is_left_behind(place: _Place, plan: Plan, model: nn.Module) -> bool:
