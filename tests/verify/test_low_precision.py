@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from echelon.engine import Engine
 from echelon.errors import UserError
 from echelon.models import ModelConfig, build
-from echelon.verify import Case, LowPrecisionVerdict, verify
+from echelon.verify import Case, LowPrecisionVerdict, contract, verify
 from echelon.verify.low_precision import Distance, compare_low_precision
 from echelon.verify.reference import TrainingResult
 from echelon.verify.verdict import LOG, ONE_DEVICE, summarize
@@ -295,3 +295,40 @@ def test_a_number_may_change_as_much_as_the_training_that_it_comes_from() -> Non
     drift = max(verdict.groups[kind].rounding for kind in ("master", "exp_avg"))
     assert 2.0**-8 < drift < 0.05
     assert [verdict.numbers[f"loss {step}"].allowed for step in range(3)] == [4 * 2.0**-8, *[4 * drift] * 2]
+
+
+def test_further_samples_of_rounding_count_where_one_says_too_little() -> None:
+    plan, rounded, exact = result(48 * ULP), result(0.0), result(ULP, torch.float32)
+    allowing, refusing = (
+        compare_low_precision([plan], rounded, exact, START, 3, ONE_DEVICE, disturbed=[result(0.0), other])
+        for other in (result(16 * ULP), result(2 * ULP))
+    )
+    assert allowing.holds
+    assert not refusing.groups["master"].holds
+    assert not refusing.tensors["a exp_avg"].holds
+    assert not refusing.numbers["loss 0"].holds
+
+
+def test_a_plan_is_wrong_only_if_other_rounding_does_not_explain_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device is trained again, each time rounded differently, until the plan is within it."""
+    case = perceptron_case().round_start(BF16)
+    seen: list[list[TrainingResult]] = []
+
+    class Verdict:
+        def __init__(self, *, holds: bool) -> None:
+            self.holds = holds
+
+    def compare(_results: object, rounded: TrainingResult, *_: object, disturbed: object = (), **__: object):  # type: ignore[no-untyped-def]
+        assert isinstance(disturbed, list | tuple)
+        seen.append([rounded, *disturbed])
+        return Verdict(holds=len(disturbed) == 2)
+
+    monkeypatch.setattr(contract, "compare_low_precision", compare)
+    training = dataclasses.replace(result(0.0), plan="data=2 precision=bf16", skipped=[False] * case.steps)
+    assert contract.judge_low_precision(case, [training]).holds
+    assert [len(each) for each in seen] == [1, 2, 3]
+    rounded, first, second = ({n: w.double() for n, w in each.weights.items()} for each in seen[-1])
+    for one, other in ((rounded, first), (rounded, second), (first, second)):
+        gap = math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
+        size = math.hypot(*(float(one[name].norm()) for name in one))
+        assert 0 < gap < 0.05 * size

@@ -106,12 +106,10 @@ def _choose(batch: GivenBatch, traits: Tensor | None, count: int, known: int) ->
     return take(batch.given, most_different(batch.pair, traits, count, known))
 
 
-def _joined(*leaves: Any) -> Any:
-    return (
-        torch.cat([leaf.to(leaves[0].device) for leaf in leaves])
-        if isinstance(leaves[0], Tensor)
-        else leaves[0]
-    )
+def _joined(first: Any, *others: Any) -> Any:
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat([first, *(other.to(first.device) for other in others)])
 
 
 def _form(batch: Any) -> str:

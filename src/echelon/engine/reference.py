@@ -72,7 +72,10 @@ class Reference:
     def run(self, run: Run, whole: Mapping[str, Tensor], take: Take | None = None) -> Result:
         """`whole`: what of the weights is not here. `take` is given each gradient when it is complete, which
         is then let go."""
-        with self._without_trace(), _rounded(run.rounding, run.draw) if run.rounding else nullcontext():
+        with (
+            self._without_trace(),
+            disturbed_outputs(run.rounding, run.draw) if run.rounding else nullcontext(),
+        ):
             if run.is_second:
                 self._run(run, whole)
             differentiate = partial(self._run, run, whole, partial(_gradients, take, run.scale))
@@ -188,7 +191,8 @@ def _taken(parameters: Parameters, take: Take, scale: float, *, fresh: bool) -> 
 
 
 @contextmanager
-def _rounded(size: float, draw: int) -> Iterator[None]:
+def disturbed_outputs(size: float, draw: int) -> Iterator[None]:
+    """Every output of a module is changed by about `size` of itself, as rounding might."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(leaf: Any) -> Any:
@@ -201,8 +205,7 @@ def _rounded(size: float, draw: int) -> Iterator[None]:
         noise = torch.rand(leaf.shape, generator=generator, device=leaf.device, dtype=wide)
         return (leaf * (1 + size * (2 * noise - 1))).to(leaf.dtype)
 
-    hook: Callable[..., Any] = lambda _module, _args, output: tree_map(disturb, output)  # noqa: E731
-    handle = register_module_forward_hook(hook)
+    handle = register_module_forward_hook(lambda _module, _args, output: tree_map(disturb, output))
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from echelon.assembly import assemble
 from echelon.engine import Engine, Metrics, parallelize
 from echelon.engine.auto import ranks_here
+from echelon.engine.reference import disturbed_outputs
 from echelon.engine.support import refuse_unsupported
 from echelon.errors import UserError
 from echelon.launching import TRAINING_MODULES, Ranks, launch, preload
@@ -49,6 +50,7 @@ Precision = Literal["fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 _DEADLINE = 300.0  # seconds without a sign of life
+_DRAWS = 3  # of rounding, before a plan below float32 counts as wrong
 
 
 @overload
@@ -147,7 +149,8 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
     exact.masters = {name: exact.weights[name] for name in rounded.masters}
     _refuse_standstill(case, rounded, dtype)
     model = case.build(dtype=dtype)
-    return compare_low_precision(
+    compare = functools.partial(
+        compare_low_precision,
         results,
         rounded,
         exact,
@@ -156,6 +159,14 @@ def judge_low_precision(case: Case, results: Sequence[TrainingResult]) -> LowPre
         against,
         optimizer_rounding=_optimizer_rounding(case, model),
     )
+    verdict, disturbed = compare(), []
+    for draw in range(_DRAWS):
+        if verdict.holds:
+            break
+        with disturbed_outputs(torch.finfo(dtype).eps, draw):
+            disturbed.append(_reference(case, plan, results[0], dtype, rounded.overflows)[0])
+        verdict = compare(disturbed=disturbed)
+    return verdict
 
 
 def _optimizer_rounding(case: Case, model: nn.Module) -> float:

@@ -16,8 +16,10 @@ never above 1. For weights and masters, x and y are what training has added to t
 
 Both distances are samples of a random quantity, and a plan rounds where one device does not: the gradient of
 each microbatch, and with gradients=same their sums. So C to B may be a few times B to A, and a few roundings
-of the type more (`_allowed`). Rounding itself keeps well below, bugs do not. Trainings drift apart from step
-to step, until nothing can be told from rounding: such a comparison is refused.
+of the type more (`_allowed`). Rounding itself keeps well below, bugs do not. Where one sample says too little
+(a number so near to the zero of a ReLU that rounding decides on which side it is), further ones are taken: B
+again, with outputs of its modules changed as rounding might. Trainings drift apart from step to step, until
+nothing can be told from rounding: such a comparison is refused.
 """
 
 import math
@@ -164,29 +166,31 @@ def compare_low_precision(
     against: str,
     *,
     optimizer_rounding: float = 0.0,
+    disturbed: Sequence[TrainingResult] = (),
 ) -> LowPrecisionVerdict:
     """Measure C to B and B to A: the `results` of all ranks, one device `rounded` and `exact`.
 
     `start` is the state dict before training; `optimizer_rounding` that of the type in which the optimizer
-    computes, also in A.
+    computes, also in A. `disturbed`: further trainings of one device that B may be as far from as from A.
     """
     ran, differences = Plan.parse(results[0].plan), tuple(rank_gaps(results, against))
     unit = max(rounding_of(ran.precision), optimizer_rounding)
-    plan_norms, rounding_norms = _measure(results[0], rounded, start), _measure(rounded, exact, start)
+    near = (exact, *disturbed)
+    plan_norms, samples = _measure(results[0], rounded, start), [_measure(rounded, n, start) for n in near]
     plan_norms |= dict.fromkeys(_mismatches(results[0], rounded), _FAR)
     kinds: dict[str, list[str]] = {}
     for name in plan_norms:
         kinds.setdefault(_kind(name, start), []).append(name)
     groups, tensors = {}, {}
     for kind, names in kinds.items():
-        from_rounding = {name: rounding_norms.get(name, _NEAR) for name in names}
-        rounding = _combine(from_rounding.values()).distance
+        rounding = max(_combine(norms.get(name, _NEAR) for name in names).distance for norms in samples)
         plan = _combine(plan_norms[name] for name in names)
         groups[kind] = Distance(plan.distance, rounding, max(_allowed(rounding, unit), plan.resolution))
-        for name, norms in from_rounding.items():
-            tensors[name] = _tensor_distance(plan_norms[name], norms.distance, rounding, unit)
+        for name in names:
+            own = max(norms.get(name, _NEAR).distance for norms in samples)
+            tensors[name] = _tensor_distance(plan_norms[name], own, rounding, unit)
     drift = _bounded_drift(groups, steps, ran.precision)
-    numbers = _number_distances(results[0], rounded, exact, against, unit, drift)
+    numbers = _number_distances(results[0], rounded, near, against, unit, drift)
     return LowPrecisionVerdict(ran, steps, groups, tensors, numbers, differences, against)
 
 
@@ -240,7 +244,7 @@ def _tensor_distance(plan: _Norms, rounding: float, group: float, unit: float) -
 def _number_distances(
     result: TrainingResult,
     rounded: TrainingResult,
-    exact: TrainingResult,
+    near: Sequence[TrainingResult],
     against: str,
     unit: float,
     drift: float,
@@ -249,14 +253,14 @@ def _number_distances(
     rounding changes a single number less than the training that it comes from: by `drift`, after updates.
     """
     distances = {}
-    plan_lists, rounded_lists, exact_lists = (number_lists(r, against) for r in (result, rounded, exact))
+    plan_lists, rounded_lists, *near_lists = (number_lists(r, against) for r in (result, rounded, *near))
     for name, expected in rounded_lists.items():
         if len(plan_lists[name]) != len(expected):
             distances[f"{name} of all steps"] = Distance(math.inf, 0.0, unit)
         largest = unit
-        for step, numbers in enumerate(zip(plan_lists[name], expected, exact_lists[name], strict=False)):
-            c, b, a = numbers
-            rounding = _scalar_distance(b, a)
+        columns = (plan_lists[name], expected, *(lists[name] for lists in near_lists))
+        for step, (c, b, *others) in enumerate(zip(*columns, strict=False)):
+            rounding = max(_scalar_distance(b, other) for other in others)
             largest = max(rounding, largest, min(drift, _MOST_BY_CHANCE) if step else 0.0)
             distances[f"{name} {step}"] = Distance(_scalar_distance(c, b), rounding, 4 * largest)
     return distances if against == LOG else distances | _scaling_distances(result, rounded)
