@@ -34,14 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(attempts[0].text)
         else:
             end = time.monotonic() + 60 * options.minutes
-            attempts = [
-                _run(runner, number, training)
-                for number, training in _trainings(options)
-                if time.monotonic() < end
-            ]
+            attempts = []
+            for number, training in _trainings(options):
+                if time.monotonic() < end:
+                    attempts.append(_run(runner, number, training))
+                    if options.json is not None:
+                        write(part_of(attempts), options.json)
     _summarize(attempts)
-    if options.json is not None:
-        write(part_of(attempts), options.json)
     return int(any(attempt.result == FAILED for attempt in attempts))
 
 
@@ -61,10 +60,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run_parts(options: argparse.Namespace) -> int:
-    """All parts at a time; the record of all is written at the end."""
+    """All parts at a time. The record of what has ended is kept up to date: it outlives an early end."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz"]
     chosen = ["--matrix"] if options.matrix else [f"--plans={options.plans}", f"--seed={options.seed}"]
     shared = [*chosen, f"--minutes={options.minutes}"]
+    line = " ".join(["python -m tests.fuzz", *chosen, f"--jobs={options.jobs}"])
+    settings = {} if options.matrix else {"plans": options.plans, "seed": options.seed}
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="echelon-fuzz-") as folder:
         files = [Path(folder) / f"{part}.json" for part in range(1, options.jobs + 1)]
@@ -72,18 +73,18 @@ def _run_parts(options: argparse.Namespace) -> int:
             subprocess.Popen([*command, *shared, "--part", f"{part}/{options.jobs}", "--json", str(file)])
             for part, file in enumerate(files, 1)
         ]
-        codes = [process.wait() for process in processes]
-        parts = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
-    settings = {"parts": options.jobs, "seconds": round(time.monotonic() - start)}
-    if not options.matrix:
-        settings |= {"plans": options.plans, "seed": options.seed}
-    line = " ".join(["python -m tests.fuzz", *chosen, f"--jobs={options.jobs}"])
-    record = (merge_cells if options.matrix else merge)(parts, line, settings)
-    if options.json is not None:
-        write(record, options.json)
+        running = len(processes)
+        while running:
+            time.sleep(2)
+            running = sum(process.poll() is None for process in processes)
+            parts = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+            now = {"parts": options.jobs, "seconds": round(time.monotonic() - start), "running": running}
+            record = (merge_cells if options.matrix else merge)(parts, line, now | settings)
+            if options.json is not None:
+                write(record, options.json)
     print(json.dumps({name: record[name] for name in ("settings", "models", "refusals")}, indent=2))
     print(json.dumps(record["failures"], indent=2))
-    return int(any(codes) or len(parts) < len(files))
+    return int(any(process.returncode for process in processes) or len(parts) < len(files))
 
 
 def _trainings(options: argparse.Namespace) -> Iterator[tuple[int, RandomTraining]]:

@@ -84,4 +84,7 @@ def _versions() -> dict[str, str]:
 
 
 def write(record: Any, path: Path) -> None:
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Replace the file at once: others read it meanwhile."""
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
