@@ -47,6 +47,30 @@ class Breaking(nn.Module):
         return self.left(x) if float(x.detach().sum()) > 0 else self.right(x) + self.left(x)
 
 
+class WithClassToken(nn.Module):
+    """A token before those of the sample, and positions: with one sample, their gradients are views of one
+    tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.ones(1, 1, 6)), nn.Parameter(torch.ones(1, 2, 6))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), x[:, None]], 1) + self.positions
+        return self.last(torch.tanh(tokens).sum(1))
+
+
+def two_vectors(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = vectors(step)
+    return inputs[:2], targets[:2]
+
+
+def one_vector(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = vectors(step)
+    return inputs[:1], targets[:1]
+
+
 def twelve(step: int) -> tuple[Tensor, Tensor]:
     """As many samples for each rank and microbatch: every other number would be compiled too."""
     inputs, targets = tokens(step)
@@ -76,6 +100,7 @@ def assert_equal(ranks: Ranks, case: Case, plan: str, name: str = "aot_eager") -
     assert verdict.equal, str(verdict)
 
 
+TOKEN = Case(WithClassToken, two_vectors, class_loss, adamw, steps=2, clip=0.1)
 GPT = Case(dropping, twelve, token_loss, adamw, steps=2)
 BREAKING = Case(Breaking, vectors, class_loss, adamw, steps=3, options={"smallest_unit": 1, "audit": "off"})
 ENCODER = Case(Encoder, tokens, token_loss, adamw, steps=2, options={"smallest_unit": 1})
@@ -103,6 +128,14 @@ def test_compiled_layers_with_dropout_are_equal_to_one_device(warm_ranks: Warm, 
 
 def test_a_model_without_layers_and_with_a_break_is_compiled_as_a_whole(warm_ranks: Warm) -> None:
     assert_equal(warm_ranks(2), BREAKING, "data=2 zero=3")
+
+
+@pytest.mark.parametrize("plan", ["microbatches=2", "tensor=1"])
+def test_gradients_that_the_compiler_returns_as_views_are_added_and_clipped_once(
+    warm_ranks: Warm, plan: str
+) -> None:
+    case = TOKEN if "microbatches" in plan else dataclasses.replace(TOKEN, make_batch=one_vector)
+    assert_equal(warm_ranks(1), case, plan)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from itertools import cycle
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.data_parallel.grad_dtype import gradient_dtype, without_gradients
 from echelon.draws import not_intercepted
@@ -60,8 +60,24 @@ def compile_layers(stages: Iterable[nn.Module], plan: Plan, wrapping: Wrapping) 
         for layer in dict.fromkeys(layers or [stage]):
             if not is_keyed(layer):  # a dropout alone: there is nothing to fuse it with
                 wrapping.wrap(CompiledForward(layer, options, next(in_turn)))
+                for parameter in layer.parameters():
+                    if parameter.requires_grad:
+                        wrapping.hold("compile", layer, parameter.register_hook(own_memory))
         for gate in gates_of(stage):
             wrapping.wrap(EagerForward(gate))
+
+
+def own_memory(gradient: Tensor) -> Tensor | None:
+    """A copy of a gradient that shares its memory. The compiler may return views of one tensor as gradients
+    of several parameters (a class token and position embeddings of one sample), and autograd keeps them
+    without a copy: what is added to one, or scales it, would change the other."""
+    if gradient.layout != torch.strided:
+        return None
+    storage = gradient.untyped_storage()  # a user of its own
+    return gradient.clone() if torch._C._storage_Use_Count(storage._cdata) > 2 else None
+
+
+own_memory.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a pickled model has none
 
 
 @final
