@@ -10,7 +10,7 @@ import torch
 from echelon.collectives import Ledger, Move, Traffic
 from echelon.collectives.cuda_timing import EventClock, EventTiming
 
-from .fake_device import FakeDevice, FakeStream, FakeWork
+from tests.collectives.fake_device import FakeDevice, FakeStream, FakeWork
 
 
 class Rank:

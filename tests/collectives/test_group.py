@@ -8,7 +8,7 @@ import torch
 from echelon.collectives import Group, RecordingGroup
 from echelon.launching import Ranks
 
-from .test_torch_group import world
+from tests.collectives.test_torch_group import world
 
 Warm = Callable[[int], Ranks]
 

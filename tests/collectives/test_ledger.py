@@ -9,7 +9,7 @@ import torch.distributed as dist
 from echelon.collectives import Ledger, TorchGroup, Traffic
 from echelon.launching import Ranks
 
-from .shared.real_ranks import wait_until
+from tests.collectives.shared.real_ranks import wait_until
 
 
 def test_totals_by_axis_operation_and_subject() -> None:

@@ -7,7 +7,7 @@ import torch
 from echelon.collectives import RecordingGroup, ring_all_reduce
 from echelon.launching import Ranks
 
-from .test_group import entries, one_of_each
+from tests.collectives.test_group import entries, one_of_each
 
 Warm = Callable[[int], Ranks]
 

@@ -8,7 +8,7 @@ from echelon.collectives.timing import HOST_TIMING, Timing
 from echelon.collectives.work import Work
 from tests.groups import PartialGroup
 
-from .fake_device import FakeDevice, FakeStream, FakeWork
+from tests.collectives.fake_device import FakeDevice, FakeStream, FakeWork
 
 
 class DeviceGroup(PartialGroup):

@@ -13,8 +13,8 @@ from echelon.collectives.cuda_timing import EventClock, EventTiming
 from echelon.collectives.timing import HOST_TIMING
 from echelon.launching import Ranks
 
-from .fake_device import FakeDevice
-from .test_backend import StandIn
+from tests.collectives.fake_device import FakeDevice
+from tests.collectives.test_backend import StandIn
 
 Warm = Callable[[int], Ranks]
 

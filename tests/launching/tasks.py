@@ -34,7 +34,7 @@ from echelon.launching.byte_collectives import all_gather_bytes, broadcast_bytes
 from echelon.launching.placement import RankReport
 from echelon.launching.torchrun import ask_rank_0, share_results
 
-from .processes import wait_until
+from tests.launching.processes import wait_until
 
 
 class NotForSending:

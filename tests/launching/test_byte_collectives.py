@@ -4,7 +4,7 @@ import pytest
 
 from echelon.launching import Ranks
 
-from . import tasks
+from tests.launching import tasks
 
 LENGTHS = [[0, 3, 6], [1024, 1025, 0], [5000, 1, 1024], [0, 0, 0]]
 

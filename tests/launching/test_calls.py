@@ -10,7 +10,7 @@ from echelon.launching import calls
 from echelon.launching.calls import pack_call
 from echelon.launching.transport import unpack
 
-from . import tasks
+from tests.launching import tasks
 
 
 def test_a_function_of_a_module_is_packed_with_its_arguments() -> None:

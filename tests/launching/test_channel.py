@@ -4,7 +4,7 @@ import pytest
 
 from echelon.launching import RankFailed, Ranks, is_launched_rank, send_message
 
-from . import tasks
+from tests.launching import tasks
 
 
 def test_outside_a_rank_nothing_is_sent() -> None:

@@ -17,7 +17,7 @@ from echelon.launching import Ranks, group
 from echelon.launching.group import init_group, timeout
 from echelon.launching.placement import RankReport
 
-from . import tasks
+from tests.launching import tasks
 
 
 class Joins:

@@ -7,7 +7,7 @@ import torch
 from echelon.errors import UserError
 from echelon.launching import RankFailed, launch
 
-from . import tasks
+from tests.launching import tasks
 
 
 def test_every_rank_answers_with_what_it_was_given() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .processes import needs_proc, still_alive, wait_until
+from tests.launching.processes import needs_proc, still_alive, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "sitting.py"
 STARTING = SCRIPT.with_name("starting.py")

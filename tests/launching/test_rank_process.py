@@ -16,8 +16,8 @@ from echelon.launching.pulse import Board
 from echelon.launching.rank_process import Event, RankProcess, collect_stacks, kill_all, stop_all
 from echelon.launching.worker import RankConfig
 
-from . import tasks
-from .processes import still_alive, wait_until
+from tests.launching import tasks
+from tests.launching.processes import still_alive, wait_until
 
 
 def config(folder: Path, ranks: int) -> RankConfig:

@@ -12,8 +12,8 @@ from echelon.errors import UserError
 from echelon.launching import RankFailed, RankHung, Ranks, hang
 from echelon.launching import ranks as ranks_module
 
-from . import tasks
-from .processes import needs_proc, still_alive, wait_until
+from tests.launching import tasks
+from tests.launching.processes import needs_proc, still_alive, wait_until
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from echelon.launching import Ranks, RemoteResult, join, launch
 from echelon.launching import torchrun as torchrun_module
 from tests.ports import free_port
 
-from . import tasks
+from tests.launching import tasks
 
 SCRIPT = Path(__file__).parent / "scripts" / "under_torchrun.py"
 NODES = 2

@@ -12,7 +12,7 @@ from echelon.launching import watchdog
 from echelon.launching.pulse import Pulse
 from echelon.launching.watchdog import EXIT_CODE, Watchdog
 
-from .processes import wait_until
+from tests.launching.processes import wait_until
 
 WAITS = Pulse(0, 3, 2, "all_reduce data", "REDUCE of stage 0", 7, True)
 WORKS = Pulse(0, 2, 2, "all_reduce data")

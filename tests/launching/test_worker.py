@@ -7,8 +7,8 @@ import pytest
 from echelon.launching import Ranks, launch, pulse, worker
 from echelon.launching.channel import Channel
 
-from . import tasks
-from .processes import needs_proc
+from tests.launching import tasks
+from tests.launching.processes import needs_proc
 
 
 def test_a_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from echelon.errors import UserError
 from echelon.experts import HierarchicalGate, SigmoidGate, gates_of
 from echelon.models import ExpertsConfig, ModelConfig, build
 
-from .conftest import MIXTURES
+from tests.models.conftest import MIXTURES
 
 VALID = {"num_experts": 8, "top_k": 2, "hidden": 16}
 

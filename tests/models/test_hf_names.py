@@ -7,7 +7,7 @@ from echelon.models import build, save_hf
 from echelon.ownership import run_slices
 from echelon.weight_files import WeightFolder
 
-from .conftest import SMALL
+from tests.models.conftest import SMALL
 
 
 def model_of(config):

@@ -4,7 +4,7 @@ import torch
 from echelon.errors import UserError
 from echelon.models import build, from_hf_state, to_hf_state
 
-from .conftest import SMALL
+from tests.models.conftest import SMALL
 
 
 def state_of(config):

@@ -1,7 +1,6 @@
 """Types of numbers: what a plan computes in, float32 masters below that, and loss scaling for fp16."""
 
-import torch
-
+from echelon.precision.dtypes import DTYPES
 from echelon.precision.loss_scaling import DynamicScale, LossScale, LossScaling, make_loss_scaling
 from echelon.precision.rounding import KeyedRounding, Placement
 from echelon.precision.rounding_stepper import RoundingStepper
@@ -14,13 +13,6 @@ from echelon.precision.stepper import (
     with_gradients,
 )
 from echelon.precision.whole_stepper import WholeStepper
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 __all__ = [
     "DTYPES",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .real_ranks import Warm, world
+from tests.collectives.shared.real_ranks import Warm, world
 
 
 def can_read() -> bool:

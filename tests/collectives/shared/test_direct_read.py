@@ -11,7 +11,7 @@ from echelon.collectives.shared.link import Link
 from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import LANE
 
-from .simulated_links import SimulatedLink, advance_others, run, simulate
+from tests.collectives.shared.simulated_links import SimulatedLink, advance_others, run, simulate
 
 SIZE = 3
 LENGTH = (LANE.free_bytes // 4 + SIZE) // SIZE * SIZE  # divisible, and too long for a lane: read directly

@@ -15,7 +15,7 @@ from echelon.collectives.shared import handshake
 from echelon.collectives.shared.handshake import Host
 from echelon.launching import Ranks
 
-from .real_ranks import new_group
+from tests.collectives.shared.real_ranks import new_group
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from echelon.collectives.shared.header import Header
 from echelon.collectives.shared.slots import COLLECTIVE, RingWriter
 from echelon.launching import Ranks
 
-from .real_ranks import Warm, world
+from tests.collectives.shared.real_ranks import Warm, world
 
 DIRECT = 40_000  # elements of four bytes: enough to be read directly
 HUGE = COLLECTIVE.slots * COLLECTIVE.slot_bytes // 4 + 3  # more than a whole ring holds, and not divisible

@@ -15,7 +15,7 @@ from echelon.collectives.shared import handshake, rendezvous
 from echelon.errors import UserError
 from echelon.launching import Ranks
 
-from .real_ranks import LARGE, Warm, new_group
+from tests.collectives.shared.real_ranks import LARGE, Warm, new_group
 
 
 def kind_of_group(change: Callable[[], None]) -> str:

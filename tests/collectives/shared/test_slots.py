@@ -22,7 +22,7 @@ from echelon.collectives.shared.slots import (
 from echelon.collectives.shared.tensor_memory import TensorMemory
 from echelon.launching import PeerLost
 
-from .simulated_links import SimulatedPeer
+from tests.collectives.shared.simulated_links import SimulatedPeer
 
 MEMORY = TensorMemory.of(torch.zeros(4))
 WROTE_READ = {"wrote": Notice.WROTE, "read": Notice.READ}

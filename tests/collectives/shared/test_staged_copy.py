@@ -13,7 +13,7 @@ from echelon.collectives.shared.operation_queue import Steps
 from echelon.collectives.shared.slots import COLLECTIVE, LANE
 from echelon.collectives.shared.tensor_memory import TensorMemory
 
-from .simulated_links import SimulatedLink, advance_others, run, simulate
+from tests.collectives.shared.simulated_links import SimulatedLink, advance_others, run, simulate
 
 SIZE = 3
 NUM_OPERATIONS = 3
